@@ -32,6 +32,8 @@ class FakeLLM:
     """
 
     url: str = ""
+    path: str | None = None
+    """The only path that is served; None: all."""
     replies: dict[str, list[str | int | Callable[[Request], str]]] = field(default_factory=dict)
     retry_after: str | None = None
     error: str = "no"
@@ -65,6 +67,8 @@ class FakeLLM:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if head[0].startswith("GET /login"):
             return await self._send(writer, 200, _PAGE, "text/html")
+        if self.path is not None and not head[0].startswith(f"POST {self.path} "):
+            return await self._send(writer, 404, b'{"detail": "Not Found"}')
         request = json.loads(body)
         self.asked.append(request)
         self.keys.append(headers.get("authorization", ""))

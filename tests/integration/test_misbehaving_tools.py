@@ -144,6 +144,26 @@ async def test_garbage_is_skipped_and_endless_garbage_ends_the_server(
         assert await pid_of(tools) != before
 
 
+@pytest.mark.parametrize("path", ["", "mcp", "sse"])
+async def test_a_result_that_cannot_be_decoded_is_not_waited_for(tmp_path: Path, web: Web, path: str) -> None:
+    entry = web.entry(path) if path else stdio()
+    async with open_tools(config_of(tmp_path, entry, tool_timeout_seconds=20)) as tools:
+        start = time.monotonic()
+        for kind in ("utf8", "surrogate", "depth", "great depth", "broken"):
+            reply = await tools.call("raw", {"kind": kind})
+            assert reply.error or (path, kind) == ("sse", "utf8"), kind
+            assert not reply.error or "raw gave a result that is not valid" in reply.text, reply.text
+        assert (await tools.call("raw", {"kind": "nan"})).text == '{"id": 5, "value": [null, null, null]}'
+        deep: Any = []
+        for _ in range(500):
+            deep = [deep]
+        for value in ("\ud800", deep):
+            reply = await tools.call("append", {"text": value})
+            assert reply.error
+            assert "its arguments cannot be sent" in reply.text
+        assert time.monotonic() - start < 10
+
+
 async def test_fifty_megabytes_are_an_error_that_names_the_limit(tmp_path: Path, web: Web) -> None:
     for entry in (stdio(), web.entry(), web.entry("sse")):
         async with open_tools(config_of(tmp_path, entry)) as tools:

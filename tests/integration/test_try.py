@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from chat_models import KEEPS_ALL, write_model
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
@@ -42,6 +43,11 @@ async def engine(tmp_path: Path) -> AsyncIterator[str]:
             yield client.url
     finally:
         await process.stop()
+
+
+def reverse_text(text: str) -> str:
+    """Reverse a text."""
+    return text[::-1]
 
 
 def flags(run: RunConfig, *words: str) -> Configs:
@@ -105,9 +111,28 @@ async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
     assert "SCORED  score 0.000" in shown
+    assert "train rule main: it chooses" in shown
+    assert "100% of" in shown.replace("\n", " ")
     names = await store.database.client.list_database_names()
     assert not [name for name in names if name.startswith("agentrl_try")]
     assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
+
+
+@pytest.mark.parametrize("shows_tools", [True, False])
+async def test_the_prompt_is_printed_and_tools_that_it_lacks_are_named(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], shows_tools: bool
+) -> None:
+    template = KEEPS_ALL if shows_tools else KEEPS_ALL.replace("{%- if tools %}", "{%- if false %}")
+    write_model(tmp_path, template)
+    words = ("--model_name_or_path", str(tmp_path), "--tools", "test_try:reverse_text")
+    configs = flags(run_config, *words, "--system_prompt", "Be brief.")
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=None, prompt=True) == 0
+    printed = capsys.readouterr()
+    assert "<|im_start|>system" in printed.out
+    assert "Be brief." in printed.out
+    assert "1+1?" in printed.out
+    assert ("reverse_text" in printed.out) == shows_tools
+    assert ("does not name the tools reverse_text" in printed.err) != shows_tools
 
 
 def test_errors_of_the_command_have_exit_codes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -24,6 +25,13 @@ message."""
 
 TRAIN = "train"
 """Field of an assistant message: false makes it context of a conversation for fine-tuning."""
+
+
+UNSEEN_HINT = (
+    "give a template that shows tools by --chat_template FILE (assets/chat_templates has one), or describe"
+    " the tools in --system_prompt"
+)
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -103,3 +111,22 @@ class ChatFormat(Protocol):
         for a conversation whose tokens cannot be attributed.
         """
         ...
+
+
+def unseen_tools(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> list[str]:
+    """Return the names of the ``tools`` that do not stand in a prompt: its model cannot know them."""
+    text = chat_format.decode(prompt)
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    return [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+
+
+def unseen_problem(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> str | None:
+    """Return which ``tools`` a prompt does not name, and what to do; None if it names all."""
+    unseen = unseen_tools(chat_format, prompt, tools)
+    if not unseen:
+        return None
+    more = f" and {len(unseen) - _SHOWN} more" if len(unseen) > _SHOWN else ""
+    return (
+        f"the prompt does not name the tools {', '.join(unseen[:_SHOWN])}{more}: the chat format"
+        f" {chat_format.name} leaves them out, and the model cannot know them; {UNSEEN_HINT}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -11,9 +12,32 @@ import agentrl
 from agentrl.cli.commands import COMMANDS
 from agentrl.errors import AgentRLError
 
+_PIPE_CLOSED = 128 + 13
+"""The exit code of a program that SIGPIPE ends."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``agentrl COMMAND …`` and return its exit code."""
+    """Run ``agentrl COMMAND …`` and return its exit code. A reader of stdout may stop early, as ``head``."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_no_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit still writes
+        return _PIPE_CLOSED
+
+
+def _has_no_reader() -> bool:
+    """Return whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     if argv is None and "_ARGCOMPLETE" in os.environ:
         from agentrl.cli.completion import complete
 

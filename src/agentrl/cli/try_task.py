@@ -24,6 +24,7 @@ class TryConfig:
     """Which task to try, and on which engine."""
 
     line: int | None = flag(None, "line of the task in the file (default: its first task)")
+    prompt: bool = flag(False, "print the first prompt as the model reads it, and call no engine")
     engine_url: str | None = flag(None, "an engine's URL (default: a live engine of the run)")
 
 
@@ -59,4 +60,6 @@ def main(argv: list[str]) -> int:
 
     flags = configs[TryConfig]
     with tracing(configs, "try"):
-        return asyncio.run(try_task(configs, wanted, line=flags.line, engine_url=flags.engine_url))
+        return asyncio.run(
+            try_task(configs, wanted, line=flags.line, engine_url=flags.engine_url, prompt=flags.prompt)
+        )

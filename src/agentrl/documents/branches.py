@@ -41,6 +41,18 @@ def main_branch(branches: Sequence[Branch]) -> Branch | None:
     )
 
 
+def same_agent(branches: Sequence[Branch]) -> list[Branch]:
+    """Return the branches with the system prompt and the tools of the main branch, which is one of them."""
+    main = main_branch(branches)
+    return [branch for branch in branches if main is not None and _setting(branch) == _setting(main)]
+
+
+def _setting(branch: Branch) -> tuple[object, object]:
+    """Return the system messages and the tools of a branch."""
+    first = branch.calls[0]
+    return [message for message in first.messages if message["role"] == "system"], first.tools
+
+
 def of_main_role(calls: Sequence[DispatchedSamplingTask]) -> list[DispatchedSamplingTask]:
     """Return the calls of the trajectory's own conversation; if it has none, those of the first role."""
     name = calls[0].role if calls and all(call.role is not None for call in calls) else None

@@ -22,6 +22,8 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 
 _SHOWN = 20
+COMPARING = frozenset({"agentcpm", "asearcher", "exact", "f1", "math"})
+"""The scorers that compare with the task's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def read_tasks(
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            reading.add(make_task(item.value, split, epoch, num_generations, source.path.parent))
+            reading.add(make_task(item.value, split, epoch, num_generations, source.path.parent), where)
             reading.tasks.add(item.offset, item.length)
             reading.warn(where, item.value)
         except BadTaskError as error:
@@ -150,8 +152,10 @@ class _Reading:
         self._known = known
         self._ids: set[str] = set()
         self._misspelled: dict[str, tuple[str, int]] = {}
+        self._unanswered: dict[str, tuple[str, int]] = {}
+        """Scorer that compares → the first of its tasks without an answer, and their number."""
 
-    def add(self, task: Task) -> None:
+    def add(self, task: Task, where: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
         for name, known in self._known.items():
             for part in _names(task, name):
@@ -161,6 +165,10 @@ class _Reading:
         self._ids.add(task.task_id)
         for name, found in self.names.items():
             found.update(_names(task, name))
+        if task.answer is None and not task.aug_answers:
+            for part in COMPARING.intersection(_names(task, "scorer")):
+                first, count = self._unanswered.get(part, (where, 0))
+                self._unanswered[part] = (first, count + 1)
 
     def warn(self, where: str, item: dict[str, object]) -> None:
         """Record each field that looks misspelled."""
@@ -170,8 +178,13 @@ class _Reading:
                 self._misspelled[name] = (first, count + 1)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return one line per misspelled field."""
-        return tuple(
+        """Return one line per misspelled field, and per scorer whose tasks lack the answer it compares."""
+        unanswered = tuple(
+            f"{where}: no answer, and the scorer {name}{' (the default)' * (name == 'agentcpm')} compares"
+            f" with one ({count} tasks): give answer or scorer, unless the agent scores itself"
+            for name, (where, count) in self._unanswered.items()
+        )
+        return unanswered + tuple(
             f"{where}: the field {name!r} is unknown and kept in meta; did you mean {nearest_field(name)!r}?"
             + (f" ({count} tasks have it)" if count > 1 else "")
             for name, (where, count) in self._misspelled.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -146,6 +147,10 @@ def _shown(text: str, limit: int = 40) -> str:
 _QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
 _ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
 _RAW_ANSWER = ("expected_answer", "answer")
+_GSM8K_ANSWER = re.compile(r"####\s*(-?[0-9][0-9.,]*)\s*$")
+_ROW = ("data_source", "reward_model")
+"""Fields by which rows of verl and ChatLearn are known: their questions say how to mark the answer."""
+_MARKS = {"\\boxed": "boxed", "####": "####"}
 _OTHER = (
     "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment", "system_prompt",
     "query_prompt", "tools",
@@ -180,6 +185,9 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
     answer = _take_answer(rest)
     environment = _take_word(rest, "environment")
     tools = _take_tools(rest)
+    system_prompt = _take_system_prompt(rest, chat)
+    mark = _mark(rest, f"{system_prompt or ''}\n{query}")
+    scorer = "math" if mark is not None else "agentcpm"
     return Task(
         id=task_key(split, epoch, task_id),
         task_id=task_id,
@@ -189,12 +197,12 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
         query=query,
         answer=answer,
         aug_answers=tuple(_take(rest, "aug_answers", list) or ()),
-        scorer=_take_scorer(rest) or ("agentcpm" if environment is None else "environment"),
-        answer_schema=_take_word(rest, "answer_schema") or "answer",
+        scorer=_take_scorer(rest) or (scorer if environment is None else "environment"),
+        answer_schema=_take_word(rest, "answer_schema") or mark or "answer",
         agent_name=_take_word(rest, "agent_name"),
         agent_cfg_path=_take_word(rest, "agent_cfg_path"),
         environment=environment,
-        system_prompt=_take_system_prompt(rest, chat),
+        system_prompt=system_prompt,
         messages=chat.messages,
         query_prompt=_take_query_prompt(rest),
         images=image_refs_of(rest.pop("images", None), folder),
@@ -274,10 +282,23 @@ def _first_user_message(messages: Any) -> str | None:
 def _take_answer(rest: dict[str, Any]) -> Any:
     for name in _ANSWER:
         if rest.get(name) is not None:
-            return rest.pop(name)
+            return _final(rest.pop(name))
     raw = (_inside(rest, "raw", name) for name in _RAW_ANSWER)
     found = next((value for value in raw if value is not None), None)
-    return _inside(rest, "reward_model", "ground_truth") if found is None else found
+    return _final(_inside(rest, "reward_model", "ground_truth") if found is None else found)
+
+
+def _final(answer: Any) -> Any:
+    """Return the number behind the ``####`` that ends an answer, as in GSM8K; another answer as it is."""
+    found = _GSM8K_ANSWER.search(answer) if isinstance(answer, str) else None
+    return answer if found is None else found.group(1).rstrip(".,")
+
+
+def _mark(rest: Mapping[str, Any], text: str) -> str | None:
+    """Return the ``answer_schema`` that the prompt of a verl or ChatLearn row asks for; None for others."""
+    if not any(name in rest for name in _ROW):
+        return None
+    return next((schema for mark, schema in _MARKS.items() if mark in text), None)
 
 
 def _take_system_prompt(rest: dict[str, Any], chat: Chat) -> str | None:

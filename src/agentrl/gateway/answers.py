@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from jsonschema.exceptions import best_match
+from referencing.exceptions import Unresolvable
+
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import CallSyntaxError, load_json
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
-from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
+from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
 from agentrl.inference.generation import Generation
 
 _ID_DIGITS = 7
@@ -53,6 +57,23 @@ def answer_of(
     )
 
 
+def unmet(parsed: ParsedMessage, request: GatewayRequest) -> str | None:
+    """Return what a parsed answer lacks of what the request demands; None if it has all."""
+    names = [call.name for call in parsed.tool_calls]
+    if request.no_calls and names:
+        return f"a call of {names[0]}, and the request allows no tool call"
+    if request.must_call and (not names or not set(names) <= set(request.must_call)):
+        called = f"a call of {', '.join(names)}" if names else "no tool call"
+        return f"{called}, and the request demands one of {', '.join(request.must_call)}"
+    if request.schema is None or names:
+        return None
+    try:
+        problem = best_match(validator_of(request.schema).iter_errors(load_json(parsed.content)))
+    except (CallSyntaxError, Unresolvable, RecursionError) as error:
+        return f"the answer is not of the JSON schema: {error}"
+    return None if problem is None else f"the answer is not of the JSON schema: {problem.message}"
+
+
 def response_of(
     parsed: ParsedMessage,
     request: GatewayRequest,
@@ -67,6 +88,10 @@ def response_of(
     is_cut = generation.finish_reason == "length"
     calls = () if is_cut else parsed.tool_calls
     error = None if is_cut else parsed.error
+    if not is_cut and (problem := unmet(parsed, request)) is not None:
+        error = error or problem
+    if request.no_calls:
+        calls = ()
     if request.one_call and len(calls) > 1:
         error = error or f"{len(calls)} tool calls, and the request allows one: the first is answered"
         calls = calls[:1]

@@ -107,7 +107,7 @@ class GatewayApp:
             code="not_found",
             hint="the base URL is …/t/TOKEN/v1; docs/gateway.md lists its routes",
         )
-        return _json(CHAT.error(error), error.status)
+        return _json(_shape_of(request).error(error), error.status)
 
     def _guarded(
         self,
@@ -122,19 +122,20 @@ class GatewayApp:
         """
 
         async def guarded(request: Request) -> Response:
+            shape = _shape_of(request) if dialect is CHAT else dialect
             try:
                 return await handle(request, await self._caller(request, checks_known=checks_known))
             except ClientDisconnect:
                 return Response(status_code=499)
             except GatewayError as error:
-                return _json(dialect.error(error), error.status)
+                return _json(shape.error(error), error.status)
             except StoreUnavailableError as error:
                 down = GatewayError("unavailable", error.message, code="unavailable")
-                return _json(dialect.error(down), down.status)
+                return _json(shape.error(down), down.status)
             except AgentRLError as error:
                 logger.warning("a request was refused", extra={"why": error.message})
                 refused = GatewayError("internal", error.message, code="internal")
-                return _json(dialect.error(refused), refused.status)
+                return _json(shape.error(refused), refused.status)
 
         return guarded
 
@@ -290,6 +291,12 @@ class GatewayApp:
         except LeaseLostError as error:
             raise dead_url() from error
         return _json({"status": "stored"})
+
+
+def _shape_of(request: Request) -> Dialect:
+    """Return the dialect in which the client of a route that several APIs have reads errors."""
+    is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+    return MESSAGES if is_anthropic else CHAT
 
 
 def token_digest(token: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from agentrl.config.gateway import GatewayConfig
+from agentrl.data.trained_share import describe_share
 from agentrl.documents.branches import branches_of, main_branch, of_main_role
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -85,7 +86,11 @@ class GatewayHost:
         result.messages = main_messages(result.calls)
         record = await self._store.records.get(claim.record_id)
         result.reward = None if record is None else record.reported_reward
-        await self._store.gateways.choose_calls(claim, train, untrained(train, result.calls))
+        left_out = untrained(train, result.calls)
+        await self._store.gateways.choose_calls(claim, train, left_out)
+        if left_out:
+            share = describe_share(result.calls, train, left_out)
+            logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})
 
 
 def main_messages(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image
@@ -25,7 +28,7 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.answers import response_of
+from agentrl.gateway.answers import response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.history import digest_after, prefix_digests
@@ -45,6 +48,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OnPrompt = Callable[[list[int]], None]
+
+ATTEMPTS = 4
+"""Answers that are sampled for a request that demands a tool call or a schema; the last one is answered."""
+
+ASKED_AGAIN = "asked_again"
+"""The stored parameter that counts the answers before this one that were not what the request demands."""
 
 
 class StreamingEngine(Protocol):
@@ -173,12 +182,62 @@ class Answerer:
                 engine.encoded = prompt.encoded
                 images = await images_of(self.store.images, prompt.images)
                 shown: dict[str, Any] = {"images": images} if images else {}
-                generation = await engine.generate(prompt.ids, params, progress, **shown)
+                generation, params = await self._sample(
+                    engine, request, call, prompt, params, progress, shown
+                )
             await checking
             stored = await self._store(claim, request, call, prompt, params, generation)
             end_model_call(span, generation, prompt.new_messages, stored.response, stored.id)
             span.set({"agentrl.parent_call": stored.parent or stored.follows})
         return stored
+
+    async def _sample(
+        self,
+        engine: StreamingEngine,
+        request: GatewayRequest,
+        call: GatewayCall,
+        prompt: Prompt,
+        params: SamplingParams,
+        progress: Progress | None,
+        shown: dict[str, Any],
+    ) -> tuple[Generation, SamplingParams]:
+        """Return a generation and the parameters to store with it.
+
+        Where the request demands a tool call or a schema, the engine's grammar gives the schema if it has
+        one; else the model is asked again, up to ``ATTEMPTS`` times. A later answer is chosen by its text:
+        its parameters say so, and it is context. Nothing of these answers is streamed before it is chosen.
+        """
+        if not request.must_call and request.schema is None:
+            return await engine.generate(prompt.ids, params, progress, **shown), params
+        if request.schema is not None and not request.tools and not self._thinks(prompt):
+            constrained = params.replace(extra={**params.extra, "json_schema": json.dumps(request.schema)})
+            with contextlib.suppress(EngineRefusedError):
+                return await engine.generate(prompt.ids, constrained, None, **shown), constrained
+        sent = params
+        for attempt in range(1 if params.temperature == 0 else ATTEMPTS):
+            if attempt:
+                extra = {name: value for name, value in params.extra.items() if name != "sampling_seed"}
+                sent = params.replace(extra=extra).seeded(self.seed, call.id, attempt)
+            generation = await engine.generate(prompt.ids, sent, None, **shown)
+            is_cut = generation.finish_reason == "length"
+            if not is_cut and unmet(self._parse(request, prompt, generation), request) is None:
+                break
+        if not attempt:
+            return generation, sent
+        noted = sent.replace(extra={**sent.extra, ASKED_AGAIN: attempt})
+        return replace(generation, logprobs_of="other"), noted
+
+    def _parse(self, request: GatewayRequest, prompt: Prompt, generation: Generation) -> ParsedMessage:
+        return contain_call(
+            lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
+            "the tool-call parser",
+            TrajectoryError,
+        )
+
+    def _thinks(self, prompt: Prompt) -> bool:
+        """Return whether the prompt opens a thought, which a grammar would replace."""
+        end = self.chat_format.decode(prompt.ids[-8:])
+        return any(opens_thought(end, tags) for tags in REASONING_TAGS)
 
     async def _store(
         self,
@@ -190,11 +249,7 @@ class Answerer:
         generation: Generation,
     ) -> DispatchedSamplingTask:
         """Parse an answer and store its model call; return it."""
-        parsed = contain_call(
-            lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
-            "the tool-call parser",
-            TrajectoryError,
-        )
+        parsed = self._parse(request, prompt, generation)
         response, error = response_of(parsed, request, generation, call, self.chat_format)
         pending = PendingCall(
             record=claim.record_id,

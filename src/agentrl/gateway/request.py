@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +15,9 @@ import orjson
 from agentrl.chat.chat_format import Message
 from agentrl.documents.sampling import SamplingParams
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.tools.base import Schema
+from agentrl.tools.base import Schema, schema_name
+
+logger = logging.getLogger(__name__)
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
@@ -25,6 +29,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 MAX_TOOLS = 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
+_MAX_WARNINGS = 64
+_warned: set[tuple[str, str]] = set()
+"""(dialect, field) of the warnings that this process has logged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +49,12 @@ class GatewayRequest:
     logprobs: bool = False
     one_call: bool = False
     """Whether an answer may have one tool call only."""
+    must_call: tuple[str, ...] = ()
+    """The tools of which the answer must call one; empty: the model decides."""
+    no_calls: bool = False
+    """Whether an answer may have no tool call."""
+    schema: Mapping[str, Any] | None = None
+    """The JSON schema of an answer without tool calls; None: free text."""
     role: str | None = None
     """The role of the trajectory that makes the call."""
     previous: str | None = None
@@ -176,6 +189,66 @@ def arguments_of(value: Any, where: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise invalid(f"{where} is {kind_of(value)}; it must be an object", where)
     return value or {}
+
+
+def choose(request: GatewayRequest, choice: str | None, name: str | None = None) -> GatewayRequest:
+    """Return the request with its tool choice: auto, none, required, or ``named`` for the tool ``name``.
+
+    With ``none`` no tools are shown, and calls are not answered.
+    """
+    if choice == "none":
+        return replace(request, tools=[], no_calls=True)
+    if choice in (None, "auto"):
+        return request
+    offered = tuple(schema_name(tool) for tool in request.tools)
+    if choice not in ("required", "named"):
+        what = f"tool_choice {short(choice)} is not supported: use auto, none, required or a function"
+        raise invalid(what, "tool_choice", code="unsupported_parameter")
+    if not offered or (choice == "named" and name not in offered):
+        tools = ", ".join(offered) or "none"
+        raise invalid(f"tool_choice is {short(name or choice)}, and the tools are: {tools}", "tool_choice")
+    return replace(request, must_call=offered if name is None else (name,))
+
+
+def schema_of(value: Any, where: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema that ``{"type": "json_schema", …}`` asks for; None for text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    held = value.get("json_schema", value) if kind == "json_schema" else None
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict):
+        what = f"{where} is {short(value)}; it must be text, json_object or json_schema with a schema"
+        raise invalid(what, where, code="unsupported_parameter")
+    try:
+        validator_of(schema)
+    except ValueError as error:
+        raise invalid(f"{where} has a schema that is not valid: {error}", where) from error
+    return schema
+
+
+def validator_of(schema: Mapping[str, Any]) -> Any:
+    """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing import Registry
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except (SchemaError, RecursionError, re.error) as error:
+        raise ValueError(getattr(error, "message", str(error))) from error
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def warn_ignored(body: Mapping[str, Any], dialect: str, known: frozenset[str]) -> None:
+    """Log once a process each field of ``body`` that has no effect here."""
+    for name, value in body.items():
+        if name in known or value is None or (dialect, name) in _warned or len(_warned) >= _MAX_WARNINGS:
+            continue
+        _warned.add((dialect, name))
+        logger.warning("a field of a request has no effect", extra={"api": dialect, "field": short(name)})
 
 
 def refuse(body: Mapping[str, Any], name: str, why: str, *allowed: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from agentrl.documents.branches import Branch, branches_of, main_branch
+from agentrl.documents.branches import Branch, branches_of, main_branch, same_agent
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.errors import TrajectoryError
 from agentrl.registry import Registry
@@ -30,22 +30,13 @@ def train_agent(branches: Sequence[Branch]) -> Sequence[int]:
 
     So an agent that replaces its history by a summary is trained before and after it.
     """
-    main = main_branch(branches)
-    if main is None:
-        return ()
-    return [index for branch in branches if _setting(branch) == _setting(main) for index in branch.indexes]
+    return [index for branch in same_agent(branches) for index in branch.indexes]
 
 
 @TRAIN_RULES.register("all")
 def train_all(branches: Sequence[Branch]) -> Sequence[int]:
     """Train every call."""
     return [index for branch in branches for index in branch.indexes]
-
-
-def _setting(branch: Branch) -> tuple[object, object]:
-    """Return the system messages and the tools of a branch."""
-    first = branch.calls[0]
-    return [message for message in first.messages if message["role"] == "system"], first.tools
 
 
 def require_rule(name: str) -> TrainRule:

@@ -17,6 +17,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.gateway.chains import Chains
 from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer, StreamingRouter
+from agentrl.gateway.train_rules import untrained
 from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.setup import sampling_params
 from agentrl.store.scratch import scratch_store
@@ -38,6 +39,9 @@ class TrialGateway:
         self._chat_format = chat_format
         self.calls: Sequence[DispatchedSamplingTask] = ()
         """The model calls of the trajectory, when the endpoint is closed."""
+        self.train_rule: str | None = None
+        self.left_out: Sequence[int] = ()
+        """Indexes of the calls that ``train_rule`` leaves out."""
 
     @asynccontextmanager
     async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
@@ -53,6 +57,7 @@ class TrialGateway:
             finally:
                 await host.close()
                 self.calls = () if result is None else result.calls
+                self.train_rule, self.left_out = train, untrained(train, self.calls)
 
     async def _claim(self, store: Store, tried: Task) -> Claim:
         """Store the task in the empty database, claim its only slot, and begin its Record."""

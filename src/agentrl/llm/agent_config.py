@@ -88,14 +88,18 @@ def load_section(path: str | Path, name: str) -> AgentSection:
         raise ConfigError(f"{path} has no section {name} with models", hint=_HINT)
     where = f"{path}: {name}"
     values = _expanded(section, where)
-    own = {"models", "max_retries", "retry_delay", "backoff_factor", "timeout", "cost_limit", *_LIMITS}
+    own = {
+        "models", "max_retries", "retry_delay", "backoff_factor", "timeout", "cost_limit", "extra_body",
+        *_LIMITS,
+    }  # fmt: skip
     _refuse_unknown(values, {*own, *SECTIONS[name]}, where)
     models = values.pop("models")
     if not isinstance(models, list):
         raise ConfigError(f"{where}.models is not a list", hint=_HINT)
     numbers = {key: _number(where, key, values.pop(key)) for key in tuple(values) if key in _NUMBERS}
     defaults = {key: numbers.pop(key) for key in _LIMITS if key in numbers}
-    endpoints = tuple(_endpoint(item, defaults, f"{where}.models") for item in models)
+    extra = _mapping(values.pop("extra_body", None), f"{where}.extra_body")
+    endpoints = tuple(_endpoint(item, defaults, extra, f"{where}.models") for item in models)
     return AgentSection(name=name, models=endpoints, settings=values, **numbers)
 
 
@@ -107,16 +111,27 @@ def has_section(path: str | Path, name: str) -> bool:
     return isinstance(section, dict) and bool(section.get("status", True))
 
 
-def _endpoint(item: Any, defaults: Mapping[str, Any], where: str) -> ModelEndpoint:
+def section_values(path: str | Path, name: str) -> dict[str, Any]:
+    """Return a section as it stands in the file, variables expanded; {} without the file or the section."""
+    section = _read(Path(path)).get(name) if Path(path).exists() else None
+    return dict(_expanded(section, f"{path}: {name}")) if isinstance(section, dict) else {}
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where} is not a mapping", hint="write parameters as {temperature: 0}")
+    return value or {}
+
+
+def _endpoint(item: Any, defaults: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> ModelEndpoint:
+    """Return one model; ``extra`` are parameters of every request of the section."""
     missing = [key for key in _REQUIRED if not isinstance(item, dict) or not item.get(key)]
     if missing:
         raise ConfigError(f"{where}: an entry lacks {', '.join(missing)}", hint=_HINT)
-    _refuse_unknown(item, _ENDPOINT_KEYS, where)
+    _refuse_unknown(item, {*_ENDPOINT_KEYS, "extra_body"}, where)
     given: dict[str, Any] = {key: _number(where, key, item[key]) for key in item if key in _NUMBERS}
-    if "params" in item:
-        if not isinstance(item["params"], dict):
-            raise ConfigError(f"{where}: params is not a mapping", hint="write params: {temperature: 0}")
-        given["params"] = item["params"]
+    params = _mapping(item["params"], f"{where}: params") if "params" in item else {"temperature": 0}
+    given["params"] = {**params, **extra, **_mapping(item.get("extra_body"), f"{where}: extra_body")}
     given |= {key: str(item[key]) for key in _REQUIRED}
     return ModelEndpoint(**{**defaults, **given})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
+
+logger = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 4 * 2**20
 """A longer HTTP body is refused."""
@@ -46,8 +49,12 @@ class Problem(StrEnum):
 class LLMError(Exception):
     """One request brought no text. ``is_outage``: the endpoint is at fault, not the request."""
 
-    def __init__(self, problem: Problem, text: str, retry_after: float | None = None) -> None:
+    def __init__(
+        self, problem: Problem, text: str, retry_after: float | None = None, status: int | None = None
+    ) -> None:
+        """``status`` is the HTTP status, if there was one."""
         super().__init__(f"{problem}: {text}" if text else problem.value)
+        self.status = status
         self.problem = problem
         self.retry_after = retry_after
 
@@ -84,6 +91,7 @@ class EndpointClient:
         self._openai: AsyncOpenAI = AsyncOpenAI(
             api_key=endpoint.api_key, base_url=endpoint.base_url, max_retries=0
         )
+        self._below_v1 = False
 
     async def complete(
         self, messages: Messages, params: Mapping[str, Any], timeout: float, use: Use
@@ -96,10 +104,9 @@ class EndpointClient:
         with self._span(messages) as span:
             try:
                 async with asyncio.timeout(timeout):
-                    body = await self._post(messages, params)
+                    text, prompt, completion, tool_calls, is_cut = await self._reply(messages, params)
             except TimeoutError as error:
                 raise LLMError(Problem.TIMED_OUT, f"no reply within {timeout:.3g} s") from error
-            text, prompt, completion, tool_calls, is_cut = _read(body)
             span.set({"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": completion})
             reply = {"role": "assistant", "content": text, "tool_calls": tool_calls}
             span.messages("gen_ai.output.messages", [reply])
@@ -134,6 +141,28 @@ class EndpointClient:
         span = tracer().span(f"chat {model}", attributes, kind="client")
         span.messages("gen_ai.input.messages", messages)
         return span
+
+    async def _reply(self, messages: Messages, params: Mapping[str, Any]) -> _Reply:
+        """Return what a reply says. Where a URL without a path does not answer, ``/v1`` below it is tried."""
+        try:
+            return _read(await self._post(messages, params))
+        except LLMError as error:
+            url = urlsplit(self.endpoint.base_url)
+            is_elsewhere = error.problem is Problem.NOT_A_COMPLETION or error.status in (404, 405)
+            if not is_elsewhere or url.path.strip("/") or self._below_v1:
+                raise
+            self._openai.base_url = f"{self.endpoint.base_url.rstrip('/')}/v1"
+            try:
+                reply = _read(await self._post(messages, params))
+            except LLMError:
+                self._openai.base_url = self.endpoint.base_url
+                raise error from None
+            self._below_v1 = True
+            logger.warning(
+                "a model answers at /v1 of its base_url: write it so",
+                extra={"model": self.endpoint.model, "base_url": f"{url.scheme}://{url.netloc}/v1"},
+            )
+            return reply
 
     async def _post(self, messages: Messages, params: Mapping[str, Any]) -> bytes:
         from openai import APIConnectionError, APIStatusError, OpenAIError
@@ -211,7 +240,10 @@ async def _close_at_the_end(clients: _Clients) -> AsyncGenerator[None]:
         clients.clear()
 
 
-def _read(body: bytes) -> tuple[str, int, int, tuple[Mapping[str, Any], ...], bool]:
+_Reply = tuple[str, int, int, tuple[Mapping[str, Any], ...], bool]
+
+
+def _read(body: bytes) -> _Reply:
     """Return text, prompt tokens, completion tokens, tool calls and whether it was cut. Raises LLMError."""
     try:
         answer = json.loads(body)
@@ -249,8 +281,8 @@ def _status_error(error: APIStatusError) -> LLMError:
     if status in (401, 403, 407):
         return LLMError(Problem.LOGIN, text)
     if status in (404, 408, 409) or status >= 500 or status < 400:
-        return LLMError(Problem.SERVER_ERROR, text, _retry_after(error.response.headers))
-    return LLMError(Problem.REFUSED, text)
+        return LLMError(Problem.SERVER_ERROR, text, _retry_after(error.response.headers), status)
+    return LLMError(Problem.REFUSED, text, status=status)
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

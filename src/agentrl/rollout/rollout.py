@@ -241,8 +241,8 @@ class Rollout(Role):
         """Open a base URL at which any client of a model API continues this trajectory.
 
         Every request there is a model call of the trajectory. ``train`` chooses the branches that are
-        trained: ``main``, ``all``, or ``module:function``. When the block ends, the URL is dead, and
-        ``turns``, ``messages`` and ``scored_calls`` are those of the calls. An exception that leaves the
+        trained: ``main``, ``agent``, ``all``, or ``module:function``. When the block ends, the URL is dead,
+        and ``turns``, ``messages`` and ``scored_calls`` are those of the calls. An exception that leaves the
         block after a request was refused for a limit ends the trajectory at that limit.
 
         Raises TrajectoryError without a gateway, and if the trajectory has made model calls already.

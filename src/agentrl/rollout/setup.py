@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.chat.context_length import model_context_length
 from agentrl.chat.fingerprint import tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
@@ -31,7 +31,7 @@ from agentrl.config.schema import (
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.task import Claim
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, TrajectoryError
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
@@ -228,6 +228,17 @@ class SamplerGateway:
         return GatewayHost(answerer, self._configs[GatewayConfig])
 
 
+def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolPool) -> str | None:
+    """Return which tools a first prompt does not name, and what to do; None if it names all."""
+    schemas = tools.list()
+    system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
+    try:
+        prompt = chat_format.render([*system, {"role": "user", "content": "?"}], schemas)
+    except TrajectoryError:
+        return None  # the rendering of each trajectory says why
+    return unseen_problem(chat_format, prompt, schemas)
+
+
 @asynccontextmanager
 async def open_worker(
     store: Store, configs: Configs, *, live: LiveEngines | None = None, stop: asyncio.Event | None = None
@@ -253,6 +264,8 @@ async def open_worker(
         if problem is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
+        if (unseen := _unseen_tools(chat_format, agent, tools)) is not None:
+            logger.warning("%s", unseen)
         load_validator()
         async with aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway:
             yield (

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
-    EngineConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -22,10 +20,9 @@ from agentrl.config.schema import (
 )
 from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.base import now
-from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.packing import unpack_ids
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Task, task_key
@@ -34,14 +31,10 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
-from agentrl.gateway.model_calls import StreamingRouter
 from agentrl.gateway.trial import TrialGateway
-from agentrl.inference.encoded_ids import EncodedIds
-from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import Generation, Progress
 from agentrl.llm.agent_config import load_section
 from agentrl.observe.audit.record import render_trajectory
-from agentrl.observe.terminal import stdout_console
+from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import Engine, PendingCall
@@ -50,20 +43,17 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, score_trajectory
 from agentrl.rollout.setup import (
     allow_configured_imports,
-    live_engines,
-    max_model_len,
-    model_folder,
     open_format,
-    open_router,
     sampling_params,
 )
 from agentrl.rollout.trace import end_trajectory, trajectory_span
+from agentrl.rollout.trial_engine import PromptOnly, trial_router
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import ScoreResult, require_scorer
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
-from agentrl.tools.base import Trajectory
+from agentrl.tools.base import Schema, Trajectory
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.session import ToolSession
@@ -82,6 +72,8 @@ class _Trial:
     tools: ToolSession
     gateway: TrialGateway
     calls: list[DispatchedSamplingTask]
+    offered: Sequence[Schema] = ()
+    """The tools of the first prompt, unless a client names its own."""
     environment: EnvironmentSession | None = None
     outcome: Outcome | None = None
     result: ScoreResult | None = None
@@ -105,13 +97,14 @@ class _Trial:
 
     async def _run_agent(self, agent: AgentConfig) -> Rollout:
         name = self.claim.task.agent_name or agent.agent_name
+        self.offered = await self.tools.list()
         rollout = Rollout(
             self.claim,
             agent,
             chat_format=self.chat_format,
             engine=self.engine,
             tools=self.tools,
-            schemas=await self.tools.list(),
+            schemas=self.offered,
             environment=self.environment,
             params=sampling_params(self.configs[SamplingConfig], self.chat_format),
             seed=self.configs[RunConfig].seed,
@@ -124,21 +117,26 @@ class _Trial:
         finally:
             await rollout.finish()
             self.calls += self.gateway.calls
+            if self.gateway.calls:
+                self.offered = self.gateway.calls[0].tools or ()
         return rollout
 
     async def _keep(self, call: PendingCall) -> None:
         self.calls.append(call.document())
 
 
-async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_url: str | None) -> int:
+async def try_task(
+    configs: Configs, wanted: str, *, line: int | None, engine_url: str | None, prompt: bool = False
+) -> int:
     """Run one trajectory of a task and print it. Returns 1 if it failed, else 0.
 
+    ``prompt``: print the first prompt instead, and call no engine. A warning names tools that it lacks.
     ``wanted`` is a JSON object, the id of a task of the run, or a task file. Raises ConfigError and
     TaskFileError for tasks that cannot be tried.
     """
     failure: Failure | None = None
     async with AsyncExitStack() as stack:
-        store = await _store(stack, configs, wanted, engine_url)
+        store = await _store(stack, configs, wanted, "none" if prompt else engine_url)
         task = await _task(wanted, line, store)
         _require_usable(configs, task)
         chat_format = await open_format(store, configs)
@@ -146,7 +144,9 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
         pool = await stack.enter_async_context(ToolPool(configs[ToolConfig], browse))
         claim = Claim(task=task, traj_id=0, attempt=0, owner=_ID)
         environment = open_environment(task, call_timeout=configs[ToolConfig].tool_timeout_seconds)
-        router = await stack.enter_async_context(_router(configs, store, engine_url, chat_format))
+        shown = PromptOnly()
+        opened = trial_router(configs, store, engine_url, chat_format)
+        router = shown if prompt else await stack.enter_async_context(opened)
         trial = _Trial(
             configs=configs,
             claim=claim,
@@ -161,6 +161,13 @@ async def try_task(configs: Configs, wanted: str, *, line: int | None, engine_ur
             await trial.run()
         except FailureError as error:
             failure = Failure(kind=error.kind, message=str(error))
+    first = next((unpack_ids(call.context_ids).tolist() for call in trial.calls), shown.ids)
+    unseen = None if first is None else unseen_problem(chat_format, first, trial.offered)
+    if unseen is not None:
+        print(f"warning  {clean(unseen)}", file=sys.stderr)
+    if prompt and first is not None:
+        print(clean(chat_format.decode(first)))
+        return 0
     stdout_console().print(
         render_trajectory(WholeTrajectory(record=_record(trial, failure), calls=trial.calls))
     )
@@ -238,61 +245,6 @@ def _require_usable(configs: Configs, task: Task) -> None:
         load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")
 
 
-class _Client(Protocol):
-    async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, rid: str, *, images: Sequence[Image] = ()
-    ) -> Generation: ...
-
-
-@dataclass
-class _Direct:
-    """One engine, which is its own router."""
-
-    client: _Client
-    context_length: int | None
-    encoded: EncodedIds = field(default_factory=EncodedIds)
-    """Left unused: the client encodes each prompt itself."""
-
-    @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[_Direct]:
-        """Return the engine."""
-        yield self
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        progress: Progress | None = None,
-        images: Sequence[Image] = (),
-    ) -> Generation:
-        """Sample a continuation of ``input_ids``; ``progress`` receives all its tokens at the end."""
-        shown = {"images": images} if images else {}
-        generation = await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-{_ID}", **shown)
-        if progress is not None:
-            progress(0, generation.output_ids)
-        return generation
-
-
-@asynccontextmanager
-async def _router(
-    configs: Configs, store: Store | None, url: str | None, chat_format: ChatFormat
-) -> AsyncIterator[StreamingRouter]:
-    """Open the engine at ``--engine_url``, or the live engines of the run."""
-    sampling, engine = configs[SamplingConfig], configs[EngineConfig]
-    folder = await model_folder(store, configs[ModelConfig])
-    if url is not None:
-        async with engine_client(engine.engine, url, sampling.engine_timeout_seconds) as client:
-            yield _Direct(client, max_model_len(configs[ModelConfig], folder))
-        return
-    if store is None:
-        raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")
-    router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)
-    try:
-        yield router
-    finally:
-        await router.close()
-
-
 def _record(trial: _Trial, failure: object) -> Record:
     """Return the Record that a sampler would store."""
     task, calls, outcome, result = trial.claim.task, trial.calls, trial.outcome, trial.result
@@ -318,6 +270,8 @@ def _record(trial: _Trial, failure: object) -> Record:
         completed_at=now(),
         trace_id=trial.trace_id,
         failure=failure if isinstance(failure, Failure) else None,
+        train_rule=trial.gateway.train_rule,
+        untrained_calls=tuple(trial.gateway.left_out),
     )
     if outcome is not None:
         record = replace(record, stop_reason=outcome.stop_reason, final_answer=outcome.final_answer)

@@ -7,29 +7,33 @@ import re
 from agentrl.chat.parsers import split_reasoning
 from agentrl.errors import ConfigError
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*|####")
+_HASHES = re.compile(r"####\s*\$?(-?[0-9][0-9.,]*)")
 
 
 def check_schema(schema: str) -> None:
-    """Raise ConfigError unless ``schema`` is ``boxed`` or a word that can name a tag."""
+    """Raise ConfigError unless ``schema`` is ``boxed``, ``####`` or a word that can name a tag."""
     if not _WORD.fullmatch(schema):
         raise ConfigError(
             f"answer_schema is {schema!r}; it must be one word",
-            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, or the name of another tag",
+            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, '####' for #### 72, or a tag",
         )
 
 
 def extract_answer(text: str, schema: str) -> str | None:
     """Return the last marked answer outside of ``<think>…</think>``, stripped; None without one.
 
-    ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. Any other word X is
-    the last ``<X>…</X>``.
+    ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. ``####`` is the
+    number behind the last ``####``, as in GSM8K. Any other word X is the last ``<X>…</X>``.
     """
     check_schema(schema)
     spoken = split_reasoning(text).rest
     if schema == "boxed":
         found = _last_braced(spoken, "\\boxed")
         return found if found is not None else _last_braced(spoken, "\\fbox")
+    if schema == "####":
+        hashes = _HASHES.findall(spoken)
+        return hashes[-1].rstrip(".,") if hashes else None
     tag = re.escape(schema)
     matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
     return matches[-1].strip() if matches else None

@@ -14,6 +14,7 @@ from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
+from agentrl.llm.agent_config import section_values
 from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
@@ -102,12 +103,49 @@ class ScoreResult:
 
 Result = float | ScoreResult
 Scorer = Callable[[ScorerContext], Awaitable[Result] | Result]
-S = TypeVar("S", bound=Scorer)
+S = TypeVar("S", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScorer:
+    """A scorer ``(model_answer, ground_truth)`` or ``(model_answer, ground_truth, scorer_agent_config)``.
+
+    ``ground_truth`` is ``{"query": …, "answer": …}``. An instance is picklable if the function is.
+    """
+
+    function: Callable[..., Any]
+    count: int
+
+    def __call__(self, context: ScorerContext) -> Any:
+        """Return the function's score."""
+        answer = context.final_answer or ""
+        truth = {"query": context.query, "answer": context.answer, "aug_answers": list(context.aug_answers)}
+        section = (section_values(context.agent_config_path, "scorer_agent"),) if self.count == 3 else ()
+        return self.function(answer, truth, *section)
+
+
+def _scorer_of(found: Any) -> Any:
+    """Return a function that takes a ScorerContext. Raises TypeError for other signatures."""
+    if not callable(found):
+        raise TypeError(f"it is of type {type(found).__name__}, which cannot be called")
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:
+        return found
+    places = [item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
+    required = sum(item.default is item.empty for item in places)
+    if required <= 1 or isinstance(found, AnswerScorer):
+        return found
+    if required > 3:
+        taken = "(context), (answer, truth) or (answer, truth, config)"
+        raise TypeError(f"it takes {required} arguments; a scorer takes {taken}")
+    return AnswerScorer(found, min(len(places), 3))
 
 
 SCORERS: Registry[Scorer] = Registry(
     "scorer",
     group="agentrl.scorers",
+    convert=_scorer_of,
     built_in=[
         *(
             f"agentrl.scoring.{name}"
@@ -123,13 +161,14 @@ _BLOCKING = "agentrl_blocking"
 def scorer(*names: str, blocking: bool = False) -> Callable[[S], S]:
     """Register a function ``(ScorerContext) -> float | ScoreResult`` under ``names``.
 
+    It may take ``(model_answer, ground_truth)`` or ``(model_answer, ground_truth, scorer_agent_config)`` too.
     A function that is not async runs in a worker process. So does an async one with ``blocking``: it
     computes for long, or waits without ``await``.
     """
 
     def decorate(function: S) -> S:
         setattr(function, _BLOCKING, blocking)
-        SCORERS.add(function, *names)
+        SCORERS.add(_scorer_of(function), *names)
         return function
 
     return decorate
@@ -241,6 +280,8 @@ def _trace(span: Span, name: str, result: _Checked) -> None:
 
 
 def _blocks(function: Scorer) -> bool:
+    if isinstance(function, AnswerScorer):
+        return _blocks(function.function)
     is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     return not is_async or getattr(function, _BLOCKING, False)
 

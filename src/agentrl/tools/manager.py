@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +11,7 @@ from agentrl.errors import ToolServerConfigError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
 from agentrl.tools.limits import CallGate
 from agentrl.tools.manager_client import ManagerAnswer, ManagerClient
-from agentrl.tools.mcp.content import render_content
+from agentrl.tools.mcp.content import image_items, images_in, is_content, json_text, render_content
 from agentrl.tools.specs import Limits, ManagerSpec, Options
 
 
@@ -49,7 +49,10 @@ class ManagedServer:
                 answer = await self._manager.call(self.name, tool, arguments, seconds, trajectory)
             except TimeoutError:
                 return Reply(text=timeout_text(tool, seconds), error=True)
-        return Reply(text=_text(answer), error=_is_error(answer))
+        content = _content(answer)
+        encoded = [item["data"] for item in image_items(content)]
+        images = await asyncio.to_thread(images_in, encoded) if encoded else ()
+        return Reply(text=_text(content), error=_is_error(answer), images=images)
 
     async def close(self) -> None:
         """Close the manager's HTTP client. Idempotent."""
@@ -104,14 +107,20 @@ async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[Managed
     ]
 
 
-def _text(answer: ManagerAnswer) -> str:
-    """Return the answer's content, or its ``detail``, as text."""
+def _content(answer: ManagerAnswer) -> Any:
+    """Return the answer's content, or its ``detail``; one content item as a list."""
     content = answer.body
     if isinstance(content, Mapping) and {"content", "detail"} & set(content):
         content = content.get("content", content.get("detail"))
-    if isinstance(content, list) and all(isinstance(item, Mapping) and "type" in item for item in content):
-        return render_content(content)
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return [content] if is_content(content) else content
+
+
+def _text(content: Any) -> str:
+    """Return content as text: item by item if one of them is a content item, else as JSON."""
+    if isinstance(content, list) and any(map(is_content, content)):
+        parts = [item if isinstance(item, str) or is_content(item) else json_text(item) for item in content]
+        return render_content(parts)
+    return content if isinstance(content, str) else json_text(content)
 
 
 def _is_error(answer: ManagerAnswer) -> bool:

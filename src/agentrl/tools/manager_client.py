@@ -145,7 +145,9 @@ class ManagerClient:
             raise self.error(problem, server=server, retry_after=seconds)
         try:
             return ManagerAnswer(status, json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
+            if content.lstrip().startswith((b"{", b"[")):
+                return ManagerAnswer(500, {"detail": f"the result is not valid: {error}"})
             if status < 500:
                 raise self.error(f"answered no JSON: {shown}", hint=_LOGIN_HINT, server=server) from error
             return ManagerAnswer(status, text)

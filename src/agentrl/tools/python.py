@@ -228,7 +228,7 @@ async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> st
     value = await _await_or_thread(_validated(function), **arguments)
     if isinstance(value, str):
         return value
-    return "" if value is None else to_json(value, fallback=str).decode()
+    return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
 
 
 def _validated(function: Callable[..., Any]) -> Callable[..., Any]:

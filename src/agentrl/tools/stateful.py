@@ -270,7 +270,7 @@ def _text(response: Any) -> str:
     if parts is None or not {"text", "image", "video"} & parts.keys():
         from pydantic_core import to_json
 
-        return to_json(response, fallback=str).decode()
+        return to_json(response, fallback=str, inf_nan_mode="null").decode()
     shown = [str(parts["text"])] if parts.get("text") else []
     shown += [f"[{kind} that cannot be shown]" for kind in ("image", "video") if parts.get(kind)]
     return "\n".join(shown)

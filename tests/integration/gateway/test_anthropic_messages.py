@@ -118,7 +118,14 @@ BAD: dict[str, tuple[dict[str, Any], type[anthropic.APIStatusError], str]] = {
         {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         anthropic.BadRequestError, "invalid_request_error",
     ),
-    "choice": ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error"),
+    "choice": (
+        {"tool_choice": {"type": "tool", "name": "x"}},
+        anthropic.BadRequestError, "invalid_request_error",
+    ),
+    "servers": (
+        {"extra_body": {"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}},
+        anthropic.BadRequestError, "invalid_request_error",
+    ),
     "long": (
         {"messages": [{"role": "user", "content": "x" * 900}]},
         anthropic.BadRequestError, "invalid_request_error",

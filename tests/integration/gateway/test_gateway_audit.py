@@ -51,7 +51,8 @@ async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Sto
     trajectory = await store.views.whole_trajectory(run.claim.record_id)
     assert trajectory is not None
     page = printed(render_trajectory(trajectory))
-    assert "train rule main: 3 of 5 model calls are trained" in page
+    assert "train rule main: it chooses 3 of 5 model calls" in page
+    assert "left out by train rule main (train: agent would train " in page
     for branch in ("1 2 5", "3", "1 4"):
         assert f" {branch} " in page
     assert "stop · not trained" in page

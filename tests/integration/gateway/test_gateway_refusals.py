@@ -36,8 +36,17 @@ BAD: dict[str, tuple[dict[str, Any], int, str, str]] = {
         400, "invalid_value", "arguments is not JSON",
     ),
     "tools": ({"tools": [{"type": "web_search"}]}, 400, "invalid_value", "only function tools"),
-    "tool_choice": ({"tool_choice": "required"}, 400, "unsupported_parameter", "the model decides"),
-    "response_format": ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "free"),
+    "tool_choice": ({"tool_choice": "required"}, 400, "invalid_value", "the tools are: none"),
+    "tool_choice_kind": ({"tool_choice": "any"}, 400, "unsupported_parameter", 'tool_choice "any"'),
+    "tool_choice_list": (
+        {"tool_choice": {"type": "allowed_tools"}}, 400, "unsupported_parameter", "use auto, none, required",
+    ),
+    "response_format": ({"response_format": {"type": "xml"}}, 400, "unsupported_parameter", "json_schema"),
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}},
+        400, "invalid_value", "a schema that is not valid",
+    ),
+    "search": ({"web_search_options": {}}, 400, "unsupported_parameter", "give a tool that searches"),
     "max_tokens": ({"max_tokens": -1}, 400, "invalid_value", "max_tokens is -1"),
     "stream": ({"stream": "yes"}, 400, "invalid_value", "true or false"),
     "long": ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "context_length_exceeded", "200"),
@@ -68,6 +77,9 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
         assert "must be a JSON object" in a_list.json()["error"]["message"]
         nested = await client.post(url, content=b"[" * 100_000)
         assert nested.json()["error"]["code"] == "invalid_json"
+        for path, headers in (("messages/batches", {}), ("files", {"anthropic-version": "2023-06-01"})):
+            lost = await client.get(f"{endpoint.base_url}/{path}", headers=headers)
+            assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
         nowhere = await client.get(f"{endpoint.base_url}/nothing")
         assert nowhere.status_code == 404
         assert endpoint.api_key not in nowhere.text

@@ -81,7 +81,7 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
         ({"previous_response_id": "resp_none"}, "names no answer of this trajectory"),
         ({"model": "gpt-9"}, "does not exist"),
         ({"background": True}, "not queued"),
-        ({"text": {"format": {"type": "json_object"}}}, "free text"),
+        ({"text": {"format": {"type": "grammar"}}}, "json_schema with a schema"),
         ({"tools": [{"type": "web_search"}]}, "only function tools"),
     ]
     async with run.open() as endpoint, client_of(endpoint) as client:

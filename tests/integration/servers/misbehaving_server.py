@@ -33,6 +33,7 @@ SCHEMAS: dict[str, Json] = {
     "garbage": {},
     "change_tools": {},
     "content": {"kind": "string"},
+    "raw": {"kind": "string"},
     "progress": {"steps": "integer", "seconds": "number"},
     "append": {"text": "string"},
     "read": {},
@@ -129,6 +130,8 @@ class Tools:
             return None
         if name == "content":
             return CONTENT[arguments["kind"]]
+        if name == "raw":
+            return {"content": [], "structuredContent": {"id": 5, "value": f"raw {arguments['kind']}"}}
         if name == "noise":
             send({"noise": True})
         if name in ("die", "note_and_die", "die_once", "garbage"):
@@ -196,15 +199,34 @@ OTHERS: dict[str, Json] = {
 }
 
 
+RAW = {
+    b'"raw utf8"': b'"\xff"',
+    b'"raw surrogate"': rb'"\ud800"',
+    b'"raw depth"': b"[" * 500 + b"]" * 500,
+    b'"raw great depth"': b"[" * 5000 + b"]" * 5000,
+    b'"raw broken"': b"{",
+    b'"raw nan"': b"[NaN, Infinity, 1e999]",
+}
+"""What the tool ``raw`` writes in place of its value."""
+
+
+def encode(message: Json) -> bytes:
+    """Return the JSON of a message, with the raw bytes of the tool ``raw``."""
+    content = json.dumps(message).encode()
+    for mark, raw in RAW.items():
+        content = content.replace(mark, raw)
+    return content
+
+
 def serve_stdio() -> None:
     """Answer each line in a thread of its own."""
     tools, lock = Tools(), threading.Lock()
 
     def send(message: Json) -> None:
         with lock:
-            garbage = "\x00\xff not JSON {\n" * 100 if "noise" in message else ""
-            sys.stdout.write(garbage or json.dumps(message) + "\n")
-            sys.stdout.flush()
+            garbage = "\x00\xff not JSON {\n".encode() * 100 if "noise" in message else b""
+            sys.stdout.buffer.write(garbage or encode(message) + b"\n")
+            sys.stdout.buffer.flush()
 
     def handle(line: str) -> None:
         answer = tools.answer(json.loads(line), send)
@@ -247,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
         if answer is None:
             time.sleep(60)
         headers = {"Mcp-Session-Id": session} if message["method"] == "initialize" else {}
-        return self.say(200, "application/json", json.dumps(answer).encode(), headers)
+        return self.say(200, "application/json", encode(answer), headers)
 
     def do_GET(self) -> None:
         self.say(405, "text/plain", b"no stream")
@@ -263,7 +285,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
         def send(item: Json) -> None:
-            self.wfile.write(f"event: message\ndata: {json.dumps(item)}\n\n".encode())
+            self.wfile.write(b"event: message\ndata: " + encode(item) + b"\n\n")
             self.wfile.flush()
 
         if message["params"]["name"] != "die":

@@ -8,6 +8,7 @@ from typing import Any
 import chat_models as models
 import pytest
 
+from agentrl.chat.chat_format import unseen_problem, unseen_tools
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.proof import CONVERSATION, ENDS, TOOLS, generated
@@ -259,3 +260,15 @@ def test_a_renderer_finds_a_call_and_the_text_parser_reads_it(tmp_path: Path, te
     parsed = chat_format.parse(ids, TOOLS)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("find_river", {"city": "Lisbon"})]
     assert parsed.error is None
+
+
+def test_tools_that_a_prompt_does_not_name_are_found_as_whole_words(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("add", "find-it", "add_all")]
+    chat_format = opened(tmp_path, models.KEEPS_ALL.replace("{%- if tools %}", "{%- if false %}"))
+    prompt = chat_format.render([{"role": "user", "content": "An address of add_all; find-it."}], tools)
+    assert unseen_tools(chat_format, prompt, tools) == ["add"]
+    problem = unseen_problem(chat_format, prompt, tools)
+    assert problem is not None
+    assert "does not name the tools add: " in problem
+    assert "--chat_template FILE" in problem
+    assert unseen_problem(chat_format, prompt, []) is None

@@ -112,3 +112,12 @@ def test_an_unforeseen_error_keeps_its_traceback() -> None:
 
 def test_nothing_returned_is_success() -> None:
     assert cli.run(lambda: None, "agentrl x") == 0
+
+
+def test_a_reader_that_stops_early_sees_no_traceback() -> None:
+    command = [sys.executable, "-m", "agentrl", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 141)

@@ -241,11 +241,26 @@ def test_misspelt_fields_are_warned_of(tmp_path: Path) -> None:
     items = [{"id": number, "query": "?", "anwser": 1, "Scorer": "exact", "level": 3} for number in range(2)]
     result = read_tasks(write(tmp_path, *items))
     assert result.tasks[0].meta == {"anwser": 1, "Scorer": "exact", "level": 3}
-    first, second = result.warnings
+    _, first, second = result.warnings
     assert "tasks.jsonl:1: " in first
     assert "'anwser'" in first
     assert "did you mean 'answer'? (2 tasks have it)" in first
     assert "did you mean 'scorer'?" in second
+
+
+def test_tasks_without_the_answer_that_their_scorer_compares_with_are_named(tmp_path: Path) -> None:
+    items = [
+        {"id": 1, "query": "?", "answer": 1}, {"id": 2, "query": "?"}, {"id": 3, "query": "?"},
+        {"id": 4, "query": "?", "scorer": {"exact": 0.5, "format": 0.5}},
+        {"id": 5, "query": "?", "scorer": "rubric"},
+        {"id": 6, "query": "?", "environment": "number_game"}, {"id": 7, "query": "?", "aug_answers": ["a"]},
+    ]  # fmt: skip
+    default, exact = read_tasks(write(tmp_path, *items)).warnings
+    assert (
+        "tasks.jsonl:2: no answer, and the scorer agentcpm (the default) compares with one (2 tasks)"
+        in default
+    )
+    assert "tasks.jsonl:4: no answer, and the scorer exact compares with one (1 tasks)" in exact
 
 
 _MEASURE = """

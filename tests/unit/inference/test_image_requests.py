@@ -17,6 +17,14 @@ from agentrl.inference.generation import EngineRefusedError
 IMAGE = image_of_bytes(drawn())
 
 
+def test_a_json_schema_is_vllms_structured_output() -> None:
+    params = SamplingParams(extra={"json_schema": '{"type": "object"}'})
+    _, body = VllmClient("http://e")._request(b"[1,2]", params, "r")
+    sent = orjson.loads(body)["sampling_params"]
+    assert sent["structured_outputs"] == {"json": '{"type": "object"}'}
+    assert "json_schema" not in sent
+
+
 def test_images_of_a_request_are_data_urls() -> None:
     path, body = EngineClient("http://e")._request(b"[1,2]", SamplingParams(max_new_tokens=3), "r", [IMAGE])
     sent = orjson.loads(body)

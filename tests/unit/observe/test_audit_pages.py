@@ -139,7 +139,7 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
     page = printed(render_trajectory(WholeTrajectory(record=record, calls=[main, side, again])))
     for line in (
         f"trace {'ab' * 16}",
-        "train rule main: 2 of 3 model calls are trained",
+        "train rule main: it chooses 2 of 3 model calls",
         "stop · role critic · not trained",
         "a new branch: this is the whole prompt",
         "stop · continues turn 1",

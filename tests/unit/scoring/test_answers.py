@@ -26,6 +26,9 @@ from agentrl.scoring.answers import extract_answer
         (r"\boxed{\{1, 2\}}", "boxed", r"\{1, 2\}"),
         (r"\boxed{1} \boxed{2", "boxed", "1"),
         (r"\boxed 4", "boxed", None),
+        ("#### Step 1\n48/2 = 24\n#### 72", "####", "72"),
+        ("#### 5\n#### $1,234.50.", "####", "1,234.50"),
+        ("72", "####", None),
     ],
 )
 def test_last_marked_answer(text: str, schema: str, expected: str | None) -> None:

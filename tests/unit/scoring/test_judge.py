@@ -59,6 +59,34 @@ async def test_a_verdict_is_a_score(
     assert "the city of light" in llm.asked[0]["messages"][1]["content"]
 
 
+async def test_a_url_without_v1_is_tried_with_it_and_that_is_said(
+    tmp_path: Path, llm: fake_llm.FakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm.replies, llm.path = {"a": ["Correct"]}, "/v1/chat/completions"
+    llm.url = llm.url.removesuffix("/v1")
+    path = write_config(tmp_path, llm, "a")
+    for answer in ("the city of light", "the city of lights"):
+        assert (await run_scorer("agentcpm", context(path, answer), 60)).score == 1.0
+    said = [record for record in caplog.records if "/v1 of its base_url" in record.getMessage()]
+    assert [record.base_url for record in said] == [f"{llm.url}/v1"]  # type: ignore[attr-defined]
+
+
+async def test_a_wrong_url_with_a_path_is_not_changed(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
+    llm.replies, llm.path = {"a": ["Correct"]}, "/v1/chat/completions"
+    llm.url = llm.url.removesuffix("/v1") + "/api"
+    with pytest.raises(ScorerError, match="404"):
+        await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", max_retries=1)), 60)
+    assert llm.asked == []
+
+
+async def test_extra_body_is_sent_with_every_request(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
+    llm.replies = {"a": ["Correct"]}
+    path = write_config(tmp_path, llm, "a", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    await run_scorer("agentcpm", context(path), 60)
+    assert llm.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert llm.asked[0]["temperature"] == 0
+
+
 async def test_the_end_of_a_long_reply_is_kept(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
     llm.replies = {"a": ["why " * 10_000 + "\nCorrect"]}
     result = await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a")), 60)

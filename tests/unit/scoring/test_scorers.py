@@ -219,6 +219,32 @@ async def test_a_scorer_that_cannot_be_imported_is_no_failure_of_a_trajectory() 
         await score(f"{__name__}:not_there", context("4", "4"), timeout=0.05)
 
 
+@scorer("of two")
+def of_two(model_answer: str, ground_truth: dict[str, Any]) -> float:
+    """A scorer as the original system registers it."""
+    return float(model_answer == ground_truth["answer"] and ground_truth["query"] == "q")
+
+
+@scorer("of three")
+async def of_three(model_answer: str, ground_truth: dict[str, Any], scorer_agent_config: Any = None) -> float:
+    """A scorer with the section ``scorer_agent``."""
+    return float(model_answer == ground_truth["answer"]) * scorer_agent_config.get("weight", 1)
+
+
+async def test_scorers_of_the_original_take_two_and_three_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "agent_config.yml"
+    path.write_text("scorer_agent: {weight: 0.5, models: []}")
+    for config, right in ((str(path), 0.5), (str(tmp_path / "none.yml"), 1.0)):
+        for answer in ("4", None):
+            asked = ScorerContext(query="q", final_answer=answer, answer="4", agent_config_path=config)
+            wanted = answer is not None
+            assert (await run_scorer("of two", asked, 60)).score == wanted
+            assert (await run_scorer("of three", asked, 60)).score == wanted * right
+            assert (await run_scorer(f"{__name__}:of_three", asked, 60)).score == wanted * right
+    with pytest.raises(TypeError, match="it takes 4 arguments"):
+        scorer("of four")(lambda a, b, c, d: 1.0)
+
+
 def test_an_unknown_scorer_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'exact'"):
         SCORERS.get("exac")

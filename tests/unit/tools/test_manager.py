@@ -112,6 +112,56 @@ async def test_an_error_is_the_tools_own(manager: Manager, answer: tuple[Any, ..
         assert (result.text, result.error) == ("bad input", True)
 
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+@pytest.mark.parametrize(
+    ("content", "text", "images"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": {"n": 1}}], 'a\n{"n": 1}', 0),
+        ([{"type": "text", "text": "a"}, {"n": 1}, "b"], 'a\n{"n": 1}\nb', 0),
+        ([{"type": "text", "content": "a"}, {"type": "book", "n": 1}], 'a\n{"type": "book", "n": 1}', 0),
+        ([{"type": "book", "n": 1}], '[{"type": "book", "n": 1}]', 0),
+        ([{"type": "image", "data": PNG}], "[image, image/png, 70 bytes; not shown]", 1),
+        ({"type": "image", "content": PNG}, "[image, image/png, 70 bytes; not shown]", 1),
+        (
+            ["see", {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}],
+            "see\n[image, image/png, 70 bytes; not shown]",
+            1,
+        ),
+        (
+            [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}],
+            "[image, image/png, 70 bytes; not shown]",
+            1,
+        ),
+    ],
+)
+async def test_parts_of_a_result_are_read_and_images_are_images(
+    manager: Manager, content: Any, text: str, images: int
+) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = ({"status": "success", "content": content},)
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        result = await tools.call("upper", {})
+        assert (result.text, len(result.images), result.error) == (text, images, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"status": "success", "content": "\xff"}', "\ufffd"),
+        (b'{"status": "success", "content": [NaN, 1e999]}', "[null, null]"),
+        (b'{"status": "success", "content": "a', "the result is not valid: "),
+        (b'{"content": ' + b"[" * 9000 + b"]" * 9000 + b"}", "the result is not valid: "),
+    ],
+)
+async def test_a_result_that_is_not_json_is_named(manager: Manager, body: bytes, text: str) -> None:
+    manager.answers["/mcpapi/tool/text.upper"] = (body,)
+    async with pool_of(manager) as pool, pool.session(ANY) as tools:
+        result = await tools.call("upper", {})
+        assert result.text.startswith(text)
+        assert result.error == text.startswith("the result")
+
+
 async def test_a_slow_call_is_given_up(manager: Manager) -> None:
     async with pool_of(manager, tool_timeout_seconds=0.2) as pool, pool.session(ANY) as tools:
         result = await tools.call("upper", {"wait": 1})

@@ -63,6 +63,12 @@ def fails(how: str) -> str:
 
 
 @tool()
+def measure() -> dict[str, float]:
+    """Return numbers that JSON cannot hold."""
+    return {"a": float("nan"), "b": float("-inf"), "c": 1.5}
+
+
+@tool()
 class Broken:
     """Cannot be instantiated."""
 
@@ -126,6 +132,11 @@ async def test_what_a_tool_raises_is_a_result_that_the_model_reads(how: str, tex
     async with open_tools(names(path("fails"))) as tools:
         result = await tools.call("fails", {"how": how})
         assert (result.text, result.error) == (text, True)
+
+
+async def test_numbers_that_are_not_finite_are_null() -> None:
+    async with open_tools(names(path("measure"))) as tools:
+        assert (await tools.call("measure", {})).text == '{"a":null,"b":null,"c":1.5}'
 
 
 async def test_a_failure_of_the_tools_own_services_ends_the_trajectory() -> None:

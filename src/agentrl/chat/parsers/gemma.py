@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
-from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, shown, skip_space
+from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, ToolCall, Tools, shown, skip_space
 from agentrl.chat.parsers.literals import read_literal
 from agentrl.chat.parsers.marked import Block, MarkedParser
 from agentrl.chat.parsers.registry import tool_call_parser
 
 QUOTE = '<|"|>'
 
+_UNTAGGED = re.compile(r"(?:^|\n|<channel\|>)[ \t]*+call:([^\s{}]{1,256})[ \t]*+\{")
 _HEAD = re.compile(r"\s*call:([^\s{}]+)\s*(?=\{)")
 _KEY = re.compile(r"\s*([^\s:,{}\[\]<]+)\s*:")
 _BARE = re.compile(r"[^,{}\[\]]*")
@@ -21,10 +23,23 @@ _DEPTH = 64
 
 @tool_call_parser("gemma4")
 class GemmaParser(MarkedParser):
-    """Objects with bare keys; strings stand between marks of their own, so no bracket in them counts."""
+    """Objects with bare keys; strings stand between marks of their own, so no bracket in them counts.
+
+    The template writes every call behind ``<|tool_call>``: one without it is reported and not run.
+    """
 
     opens = ("<|tool_call>",)
     close = "<tool_call|>"
+
+    def parse(self, text: str, tools: Tools) -> ParsedMessage:
+        """Parse every block. A call or a string's mark outside of blocks is an error."""
+        parsed = super().parse(text, tools)
+        names = {str(tool.get("function", tool).get("name")) for tool in tools}
+        untagged = any(found.group(1) in names for found in _UNTAGGED.finditer(parsed.content))
+        if parsed.error is None and (untagged or QUOTE in parsed.content):
+            problem = f"a tool call without {self.opens[0]} before it: {shown(parsed.content)}"
+            return replace(parsed, error=problem)
+        return parsed
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
         """Return the call of one block. Raises CallSyntaxError."""
@@ -48,6 +63,8 @@ def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
         return _read_list(text, at + 1, depth)
     bare = _BARE.match(text, at)
     word = bare.group() if bare else ""
+    if "<|" in word or "|>" in word:
+        raise CallSyntaxError(f"a string of the tool call does not open with {QUOTE}: {shown(text[at:])}")
     try:
         return read_literal(word), at + len(word)
     except ValueError:

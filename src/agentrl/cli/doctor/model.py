@@ -67,7 +67,9 @@ def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
 
 def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) -> Check:
     """Prove the chat format, as every sampler does before its first task."""
+    from agentrl.chat.chat_format import UNSEEN_HINT, unseen_tools
     from agentrl.chat.open_format import open_chat_format
+    from agentrl.chat.proof import CONVERSATION, TOOLS
 
     name = "chat format"
     try:
@@ -77,6 +79,8 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
     if proven.tool_problems:
         hint = "for tools, give another --chat_format, or a template for tools by --chat_template FILE"
         return Check(name, "warn", f"{proven.description}: it {proven.tool_problems[0]}", hint)
+    if unseen_tools(proven, proven.render(CONVERSATION[:2], TOOLS), TOOLS):
+        return Check(name, "warn", f"{proven.description}: a prompt does not name the tools", UNSEEN_HINT)
     return Check(name, "ok", proven.description)
 
 

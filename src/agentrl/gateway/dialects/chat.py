@@ -18,6 +18,7 @@ from agentrl.gateway.request import (
     Answer,
     GatewayRequest,
     arguments_of,
+    choose,
     flag_of,
     kind_of,
     messages_of,
@@ -25,8 +26,10 @@ from agentrl.gateway.request import (
     refuse,
     refuse_media,
     sampling_changes,
+    schema_of,
     short,
     stops_of,
+    warn_ignored,
     whole_number,
 )
 from agentrl.gateway.text_stream import Delta
@@ -39,6 +42,14 @@ _TYPES = {
 }  # fmt: skip
 _ROLES = {"developer": "system", "function": "tool"}
 _FINISH = {"stop_sequence": "stop"}
+_KNOWN = frozenset({
+    "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "temperature",
+    "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop", "max_tokens",
+    "max_completion_tokens", "stream", "stream_options", "logprobs", "top_logprobs", "n", "logit_bias",
+    "audio", "modalities", "functions", "function_call", "web_search_options", "user", "metadata", "store",
+    "safety_identifier", "prompt_cache_key",
+})  # fmt: skip
+"""Fields that are used or refused, and those that name the caller or its cache: none of them is ignored."""
 
 
 class ChatCompletions:
@@ -51,12 +62,11 @@ class ChatCompletions:
         refuse(body, "n", "one answer for each request; send several requests", 1)
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "logit_bias", "it would change what is trained", {})
-        refuse(body, "response_format", "answers are free text", {"type": "text"})
-        refuse(body, "tool_choice", "the model decides", "auto", "none")
         refuse(body, "audio", "answers are text")
         refuse(body, "modalities", "answers are text", ["text"])
         refuse(body, "functions", "give tools")
-        tools = [] if body.get("tool_choice") == "none" else function_tools(body.get("tools"))
+        refuse(body, "web_search_options", "give a tool that searches")
+        warn_ignored(body, self.name, _KNOWN)
         changes = sampling_changes(
             body, ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"]
         )
@@ -64,13 +74,13 @@ class ChatCompletions:
         if seed is not None:
             changes["seed"] = seed % 2**31
         options = body.get("stream_options")
-        return GatewayRequest(
+        request = GatewayRequest(
             model=model_of(body),
             messages=[
                 _message(item, f"messages[{place}]")
                 for place, item in enumerate(messages_of(body.get("messages"), "messages"))
             ],
-            tools=tools,
+            tools=function_tools(body.get("tools")),
             changes=changes,
             max_tokens=whole_number(body, "max_completion_tokens", 1) or whole_number(body, "max_tokens", 1),
             stop=stops_of(body.get("stop"), "stop"),
@@ -78,7 +88,9 @@ class ChatCompletions:
             include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             logprobs=flag_of(body, "logprobs"),
             one_call=body.get("parallel_tool_calls") is False,
+            schema=schema_of(body.get("response_format"), "response_format"),
         )
+        return choose(request, *tool_choice(body.get("tool_choice")))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
         """Return the answer as JSON."""
@@ -157,6 +169,15 @@ class _Stream:
     def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
         return _event({**self._head, "choices": [choice]})
+
+
+def tool_choice(value: Any) -> tuple[str | None, str | None]:
+    """Return a tool choice and, for ``named``, the tool's name."""
+    if not isinstance(value, dict):
+        return value, None
+    function = value.get("function", value)
+    name = function.get("name") if value.get("type") == "function" and isinstance(function, dict) else None
+    return ("named", str(name)) if name else (short(value), None)
 
 
 def function_tools(value: Any) -> list[Schema]:

@@ -16,6 +16,7 @@ from agentrl.gateway.request import (
     MAX_TOOLS,
     Answer,
     GatewayRequest,
+    choose,
     flag_of,
     kind_of,
     messages_of,
@@ -23,8 +24,10 @@ from agentrl.gateway.request import (
     refuse,
     refuse_media,
     sampling_changes,
+    schema_of,
     short,
     stops_of,
+    warn_ignored,
     whole_number,
 )
 from agentrl.gateway.text_stream import Delta
@@ -38,7 +41,12 @@ _TYPES: dict[Kind, str] = {
 _STOP_REASONS = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
 }  # fmt: skip
-_CHOICES = ("auto", "none")
+_CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
+_KNOWN = frozenset({
+    "model", "messages", "system", "tools", "tool_choice", "max_tokens", "temperature", "top_p", "top_k",
+    "stop_sequences", "stream", "output_config", "output_format", "mcp_servers", "container", "metadata",
+})  # fmt: skip
+"""Fields that are used or refused, and ``metadata``, which names the caller: none of them is ignored."""
 
 
 class Messages:
@@ -48,13 +56,15 @@ class Messages:
 
     def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
         """Return the request in ``body``. Raises GatewayError."""
+        refuse(body, "mcp_servers", "the gateway calls no tools; give them as tools", [])
+        refuse(body, "container", "the gateway runs no code")
+        warn_ignored(body, self.name, _KNOWN)
         choice = body.get("tool_choice") or {"type": "auto"}
-        kind = choice.get("type") if isinstance(choice, dict) else None
-        if kind not in _CHOICES:
-            refuse(body, "tool_choice", "the model decides; use auto or none")
-        output = body.get("output_config")
-        if isinstance(output, dict) and output.get("format"):
-            refuse(body, "output_config", "answers are free text")
+        output = body.get("output_config") or {}
+        if not isinstance(choice, dict) or not isinstance(output, dict):
+            raise invalid("tool_choice and output_config must be objects", "tool_choice")
+        warn_ignored(output, f"{self.name} output_config", frozenset({"format"}))
+        kind = choice.get("type")
         changes = sampling_changes(body, ["temperature", "top_p"])
         top_k = whole_number(body, "top_k", 1)
         if top_k is not None:
@@ -62,16 +72,18 @@ class Messages:
         messages = _system(body.get("system"))
         for place, item in enumerate(messages_of(body.get("messages"), "messages")):
             messages += _messages(item, f"messages[{place}]")
-        return GatewayRequest(
+        request = GatewayRequest(
             model=model_of(body),
             messages=messages,
-            tools=[] if kind == "none" else _tools(body.get("tools")),
+            tools=_tools(body.get("tools")),
             changes=changes,
             max_tokens=whole_number(body, "max_tokens", 1),
             stop=stops_of(body.get("stop_sequences"), "stop_sequences"),
             stream=flag_of(body, "stream"),
-            one_call=isinstance(choice, dict) and choice.get("disable_parallel_tool_use") is True,
+            one_call=choice.get("disable_parallel_tool_use") is True,
+            schema=schema_of(output.get("format") or body.get("output_format"), "output_config"),
         )
+        return choose(request, _CHOICES.get(str(kind), short(kind)), choice.get("name"))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
         """Return the answer as JSON."""

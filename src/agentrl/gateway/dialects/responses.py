@@ -10,13 +10,14 @@ from openai.types.responses import Response
 
 from agentrl.chat.chat_format import Message
 from agentrl.documents.images import text_of
-from agentrl.gateway.dialects.chat import ChatCompletions, function_tools
+from agentrl.gateway.dialects.chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.dialects.images import image_part, joined
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.request import (
     Answer,
     GatewayRequest,
     arguments_of,
+    choose,
     flag_of,
     kind_of,
     messages_of,
@@ -24,7 +25,9 @@ from agentrl.gateway.request import (
     refuse,
     refuse_media,
     sampling_changes,
+    schema_of,
     short,
+    warn_ignored,
     whole_number,
 )
 from agentrl.gateway.text_stream import Delta
@@ -32,6 +35,13 @@ from agentrl.tools.base import Schema
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ROLES = {"developer": "system"}
+_KNOWN = frozenset({
+    "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "temperature",
+    "top_p", "max_output_tokens", "stream", "stream_options", "previous_response_id", "background",
+    "conversation", "top_logprobs", "prompt", "user", "metadata", "store", "safety_identifier",
+    "prompt_cache_key", "include", "client_metadata",
+})  # fmt: skip
+"""Fields that are used or refused, and those that name the caller or its cache: none of them is ignored."""
 
 
 class Responses(ChatCompletions):
@@ -43,12 +53,13 @@ class Responses(ChatCompletions):
         """Return the request in ``body``. Raises GatewayError."""
         refuse(body, "background", "answers are not queued", False)
         refuse(body, "conversation", "send the items, or previous_response_id")
-        refuse(body, "tool_choice", "the model decides", "auto", "none")
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "prompt", "send input")
-        text = body.get("text")
-        if isinstance(text, dict) and (text.get("format") or {}).get("type", "text") != "text":
-            refuse(body, "text", "answers are free text")
+        warn_ignored(body, self.name, _KNOWN)
+        text = body.get("text") or {}
+        if not isinstance(text, dict):
+            raise invalid(f"text is {kind_of(text)}; it must be an object", "text")
+        warn_ignored(text, f"{self.name} text", frozenset({"format"}))
         previous = body.get("previous_response_id")
         if previous is not None and not isinstance(previous, str):
             name = "previous_response_id"
@@ -57,16 +68,18 @@ class Responses(ChatCompletions):
         messages: list[Message] = []
         if instructions:
             messages.append({"role": "system", "content": _text(instructions, "instructions")})
-        return GatewayRequest(
+        request = GatewayRequest(
             model=model_of(body),
             messages=[*messages, *_messages(body.get("input"))],
-            tools=[] if body.get("tool_choice") == "none" else _tools(body.get("tools")),
+            tools=_tools(body.get("tools")),
             changes=sampling_changes(body, ["temperature", "top_p"]),
             max_tokens=whole_number(body, "max_output_tokens", 1),
             stream=flag_of(body, "stream"),
             one_call=body.get("parallel_tool_calls") is False,
             previous=None if previous is None else previous.rpartition("_")[2],
+            schema=schema_of(text.get("format"), "text.format"),
         )
+        return choose(request, *tool_choice(body.get("tool_choice")))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
         """Return the answer as JSON."""

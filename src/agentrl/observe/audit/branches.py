@@ -1,12 +1,13 @@
-"""Show the token tree of a trajectory: its branches, roles, rule of training, and reported reward."""
+"""Show the token tree of a trajectory: its branches and roles, what of it can train, its reported reward."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rich.console import RenderableType
 
+from agentrl.data.trained_share import why_untrained
 from agentrl.documents.branches import Branch, branches_of, main_branch
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
@@ -18,10 +19,11 @@ def render_branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> 
     is_tree = record.train_rule is not None or any(call.role or call.opens_branch for call in calls)
     if not is_tree or not calls:
         return
-    untrained = frozenset(record.untrained_calls)
+    left_out = record.untrained_calls
+    untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
     if record.train_rule is not None:
-        trained = len(calls) - len(untrained)
-        yield plain(f"train rule {record.train_rule}: {trained} of {len(calls)} model calls are trained")
+        chosen = len(calls) - len(left_out)
+        yield plain(f"train rule {record.train_rule}: it chooses {chosen} of {len(calls)} model calls")
     branches = branches_of(calls)
     main = main_branch(branches)
     rows = [
@@ -34,7 +36,7 @@ def render_branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> 
         ]
         for number, branch in enumerate(branches, 1)
     ]
-    yield table("Branches", ["branch", "turns", "what", "trained", "last request"], rows, text=4)
+    yield table("Branches", ["branch", "turns", "what", "can train", "last request"], rows, text=4)
 
 
 def call_notes(call: DispatchedSamplingTask, record: Record) -> str:
@@ -70,7 +72,7 @@ def _what(branch: Branch, *, is_main: bool) -> str:
     return "main" if is_main else "side, with tools" if branch.has_tools else "side"
 
 
-def _trained(branch: Branch, untrained: frozenset[int]) -> str:
+def _trained(branch: Branch, untrained: Collection[int]) -> str:
     left_out = [index for index in branch.indexes if index in untrained]
     if not left_out:
         return "yes"

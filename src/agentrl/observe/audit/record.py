@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.convert import mask_reason
+from agentrl.data.trained_share import describe_share
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
@@ -23,6 +24,8 @@ from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain,
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
 
+_TRAINED_SPLITS = ("train", "try")
+"""Splits whose trajectories are trained, and that of ``agentrl try``, whose task would be."""
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -75,7 +78,7 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
         parts += _turn(call, by_id.get(call.parent) if call.parent else None, call_notes(call, record))
     if record.harness is not None:
         parts += render_harness(record.harness)
-    parts += _ending(record)
+    parts += _ending(record, calls)
     parts += render_reward(record)
     parts += _history(trajectory.failures)
     return Group(*parts)
@@ -198,13 +201,17 @@ def _condensed(execution: ToolExecution) -> Iterator[RenderableType]:
     yield _indented(plain(f"condensed from {condensed.tokens:,} tokens by {models}", "dim"))
 
 
-def _ending(record: Record) -> Iterator[RenderableType]:
+def _ending(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:
     yield Rule(Text("end"), align="left", style="dim")
     yield plain(f"stopped    {record.stop_reason or '–'}")
     yield plain(f"answer     {'–' if record.final_answer is None else record.final_answer}", "bold")
     yield plain(f"expected   {'–' if record.answer is None else record.answer}")
     details = f"  {json.dumps(record.score_details, ensure_ascii=False, default=str)}"
     yield plain(f"score      {fixed(record.score)}{details if record.score_details else ''}")
+    if calls and record.split in _TRAINED_SPLITS:
+        share = describe_share(calls, record.train_rule, record.untrained_calls)
+        is_whole = "; not: " not in share
+        yield plain(f"tokens     {share}", "" if is_whole else "yellow")
     if record.abandoned_because:
         yield plain(f"abandoned  {record.abandoned_because}", "yellow")
     if record.failure:

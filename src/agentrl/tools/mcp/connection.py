@@ -13,7 +13,7 @@ from agentrl.tools.mcp import extras
 from agentrl.tools.mcp.content import images_in
 from agentrl.tools.mcp.listing import Listing, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
-from agentrl.tools.mcp.wire import LOST, NOT_SENT, REFUSED, TIMED_OUT, NormalizedStream
+from agentrl.tools.mcp.wire import LOST, NOT_SENT, NOT_VALID, REFUSED, TIMED_OUT, NormalizedStream
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import Limits, McpSpec, StdioSpec
 
@@ -134,10 +134,15 @@ class Connection:
         Raises LostError and RefusedError, and TimeoutError after ``limits.timeout_seconds`` of silence.
         """
         from mcp import MCPError
+        from pydantic_core import to_json
 
         client = self._client
         if client is None or not self.alive:
             raise LostError(self._words("the connection is closed"), sent=False, whole=True)
+        try:
+            to_json([[[[[arguments]]]]])
+        except ValueError as error:  # the SDK's writer ends with it, and the connection with the writer
+            return Reply(text=f"{tool} was not called: its arguments cannot be sent: {error}", error=True)
         silence = limits.timeout_seconds or CONNECT_SECONDS
         longest = limits.max_seconds or silence * _TOTAL_FACTOR
         loop = asyncio.get_running_loop()
@@ -166,12 +171,12 @@ class Connection:
         except (OSError, ExceptionGroup) as error:
             raise LostError(self._words(reasons(error)), sent=True, whole=True) from error
         except (ValueError, RuntimeError) as error:
-            text = redact_secrets(reasons(error)[:_EXCERPT], self._spec)
-            return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
+            return self._not_valid(tool, reasons(error))
         text = "\n".join(item.text for item in result.content if hasattr(item, "text"))
         if result.is_error and (result.meta or {}).get(OUTAGE_KEY):
             raise RefusedError(f"{tool}: {redact_secrets(text[:_EXCERPT], self._spec)}")
-        images = await asyncio.to_thread(images_in, result.content) if len(result.content) > 1 else ()
+        encoded = [item.data for item in result.content if item.type == "image"]
+        images = await asyncio.to_thread(images_in, encoded) if encoded else ()
         return Reply(text=text, error=bool(result.is_error), images=images)
 
     async def answers(self) -> bool:
@@ -198,6 +203,8 @@ class Connection:
         text = redact_secrets(str(error), self._spec)
         if error.code == TIMED_OUT:
             return Reply(text=timeout_text(tool, seconds), error=True)
+        if error.code == NOT_VALID:
+            return self._not_valid(tool, str(error))
         if error.code == REFUSED:
             raise RefusedError(text, retry_after=(error.error.data or {}).get("retry_after")) from error
         if text.endswith("Session terminated"):
@@ -207,6 +214,10 @@ class Connection:
         if error.code == LOST:
             raise LostError(self._words(text), sent=True, whole=not self.alive) from error
         return Reply(text=text[:_EXCERPT], error=True)
+
+    def _not_valid(self, tool: str, why: str) -> Reply:
+        text = redact_secrets(why[:_EXCERPT], self._spec)
+        return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
 
     async def _own(self) -> None:
         """Open the connection, wait for ``close``, then close it. Errors go to ``open``, or to the log."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,10 @@ from agentrl.documents.read_image import MAX_IMAGE_BYTES, image_of_base64
 from agentrl.errors import ImageError
 
 _SHOWN = 300
+_TEXT_KEYS = ("text", "content")
+"""Keys of a text item; AgentDock's nodes decode JSON in them."""
+_IMAGE_KEYS = ("data", "image_url", "source", "image", "content")
+"""Keys under which an image item holds its bytes, or an object with them."""
 MAX_IMAGES = 8
 """Images of one tool result that a model reads."""
 
@@ -26,34 +31,56 @@ def normalize_result(result: dict[str, Any]) -> dict[str, Any]:
     results are returned as they are.
     """
     if isinstance(result.get("tools"), list):
-        return {**result, "tools": [_listed(tool) for tool in result["tools"] if _is_tool(tool)]}
+        return {**result, "tools": [finite(_listed(tool)) for tool in result["tools"] if _is_tool(tool)]}
     if "content" not in result and "structuredContent" not in result:
         return result
     kept = {key: value for key, value in result.items() if key not in ("structuredContent", "isError")}
     text = render_content(result.get("content"), result.get("structuredContent"))
-    content = [{"type": "text", "text": text}, *_images(result.get("content"))]
+    content = [{"type": "text", "text": text}, *image_items(result.get("content"))]
     return {**kept, "content": content, "isError": result.get("isError") is True}
 
 
-def _images(content: Any) -> list[dict[str, Any]]:
+def image_items(content: Any) -> list[dict[str, Any]]:
     """Return the image items of a result, at most ``MAX_IMAGES`` that are not too large."""
     items = content if isinstance(content, list) else []
-    found = [
-        {"type": "image", "data": item["data"], "mimeType": str(item.get("mimeType") or "image/png")}
-        for item in items
-        if isinstance(item, Mapping) and item.get("type") == "image" and isinstance(item.get("data"), str)
-    ]
+    found = [image for item in items if isinstance(item, Mapping) and (image := _image(item)) is not None]
     return [item for item in found[:MAX_IMAGES] if len(item["data"]) <= MAX_IMAGE_BYTES * 4 // 3 + 4]
 
 
-def images_in(items: Iterable[Any]) -> tuple[Image, ...]:
-    """Return the images of a normalized result; what cannot be decoded stays a description."""
+def _image(item: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an image as MCP writes it, also of the forms of OpenAI and Anthropic; None without one."""
+    kind = item.get("type")
+    if kind not in ("image", "image_url"):
+        return None
+    held = next((item[key] for key in _IMAGE_KEYS if item.get(key)), None)
+    if isinstance(held, Mapping):
+        item, held = {**item, **held}, held.get("data", held.get("url"))
+    if not isinstance(held, str):
+        return None
+    mime = str(item.get("mimeType") or item.get("media_type") or "image/png")
+    if held.startswith("data:"):
+        head, _, held = held.partition(",")
+        mime = head.removeprefix("data:").partition(";")[0] or mime
+    return {"type": "image", "data": held, "mimeType": mime}
+
+
+def images_in(texts: Iterable[str]) -> tuple[Image, ...]:
+    """Return the images in base64 ``texts``; what cannot be decoded stays a description."""
     images = []
-    for item in items:
-        if getattr(item, "type", None) == "image":
-            with suppress(ImageError):
-                images.append(image_of_base64(item.data))
+    for text in texts:
+        with suppress(ImageError):
+            images.append(image_of_base64(text))
     return tuple(images)
+
+
+def is_content(item: Any) -> bool:
+    """Return whether a JSON value is a content item, and not data of a tool that has a ``type`` too."""
+    if not isinstance(item, Mapping):
+        return False
+    kind = item.get("type")
+    if kind == "text":
+        return set(item) & set(_TEXT_KEYS) != set()
+    return _image(item) is not None or kind in ("resource", "resource_link", "audio")
 
 
 def render_content(content: Any, structured: Any = None) -> str:
@@ -61,24 +88,26 @@ def render_content(content: Any, structured: Any = None) -> str:
     items = content if isinstance(content, list) else [] if content is None else [content]
     parts = [render_item(item) for item in items]
     if structured is not None and not _is_said(structured, items):
-        parts.append(_json(structured))
+        parts.append(json_text(structured))
     return "\n".join(parts)
 
 
 def render_item(item: Any) -> str:
     """Return the text of one content item; an item without text is described by type, size and address."""
     if not isinstance(item, Mapping):
-        return item if isinstance(item, str) else _json(item)
+        return item if isinstance(item, str) else json_text(item)
     kind = item.get("type")
-    if kind == "text" and isinstance(item.get("text"), str):
-        return str(item["text"])
+    if kind == "text" and (key := next((key for key in _TEXT_KEYS if key in item), None)):
+        return item[key] if isinstance(item[key], str) else json_text(item[key])
     if kind == "resource" and isinstance(item.get("resource"), Mapping):
         return render_resource(item["resource"])
     if kind == "resource_link":
         return _described("resource", item, name=item.get("name"), uri=item.get("uri"))
+    if (image := _image(item)) is not None:
+        return _described("image", image)
     if kind in ("image", "audio"):
         return _described(str(kind), item)
-    return f"[content of unknown type {str(kind)[:80]!r}: {_json(dict(item))[:_SHOWN]}]"
+    return f"[content of unknown type {str(kind)[:80]!r}: {json_text(dict(item))[:_SHOWN]}]"
 
 
 def render_resource(resource: Mapping[str, Any]) -> str:
@@ -142,5 +171,15 @@ def _listed(tool: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+def json_text(value: Any) -> str:
+    """Return ``value`` as JSON; numbers that are not finite, which JSON cannot hold, are null."""
+    return json.dumps(finite(value), ensure_ascii=False, default=str)
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with None for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, TOO_LARGE
+from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import WORKDIR, StdioSpec
 
@@ -34,6 +35,7 @@ _ENDS = 4096
 _MAX_GARBAGE_LINES = 1000
 _STDERR_LINES = 20
 _ID = re.compile(rb'"id"\s*:\s*(\d+)')
+_ANSWER = re.compile(rb'"(?:result|error)"\s*:')
 
 
 class StdioProcess:
@@ -225,22 +227,36 @@ class LineReader:
 
 
 def _parse(line: bytes) -> SessionMessage | None:
-    """Return the message of one line; an error for a line that was too long; None for garbage."""
+    """Return the message of one line; an error for an answer that is too long or not valid; None for
+    garbage."""
     from mcp.shared.message import SessionMessage
     from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 
     if b"\0" in line:
         found = [_ID.search(part) for part in line.split(b"\0")]
-        number = next((match[1] for match in found if match), None)
-        if number is None:
-            return None
-        text = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped"
-        error = ErrorData(code=TOO_LARGE, message=text)
-        return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(number), error=error))
-    try:
-        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-    except ValueError:
+        number = next((int(match[1]) for match in found if match), None)
+        text, code = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped", TOO_LARGE
+    else:
+        try:
+            return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+        except ValueError as problem:
+            number, text, code = _answered(line), str(problem), NOT_VALID
+    if number is None:
         return None
+    error = ErrorData(code=code, message=text)
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=error))
+
+
+def _answered(line: bytes) -> int | None:
+    """Return the id of the request that a line, which cannot be decoded, answers; None if it answers none."""
+    if not line.lstrip().startswith(b"{") or not _ANSWER.search(line):
+        return None
+    try:
+        found = json.loads(line.decode("utf-8", "replace")).get("id")
+        return found if isinstance(found, int) else None
+    except (ValueError, RecursionError):
+        match = _ID.search(line)
+        return int(match[1]) if match else None
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -24,6 +24,8 @@ REFUSED = -32091
 """The server refuses all calls now: it asks for a login, is overloaded, or does not speak MCP."""
 TOO_LARGE = -32092
 """The answer is longer than MAX_MESSAGE_BYTES."""
+NOT_VALID = -32700
+"""The answer cannot be decoded. The SDK's code."""
 
 
 class NormalizedStream:

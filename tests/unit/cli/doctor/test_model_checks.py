@@ -71,6 +71,15 @@ def test_the_chat_format_is_proven(tmp_path: Path) -> None:
     assert "--chat_template" in toolless.hint
 
 
+def test_a_template_that_ignores_tools_is_named(tmp_path: Path) -> None:
+    without = KEEPS_ALL.replace("{%- if tools %}", "{%- if false %}")
+    folder = model_folder(tmp_path / "deaf", template=without)
+    (*_, proven) = model_checks(ModelConfig(model_name_or_path=str(folder)))
+    assert proven.state == "warn"
+    assert "does not name the tools" in proven.found
+    assert "--chat_template FILE" in proven.hint
+
+
 def test_no_folder_at_all(tmp_path: Path) -> None:
     (check,) = model_checks(ModelConfig(model_name_or_path=str(tmp_path / "none")))
     assert check.state == "fail"
