@@ -237,11 +237,12 @@ async def test_the_command_serves_until_it_is_interrupted(run_config: RunConfig,
         assert process.stdout is not None
         async with asyncio.timeout(PROCESS_SECONDS):
             line = (await process.stdout.readline()).decode()
-            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+            found = re.search(r"(http://127\.0\.0\.1:\d+/)\?token=(\S+)", line)
             assert found is not None, line
+            address, login = found[1], {"Authorization": f"Bearer {found[2]}"}
             async with (
                 httpx.AsyncClient(timeout=30) as client,
-                client.stream("GET", f"{found[0]}runs/{store.run_name}/events") as events,
+                client.stream("GET", f"{address}runs/{store.run_name}/events", headers=login) as events,
             ):
                 assert events.status_code == 200
                 assert (await anext(events.aiter_lines())).startswith("retry:")
