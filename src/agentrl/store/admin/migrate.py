@@ -189,7 +189,7 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
         origin=8,
         target=9,
         what="training data name their malformed and repeated model calls; new documents have checksums,"
-        " labels say who wrote them, and a run has tags and a note",
+        " and labels say who wrote them",
         run=faulty_calls,
     ),
 )  # fmt: skip
