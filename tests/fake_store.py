@@ -108,7 +108,7 @@ class _Tasks(_Part):
 
 class _Training(_Part):
     async def ready_members(
-        self, split: str, *, step: int, old: StaleVersions | None, untrained: bool
+        self, split: str, *, step: int, max_trained_count: int, old: StaleVersions | None, untrained: bool
     ) -> list[DBRecordData]:
         waiting = (DataStatus.READY, DataStatus.PLANNED)
         groups: dict[str, list[DBRecordData]] = {}
@@ -119,6 +119,7 @@ class _Training(_Part):
         for items in groups.values():
             is_whole = all(
                 item.status is DataStatus.READY and item.not_before_step <= step
+                and item.trained_count < max_trained_count
                 and not (old and old.spans == "any" and _is_stale(item, old))
                 for item in items
             )  # fmt: skip

@@ -78,6 +78,10 @@ class ChatFormat(Protocol):
         """
         ...
 
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a message's text has at least; 0 if none is known."""
+        ...
+
     def next_prompt(
         self,
         prompt_ids: Sequence[int],

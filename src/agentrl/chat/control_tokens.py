@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from agentrl.documents.sanitize_bson import replace_surrogates
 
@@ -27,6 +30,14 @@ _KEYWORDS = re.compile(
 )
 _SPOKEN = re.compile(r"think|tool.?call|tool.?sep|function|parameter|arg_|python_tag|code", re.IGNORECASE)
 """Tags that an assistant may write: they are not marked in its messages."""
+_BATCH = 512
+"""Pieces of text between marks that are tokenized at a time."""
+_SLICE = 1 << 16
+_WORD_END = re.compile(r"[0-9A-Za-z] ")
+_WORD_END_IN_BYTES = re.compile("[0-9A-Za-z]Ġ")
+"""The same in the alphabet of byte-level tokens."""
+_COMPOSED = 4
+"""Most characters that NFC composes into one."""
 
 
 class ControlTokens:
@@ -45,7 +56,8 @@ class ControlTokens:
         self.special_ids = frozenset(number for number, token in added.items() if token.content in texts)
         self._spoken = frozenset(text for text in texts if _SPOKEN.search(text))
         odd = sorted((text for text in texts if not re.fullmatch(_SHAPED, text)), key=len, reverse=True)
-        self._pattern = re.compile(f"(?=({'|'.join([*map(re.escape, odd), _SHAPED])})).", re.DOTALL)
+        self._pattern = re.compile("|".join([*map(re.escape, odd), _SHAPED]))
+        self._first = re.compile(f"[<\\[{re.escape(''.join(sorted({text[0] for text in odd})))}]")
         self._adds_space = _adds_space(tokenizer)
 
     def protect(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -61,19 +73,70 @@ class ControlTokens:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text; adds no special tokens. Lone surrogates are replaced."""
-        if _MARK not in text:
-            try:
-                [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)  # no offsets
-            except (TypeError, UnicodeEncodeError):
-                encoding = self._encoding(text)
-            return list(encoding.ids)
-        return [token for token, _ in self._pieces(text)]
+        if _MARK in text:
+            return [token for token, _ in self.encode_with_offsets(text)]
+        return list(self._encodings(self._tokenizer.encode_batch_fast, [text])[0].ids)  # without offsets
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return each token id of rendered text with its place in ``text``, in characters: [start, end)."""
-        if _MARK not in text:
-            return self._encode_piece(text, 0)
-        return self._pieces(text)
+        """Return each token id of rendered text with its place in ``text``, in characters: [start, end).
+
+        The character before a mark and the text after it are tokenized on their own.
+        """
+        found: list[tuple[int, tuple[int, int]]] = []
+        place = 0
+        pieces = text.split(_MARK)
+        for start in range(0, len(pieces), _BATCH):
+            batch = pieces[start : start + _BATCH]
+            # text after a mark gets no space before it
+            leads = [
+                "\n" if self._adds_space and piece and start + i else "" for i, piece in enumerate(batch)
+            ]
+            whole = [lead + piece for lead, piece in zip(leads, batch, strict=True)]
+            once = list(dict.fromkeys(whole))
+            encodings = dict(zip(once, self._encodings(self._tokenizer.encode_batch, once), strict=True))
+            for lead, piece, key in zip(leads, batch, whole, strict=True):
+                skip = place - len(lead)
+                found += [
+                    (token, (begin + skip, end + skip))
+                    for token, (begin, end) in zip(encodings[key].ids, encodings[key].offsets, strict=True)
+                    if not lead or end > len(lead)
+                ]
+                place += len(piece) + len(_MARK)
+        return found
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that ``text`` has at least; much faster than tokenizing it."""
+        longest, ends_words = self._token_bounds
+        if not longest:
+            return 0
+        slices = (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
+        words = sum(len(_WORD_END.findall(part)) for part in slices) if ends_words else 0
+        return max(words, len(text) // longest)
+
+    @cached_property
+    def _token_bounds(self) -> tuple[int, bool]:
+        """Return the most characters of a token, 0 if unknown, and whether no token has a word's end inside.
+
+        Known for BPE of all bytes, where tokens are exactly the text, up to Unicode's composition.
+        """
+        tokenizer = self._tokenizer
+        normalizer, splitter = (
+            b"" if part is None else part.__getstate__()
+            for part in (tokenizer.normalizer, tokenizer.pre_tokenizer)
+        )
+        vocabulary = tokenizer.get_vocab()
+        added = tokenizer.get_added_tokens_decoder().values()
+        if (
+            not isinstance(tokenizer.model, BPE)
+            or b"ByteLevel" not in splitter
+            or b"Removed" in splitter
+            or normalizer not in (b"", b'{"type":"NFC"}')
+            or not vocabulary.keys() >= set(ByteLevel.alphabet())
+            or any(token.lstrip or token.rstrip for token in added)
+        ):
+            return 0, False
+        composed = _COMPOSED if normalizer else 1
+        return composed * max(map(len, vocabulary)), not any(map(_WORD_END_IN_BYTES.search, vocabulary))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` with special tokens."""
@@ -98,43 +161,32 @@ class ControlTokens:
 
     def _marked(self, value: Any, allowed: frozenset[str]) -> Any:
         if isinstance(value, str):
-            return self._pattern.sub(lambda found: self._mark(found, allowed), value)
+            return self._mark(value, allowed)
         if isinstance(value, Mapping):
             return {self._marked(key, allowed): self._marked(item, allowed) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._marked(item, allowed) for item in value]
         return value
 
-    def _mark(self, found: re.Match[str], allowed: frozenset[str]) -> str:
-        """Return the first character of a token's text, marked if it is a control token."""
-        text = found.group(1)
-        return found.group() + (_MARK if text in self._control and text not in allowed else "")
+    def _mark(self, text: str, allowed: frozenset[str]) -> str:
+        """Return the text with a mark behind the first character of each control token.
 
-    def _pieces(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Tokenize around each mark: the character before it and the text after it meet no longer."""
-        found: list[tuple[int, tuple[int, int]]] = []
-        place = 0
-        for piece in text.split(_MARK):
-            found.extend(self._encode_piece(piece, place))
-            place += len(piece) + len(_MARK)
-        return found
+        Python code loops over the places: one search through a long text would hold the interpreter's lock.
+        """
+        parts: list[str] = []
+        done = 0
+        for place in (found.start() for found in self._first.finditer(text)):
+            found = self._pattern.match(text, place)
+            if found is not None and found.group() in self._control and found.group() not in allowed:
+                parts += (text[done : place + 1], _MARK)
+                done = place + 1
+        return "".join([*parts, text[done:]]) if parts else text
 
-    def _encoding(self, text: str) -> Encoding:
+    def _encodings(self, encode: Callable[..., list[Encoding]], texts: list[str]) -> list[Encoding]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return encode(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
-            return self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False)
-
-    def _encode_piece(self, piece: str, place: int) -> list[tuple[int, tuple[int, int]]]:
-        """Encode ``piece``, which begins at ``place``; text after a mark gets no space before it."""
-        lead = "\n" if place and self._adds_space and piece else ""
-        encoding = self._encoding(lead + piece)
-        skip = place - len(lead)
-        return [
-            (token, (start + skip, end + skip))
-            for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if not lead or end > len(lead)
-        ]
+            return encode([replace_surrogates(text) for text in texts], add_special_tokens=False)
 
 
 def _is_tag(text: str, template: str) -> bool:

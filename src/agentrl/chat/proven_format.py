@@ -138,6 +138,10 @@ class ProvenFormat:
         """Return a conversation that ends with its last message."""
         return self._expanded(self.base.render_closed(self._adapted(messages), tools), messages)
 
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a message's text has at least; 0 if none is known."""
+        return self.base.fewest_tokens(text)
+
     def next_prompt(
         self,
         prompt_ids: Sequence[int],

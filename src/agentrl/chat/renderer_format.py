@@ -80,6 +80,10 @@ class RendererFormat:
         """Return a conversation that ends with its last message."""
         return self._render(messages, tools, add_generation_prompt=False)
 
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a message's text has at least; 0 if none is known."""
+        return self.tokens.fewest_tokens(text)
+
     def next_prompt(
         self,
         prompt_ids: Sequence[int],

@@ -7,6 +7,7 @@ the generated turn, so a template that rewrites history (drops thoughts, adds em
 from __future__ import annotations
 
 import marshal
+import threading
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ class TemplateFormat:
         self._tags = tags_in(template.source)
         self._prompts: dict[bytes, list[int]] = {}
         """Ids of the latest prompts by ``_key``: all trajectories of a group start with one prompt."""
+        self._keeping = threading.Lock()
         self._decoded: tuple[Sequence[int], str] = ((), "")
         """The last ids given to ``decode`` and their text."""
 
@@ -80,14 +82,19 @@ class TemplateFormat:
         if ids is None:
             ids = self.tokens.encode(self._text(messages, tools, add_generation_prompt=True))
         if key is not None:
-            self._prompts[key] = ids
-            if len(self._prompts) > _MAX_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
+            with self._keeping:
+                self._prompts[key] = ids
+                if len(self._prompts) > _MAX_PROMPTS:
+                    del self._prompts[next(iter(self._prompts))]
         return list(ids)
 
     def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
         """Return a conversation that ends with its last message."""
         return self.tokens.encode(self._text(messages, tools, add_generation_prompt=False))
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that a message's text has at least; 0 if none is known."""
+        return self.tokens.fewest_tokens(text)
 
     def next_prompt(
         self,

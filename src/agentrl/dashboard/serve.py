@@ -14,6 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
+from agentrl.bounded_http import BoundedProtocol
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
@@ -89,6 +90,7 @@ async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             proxy_headers=False,
             timeout_graceful_shutdown=1,
             timeout_keep_alive=30,
+            http=BoundedProtocol,
         ),
         app.state.updates.stop,
     )

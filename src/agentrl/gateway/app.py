@@ -29,7 +29,7 @@ from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.model_calls import Answerer, dead_url
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
-from agentrl.gateway.request import GatewayRequest, load_body, require_model
+from agentrl.gateway.request import GatewayRequest, aside, load_body, require_model
 from agentrl.gateway.rewards import read_reward
 from agentrl.gateway.text_stream import TextStream
 
@@ -197,10 +197,8 @@ class GatewayApp:
         role = request.path_params.get("role")
         if role is not None and (problem := role_problem(role)) is not None:
             raise invalid(problem, "role")
-        return replace(dialect.parse(load_body(body)), role=role), (
-            body,
-            request.headers.get("idempotency-key"),
-        )
+        asked = await aside(len(body), lambda: dialect.parse(load_body(body)))
+        return replace(asked, role=role, size=len(body)), (body, request.headers.get("idempotency-key"))
 
     async def _body(self, request: Request) -> bytes:
         limit = int(self.config.gateway_body_mb * 2**20)

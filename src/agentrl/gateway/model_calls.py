@@ -17,7 +17,7 @@ from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
-from agentrl.documents.images import Image
+from agentrl.documents.images import Image, text_of
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
@@ -33,7 +33,7 @@ from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
-from agentrl.gateway.request import GatewayRequest
+from agentrl.gateway.request import GatewayRequest, aside
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.inference.generation import EngineRefusedError, Generation, Progress
 from agentrl.rollout.budget import Budget
@@ -156,7 +156,7 @@ class Answerer:
         """Return the length of the prompt that a request would have, in tokens. Raises GatewayError."""
         request = await store_images(request, self.chat_format, self.store.images)
         try:
-            return len((await self.prompt(claim, request)).ids)
+            return len((await self._prompt(claim, request)).ids)
         except FailureError as error:
             raise _as_gateway_error(error) from error
 
@@ -276,6 +276,22 @@ class Answerer:
         return stored
 
     async def prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
+        """Return the prompt; refuse by its size one that is far above the limit before it is tokenized."""
+        limit = self.agent.max_prompt_tokens
+        if request.size > limit:
+            fewest = await aside(request.size, self._fewest_tokens, request)
+            if fewest > limit:
+                raise ContextFullError(
+                    f"the next prompt has at least {fewest:,} tokens, and --max_prompt_tokens is {limit:,}"
+                )
+        return await self._prompt(claim, request)
+
+    def _fewest_tokens(self, request: GatewayRequest) -> int:
+        """Return how many tokens a prompt has at least; templates rewrite messages of assistants only."""
+        contents = (message.get("content") for message in request.messages if message["role"] != "assistant")
+        return sum(self.chat_format.fewest_tokens(text_of(content).strip()) for content in contents)
+
+    async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
         """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
         messages, tools = request.messages, request.tools
         if messages[-1]["role"] == "assistant":
@@ -284,11 +300,12 @@ class Answerer:
                 "messages",
                 code="no_new_message",
             )
-        digests = prefix_digests(messages, tools, request.role)
+        digests = await aside(request.size, prefix_digests, messages, tools, request.role)
         ends = [place + 1 for place, message in enumerate(messages) if message["role"] == "assistant"]
         found, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
         known = ends[found - 1] if found else 0
-        return replace(prompt_of(self.chat_format, chain, known, messages, tools), digest=digests[-1])
+        prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
+        return replace(prompt, digest=digests[-1])
 
     @contextlib.asynccontextmanager
     async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:

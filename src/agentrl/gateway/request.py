@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
@@ -19,6 +20,9 @@ from agentrl.tools.base import Schema, schema_name
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -26,6 +30,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
 }
+_LARGE = 32 << 10
+"""Bytes of a request from which on work on it costs more than a thread."""
 MAX_TOOLS = 512
 MAX_MESSAGES = 10_000
 MAX_STOPS = 16
@@ -59,6 +65,8 @@ class GatewayRequest:
     """The role of the trajectory that makes the call."""
     previous: str | None = None
     """The id of an earlier answer whose conversation comes before ``messages``."""
+    size: int = 0
+    """Bytes of the body."""
 
     def params(self, base: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of the call: those of the run with the client's changes."""
@@ -97,6 +105,13 @@ class Answer:
     cached_tokens: int
     logprobs: tuple[tuple[str, float], ...] | None = None
     """(text, logprob) of each generated token, if the request asks for them."""
+
+
+async def aside(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Do work on a request of ``size`` bytes: in a thread if it is large, so that the event loop goes on."""
+    if size <= _LARGE:
+        return work(*arguments, **named)
+    return await asyncio.to_thread(work, *arguments, **named)
 
 
 def load_body(body: bytes) -> dict[str, Any]:

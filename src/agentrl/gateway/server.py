@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from agentrl.bounded_http import BoundedProtocol
 from agentrl.config.gateway import GatewayConfig
 from agentrl.errors import ConfigError
 from agentrl.gateway.app import GatewayApp
@@ -52,6 +53,7 @@ class GatewayServer:
                 proxy_headers=False,
                 timeout_graceful_shutdown=1,
                 timeout_keep_alive=30,
+                http=BoundedProtocol,
             )
         )
         self._task: asyncio.Task[None] | None = None

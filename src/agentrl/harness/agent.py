@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import string
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -73,31 +74,37 @@ class CommandAgent:
             await _keep(rollout, session, run, secrets)
             stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
             if stopped_by is None and run.ended in config.fail_on:
-                await _check_gateway(endpoint)
-                raise HarnessError(_failure(prepared, run), hint=_HINTS.get(run.ended))
+                failure = _failure(prepared, run)
+                await _check_gateway(endpoint, failure)
+                raise HarnessError(failure, hint=_HINTS.get(run.ended))
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
 
 
-async def _check_gateway(endpoint: Endpoint) -> None:
-    """Raise EngineError, which uses up no attempt, if no engine or no gateway answered the harness."""
+async def _check_gateway(endpoint: Endpoint, failure: str) -> None:
+    """Raise EngineError, which uses up no attempt, if no engine or no gateway answered the harness.
+
+    One that only took long to answer was there. ``failure`` is what the harness itself says.
+    """
     if endpoint.result.stopped_by == "unavailable":
-        raise EngineError("no engine answered a request of the harness", outage=ENGINES)
-    for look in range(1 + int(RETURN_SECONDS / _LOOK_SECONDS)):
-        if await _answers(endpoint.base_url):
-            if look == 0:
-                return
-            break
+        raise EngineError(f"no engine answered a request of the harness; {failure}", outage=ENGINES)
+    end = time.monotonic() + RETURN_SECONDS
+    was_down = False
+    while (answers := await _answers(endpoint.base_url)) is not True and time.monotonic() < end:
+        was_down |= answers is False
         await asyncio.sleep(_LOOK_SECONDS)
-    raise EngineError("the gateway did not answer when the harness failed", outage=ENGINES)
+    if was_down or not answers:
+        raise EngineError(f"the gateway did not answer when the harness failed; {failure}", outage=ENGINES)
 
 
-async def _answers(url: str) -> bool:
-    """Return whether a gateway answers; it refuses the token, which is dead now."""
+async def _answers(url: str) -> bool | None:
+    """Return whether a gateway is up; it refuses the token, which is dead now. None: no answer in time."""
     try:
         async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
             return (await client.get(f"{url}/models")).status_code < 500
+    except httpx.TimeoutException:
+        return None
     except httpx.HTTPError:
         return False
 

@@ -15,7 +15,8 @@ from agentrl.harness.workspace import read_file, restore
 from agentrl.scoring.scorers import ScoreResult
 
 _FILE_BYTES: Final = 1 << 20
-_TAIL: Final = 2000
+_SCORING: Final = {"PYTHONNOUSERSITE": "1"}
+"""Interpreter settings of the command that scores."""
 
 
 async def score_files(
@@ -44,9 +45,11 @@ async def score_files(
 async def _run_command(
     command: ScoreCommand, session: Session, environment: dict[str, str]
 ) -> tuple[ScoreResult, CommandRun]:
-    if command.restore:
-        await asyncio.to_thread(restore, session.archive, session.before, command.restore)
-    done = await session.run(command.command, environment, seconds=command.seconds, calls_model=False)
+    """Run the command on the working directory, with nothing else that the harness has left."""
+    await asyncio.to_thread(restore, session.archive, session.before, command.restore)
+    done = await session.run(
+        command.command, {**_SCORING, **environment}, seconds=command.seconds, calls_model=False
+    )
     if command.result == "stdout" and done.ended is Ending.EXITED:
         lines = done.stdout.strip().splitlines()
         return _read_score(lines[-1] if lines else "", "the last line of score.command"), done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -21,6 +22,11 @@ from agentrl.harness.config import HarnessConfig
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
 TEMPORARY: Final = "tmp"
+_STEERING: Final = re.compile(
+    r"(^|/)((conftest|sitecustomize|usercustomize)\.py|\.?pytest\.ini|tox\.ini|entry_points\.txt|[^/]+\.(pth|pyc)"
+    r"|__pycache__|\.git/(hooks|config))(/|$)"
+)
+"""Files of a working directory that run code of their own, or choose what is run, when tests are started."""
 _OWNER: Final = 1000
 """The user in the sandbox."""
 _CLONE_SECONDS: Final = 300.0
@@ -57,23 +63,30 @@ def add_files(archive: Path, files: Mapping[str, bytes]) -> None:
 
 
 def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
-    """Put files and folders of the working directory back as they were in ``before``.
+    """Put back as they were in ``before``: ``names`` of the working directory, and all that lies outside it.
 
-    What stands in the way of a folder that leads to them, such as a link to another place, is dropped.
+    With ``names``, so are the files in it that steer interpreters and test runners (``_STEERING``). What
+    stands in the way of a folder that leads to them, such as a link to another place, is dropped.
     """
-    paths = tuple(os.path.normpath(f"{WORKSPACE}/{name}") for name in names)
+    named = {os.path.normpath(f"{WORKSPACE}/{name}") for name in names}
 
-    def is_named(name: str, is_folder: bool) -> bool:
-        return any(name == path or name.startswith(f"{path}/") for path in paths)
+    def is_restored(name: str) -> bool:
+        if WORKSPACE not in _parents(name):
+            return True
+        steers = bool(named) and _STEERING.search(name) is not None
+        return steers or not named.isdisjoint((name, *_parents(name)))
+
+    with tarfile.open(before) as source:
+        back = {name for name in map(os.path.normpath, source.getnames()) if is_restored(name)}
+    leading = set().union(*map(_parents, back | named))
 
     def is_kept(name: str, is_folder: bool) -> bool:
-        is_in_the_way = not is_folder and any(path.startswith(f"{name}/") for path in paths)
-        return not is_named(name, is_folder) and not is_in_the_way
+        return not is_restored(name) and (is_folder or name not in leading)
 
     fresh = archive.with_suffix(".restored")
     with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
         _copy(archive, target, is_kept)
-        _copy(before, target, is_named)
+        _copy(before, target, lambda name, _: name in back)
     fresh.replace(archive)
 
 
@@ -126,11 +139,17 @@ def keep_until_exit() -> Path:
     return folder
 
 
+def _parents(name: str) -> list[str]:
+    """Return the folders that lead to a member."""
+    return [str(parent) for parent in Path(name).parents][:-1]
+
+
 def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], bool]) -> None:
-    """Copy the members that ``wanted`` takes by name and kind, and no link to any other."""
+    """Copy the members that ``wanted`` takes by name and kind, and no link to any other; unlock them."""
     with tarfile.open(archive) as source:
         for member in source:
             links_away = member.islnk() and not wanted(os.path.normpath(member.linkname), False)
+            member.mode |= 0o700 if member.isdir() else 0o600
             if wanted(os.path.normpath(member.name), member.isdir()) and not links_away:
                 target.addfile(member, source.extractfile(member) if member.isreg() else None)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from typing import Any
 
 import httpx
@@ -10,6 +12,7 @@ import openai
 import pytest
 from gateway_run import GatewayRun
 
+from agentrl.chat.control_tokens import ControlTokens
 from agentrl.config.gateway import GatewayConfig
 from agentrl.store.client import Store
 
@@ -85,6 +88,66 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
         assert endpoint.api_key not in nowhere.text
         assert await _documents_of(other) == before
     assert await run.calls() == []
+
+
+class Holds:
+    """The longest time for which the event loop was held: CPU time, which other processes do not lengthen."""
+
+    def __init__(self) -> None:
+        self.of_loop = self.of_process = 0.0
+
+    async def __aenter__(self) -> Holds:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0.02)
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.thread_time(), time.process_time()
+            await asyncio.sleep(0.005)
+            self.of_loop = max(self.of_loop, time.thread_time() - before[0])
+            self.of_process = max(self.of_process, time.process_time() - before[1])
+
+
+LARGE = {
+    "words": "the quick brown fox " * 100_000,
+    "one word": "x" * 2_000_000,
+    "control tokens": "<|im_end|>" * 60_000,
+    "brackets": "<" * 1_000_000,
+}
+
+
+async def test_a_large_request_does_not_hold_the_event_loop(store: Store) -> None:
+    run = GatewayRun(store)
+    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx.AsyncClient(timeout=60) as client:
+        for name, text in LARGE.items():
+            body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+            async with Holds() as holds:
+                counted = await client.post(f"{endpoint.base_url}/messages/count_tokens", content=body)
+                answer = await client.post(f"{endpoint.base_url}/chat/completions", content=body)
+            assert counted.json()["input_tokens"] > len(text), name
+            assert answer.json()["error"]["code"] == "context_length_exceeded", name
+            assert holds.of_loop < 0.1, name
+            assert holds.of_process < 0.5, f"{name}: a thread held the interpreter's lock"
+    assert await run.calls() == []
+
+
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = GatewayRun(store)
+    monkeypatch.setattr(ControlTokens, "encode", lambda *_: pytest.fail("it was tokenized"))
+    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx.AsyncClient(timeout=60) as client:
+        message = {"role": "user", "content": LARGE["words"]}
+        answer = await client.post(
+            f"{endpoint.base_url}/chat/completions", json={"model": "policy", "messages": [message]}
+        )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert "at least 399,999 tokens, and --max_prompt_tokens is 20,000" in error["message"]
 
 
 async def _documents_of(run: GatewayRun) -> list[Any]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from docker_here import docker_problem
@@ -22,6 +23,8 @@ from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.harness import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
+from agentrl.harness.agent import _check_gateway
+from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -232,6 +235,33 @@ async def test_a_harness_that_cannot_run_is_refused_before_a_claim(
         "did you mean 'seconds'",
     ):
         assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "first", [httpx.ReadTimeout("busy"), httpx.ConnectError("refused"), httpx.Response(503)], ids=repr
+)
+async def test_a_slow_gateway_does_not_hide_the_error_of_the_harness(
+    first: httpx.Response | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway answers at the second look: one that was slow was there, one that refused was not."""
+    looks: list[Any] = [first, httpx.Response(401)]
+
+    async def get(client: httpx.AsyncClient, url: str) -> httpx.Response:
+        look = looks.pop(0)
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    monkeypatch.setattr("agentrl.harness.agent._LOOK_SECONDS", 0.0)
+    endpoint = Endpoint(base_url="http://gateway/v1", api_key="key", model="policy")
+    checking = _check_gateway(endpoint, "its last output: no such file")
+    if isinstance(first, httpx.ReadTimeout):
+        await checking
+    else:
+        with pytest.raises(EngineError, match="no such file"):
+            await checking
+    assert looks == []
 
 
 async def test_an_outage_of_engine_or_gateway_uses_up_no_attempt(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import chat_models as models
 import pytest
+from tokenizers import normalizers, pre_tokenizers
 
 from agentrl.chat.chat_format import Message
+from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.proven_format import ProvenFormat
 from agentrl.config.schema import ModelConfig
@@ -127,3 +130,28 @@ def test_a_lone_surrogate_is_replaced(chat_format: ProvenFormat) -> None:
         rendered = chat_format.render(*request("result", text))
         assert chat_format.decode(rendered)
         assert control_ids(chat_format, "result", text) == control_ids(chat_format, "result", "walnut")
+
+
+def test_many_control_tokens_cost_linear_time(chat_format: ProvenFormat) -> None:
+    """CPU time, which other processes do not lengthen; a piece between two marks once cost 0.1 ms."""
+    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+    text = max(tokens.texts(), key=len) * 10_000
+    begun = time.process_time()
+    [message] = tokens.protect([{"role": "user", "content": text}])
+    ids = tokens.encode(message["content"])
+    assert time.process_time() - begun < 1
+    assert tokens.decode(ids) == text
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC()])
+def test_the_fewest_tokens_are_at_most_the_tokens(normalizer: normalizers.Normalizer | None) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.normalizer = normalizer
+    tokenizer.add_tokens(["a" * 40])
+    tokens = ControlTokens(tokenizer)
+    for text in ("a b 1 2", "a" * 999, "one two\nthree", "\u03b1\u0313\u0300\u0345" * 500, "", " " * 99):
+        assert tokens.fewest_tokens(text) <= len(tokens.encode(text))
+    assert tokens.fewest_tokens("a b " * 500) == 1000
+    assert tokens.fewest_tokens("a" * 4000) == (100 if normalizer is None else 25)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert ControlTokens(tokenizer).fewest_tokens("a" * 4000) == 0, "white space is dropped: unknown"

@@ -40,6 +40,7 @@ def run_local_server(
     import torch
     import uvicorn
 
+    from agentrl.bounded_http import BoundedProtocol
     from agentrl.chat.model_folder import read_chat_files
     from agentrl.inference.engines.local.model import LocalModel
     from agentrl.inference.engines.local.scheduler import Scheduler
@@ -67,8 +68,9 @@ def run_local_server(
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
     server = LocalServer(Worker(scheduler), model, load, context_length, instance, tokenizer)
     uvicorn.run(
-        server.app(), host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=3
-    )
+        server.app(), host=host, port=port, log_level="warning", access_log=False, http=BoundedProtocol,
+        timeout_graceful_shutdown=3,
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,72 @@
+"""Connections without a request: closed after a while, the oldest first where there are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+
+from agentrl import bounded_http
+from agentrl.bounded_http import BoundedProtocol
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+WRITERS: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}
+"""The open ends of the clients."""
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """A server of one page."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(PlainTextResponse("here"), http=BoundedProtocol, lifespan="off"))
+    task = asyncio.create_task(server.serve([listener]))
+    yield listener.getsockname()[1]
+    for writer in WRITERS.values():
+        writer.close()
+    WRITERS.clear()
+    server.should_exit = True
+    await task
+
+
+async def _open(port: int, sent: bytes) -> asyncio.StreamReader:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    WRITERS[reader] = writer
+    return reader
+
+
+async def _ended(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await asyncio.wait_for(reader.read(), 20)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_a_connection_without_a_whole_header_is_closed(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bounded_http, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(BoundedProtocol, "_logged", -60.0)
+    answered = await _open(port, REQUEST)
+    half = [await _open(port, sent) for sent in (b"", b"GET / HTTP/1.1\r\n", REQUEST + b"GET /")]
+    with caplog.at_level(logging.WARNING, "agentrl.bounded_http"):
+        ends = [await _ended(reader) for reader in half]
+    assert [end.endswith(b"here") for end in ends] == [False, False, True]
+    assert [record.name for record in caplog.records].count("agentrl.bounded_http") == 1
+    WRITERS[answered].write(REQUEST)  # idle between requests is no half-open one
+    assert b"here" in await asyncio.wait_for(answered.readuntil(b"here"), 20)
+
+
+async def test_too_many_half_open_connections_do_not_keep_a_client_out(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_http, "connection_limit", lambda: 4)
+    half = [await _open(port, b"GET /") for _ in range(6)]
+    client = await _open(port, REQUEST)
+    assert b"here" in await asyncio.wait_for(client.readuntil(b"here"), 20)
+    assert [await _ended(reader) for reader in half[:3]] == [b"", b"", b""]
