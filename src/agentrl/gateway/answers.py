@@ -54,6 +54,7 @@ def answer_of(
         generated_tokens=call.generated_tokens,
         cached_tokens=call.cached_tokens,
         logprobs=logprobs,
+        left_out=request.left_out,
     )
 
 

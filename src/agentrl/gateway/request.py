@@ -67,6 +67,8 @@ class GatewayRequest:
     """The id of an earlier answer whose conversation comes before ``messages``."""
     size: int = 0
     """Bytes of the body."""
+    left_out: tuple[str, ...] = ()
+    """The tools of the request that the model is not shown, because only OpenAI's own server runs them."""
 
     def params(self, base: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of the call: those of the run with the client's changes."""
@@ -105,6 +107,8 @@ class Answer:
     cached_tokens: int
     logprobs: tuple[tuple[str, float], ...] | None = None
     """(text, logprob) of each generated token, if the request asks for them."""
+    left_out: tuple[str, ...] = ()
+    """As in GatewayRequest."""
 
 
 async def aside(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:

@@ -72,6 +72,25 @@ async def test_text_is_streamed_and_a_cut_answer_is_incomplete(store: Store) -> 
     assert events[-1].type == "response.incomplete"
 
 
+async def test_tools_that_only_openai_runs_are_left_out_and_named(store: Store) -> None:
+    run = GatewayRun(store, "No tool is needed." + CUT)
+    tools: list[Any] = [
+        {"type": "web_search"},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "namespace", "name": "files", "tools": []},
+        {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}},
+    ]
+    async with run.open() as endpoint, client_of(endpoint) as client:
+        answer = await client.responses.create(model="policy", input="1+2?", tools=tools)
+        stream = await client.responses.create(model="policy", input="1+3?", tools=tools, stream=True)
+        events = [event async for event in stream]
+    note = {"tools_left_out": "web_search, custom:apply_patch, namespace:files"}
+    assert answer.metadata == note
+    assert [event.response.metadata for event in (events[0], events[-1])] == [note, note]
+    (call, *_) = await run.calls()
+    assert [tool["function"]["name"] for tool in call.tools or ()] == ["add"]
+
+
 async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
     run = GatewayRun(store, "x")
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA"}]}]
@@ -82,7 +101,7 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
         ({"model": "gpt-9"}, "does not exist"),
         ({"background": True}, "not queued"),
         ({"text": {"format": {"type": "grammar"}}}, "json_schema with a schema"),
-        ({"tools": [{"type": "web_search"}]}, "only function tools"),
+        ({"tools": [{"name": "web_search"}]}, "only function tools"),
     ]
     async with run.open() as endpoint, client_of(endpoint) as client:
         for change, text in bad:

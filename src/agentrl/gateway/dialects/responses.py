@@ -35,6 +35,8 @@ from agentrl.tools.base import Schema
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 _ROLES = {"developer": "system"}
+_METADATA = 512
+"""Characters of a value of an answer's metadata."""
 _KNOWN = frozenset({
     "model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "temperature",
     "top_p", "max_output_tokens", "stream", "stream_options", "previous_response_id", "background",
@@ -68,16 +70,19 @@ class Responses(ChatCompletions):
         messages: list[Message] = []
         if instructions:
             messages.append({"role": "system", "content": _text(instructions, "instructions")})
+        tools, left_out = _tools(body.get("tools"))
+        warn_ignored(dict.fromkeys(left_out, True), f"{self.name} tools", frozenset())
         request = GatewayRequest(
             model=model_of(body),
             messages=[*messages, *_messages(body.get("input"))],
-            tools=_tools(body.get("tools")),
+            tools=tools,
             changes=sampling_changes(body, ["temperature", "top_p"]),
             max_tokens=whole_number(body, "max_output_tokens", 1),
             stream=flag_of(body, "stream"),
             one_call=body.get("parallel_tool_calls") is False,
             previous=None if previous is None else previous.rpartition("_")[2],
             schema=schema_of(text.get("format"), "text.format"),
+            left_out=left_out,
         )
         return choose(request, *tool_choice(body.get("tool_choice")))
 
@@ -112,7 +117,7 @@ class _Stream:
         """Return the events before the first token."""
         self._id = answer_id
         started = {
-            **_head(answer_id, created, self._request.model), "status": "in_progress", "output": [],
+            **_head(answer_id, created, self._request), "status": "in_progress", "output": [],
         }  # fmt: skip
         yield self._send("response.created", response=started)
         yield self._send("response.in_progress", response=started)
@@ -186,10 +191,11 @@ class _Stream:
         return _event(event)
 
 
-def _head(answer_id: str, created: int, model: str) -> dict[str, Any]:
+def _head(answer_id: str, created: int, about: GatewayRequest | Answer) -> dict[str, Any]:
+    left_out = {"tools_left_out": ", ".join(about.left_out)[:_METADATA]} if about.left_out else {}
     return {
-        "id": f"resp_{answer_id}", "object": "response", "created_at": created, "model": model,
-        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}, "error": None,
+        "id": f"resp_{answer_id}", "object": "response", "created_at": created, "model": about.model,
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": left_out, "error": None,
         "incomplete_details": None, "instructions": None, "temperature": None, "top_p": None,
     }  # fmt: skip
 
@@ -197,7 +203,7 @@ def _head(answer_id: str, created: int, model: str) -> dict[str, Any]:
 def _response(answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
     is_cut = answer.finish_reason == "length"
     whole = Response.model_validate({
-        **_head(answer.id, answer.created, answer.model),
+        **_head(answer.id, answer.created, answer),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": items,
@@ -321,13 +327,26 @@ def _text(content: Any, where: str) -> Any:
     return joined(texts)
 
 
-def _tools(value: Any) -> list[Schema]:
-    """Return the tools of a request; here a function's fields stand beside its type."""
+def _tools(value: Any) -> tuple[list[Schema], tuple[str, ...]]:
+    """Return the function tools of a request, and what names the others; here fields stand beside the type.
+
+    Tools of other types (web_search, namespace, custom, …) are run by OpenAI's server, or called in a form
+    that no chat template has. Agents such as Codex send them unasked: the model is not shown them.
+    """
     if not isinstance(value, list):
-        return function_tools(value)
+        return function_tools(value), ()
+    kinds = [item.get("type") if isinstance(item, dict) else None for item in value]
+    others = [isinstance(kind, str) and kind != "function" for kind in kinds]
+    left_out = (
+        ":".join(filter(None, (kind, str(item.get("name") or ""))))
+        for item, kind, other in zip(value, kinds, others, strict=True)
+        if other
+    )
     return function_tools([
-        {"type": item.get("type"), "function": item} if isinstance(item, dict) else item for item in value
-    ])  # fmt: skip
+        {"type": kind, "function": item} if isinstance(item, dict) else item
+        for item, kind, other in zip(value, kinds, others, strict=True)
+        if not other
+    ]), tuple(left_out)  # fmt: skip
 
 
 def _event(value: Mapping[str, Any]) -> bytes:
