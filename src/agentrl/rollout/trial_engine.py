@@ -29,16 +29,16 @@ class _Client(Protocol):
 
 
 @dataclass
-class _Direct:
+class OneEngine:
     """One engine, which is its own router."""
 
     client: _Client
-    context_length: int | None
+    context_length: int | None = None
     encoded: EncodedIds = field(default_factory=EncodedIds)
     """Left unused: the client encodes each prompt itself."""
 
     @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[_Direct]:
+    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[OneEngine]:
         """Return the engine."""
         yield self
 
@@ -65,23 +65,12 @@ class _PromptShownError(FailureError):
 
 @dataclass
 class PromptOnly:
-    """An engine that keeps the first prompt and generates nothing."""
+    """A client of no engine: it keeps the first prompt and generates nothing."""
 
     ids: list[int] | None = None
-    context_length: int | None = None
-    encoded: EncodedIds = field(default_factory=EncodedIds)
-
-    @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[PromptOnly]:
-        """Return the engine."""
-        yield self
 
     async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        progress: Progress | None = None,
-        images: Sequence[Image] = (),
+        self, input_ids: Sequence[int], params: SamplingParams, rid: str, *, images: Sequence[Image] = ()
     ) -> Generation:
         """Keep the prompt. Raises _PromptShownError."""
         self.ids = self.ids or list(input_ids)
@@ -97,7 +86,7 @@ async def trial_router(
     folder = await model_folder(store, configs[ModelConfig])
     if url is not None:
         async with engine_client(engine.engine, url, sampling.engine_timeout_seconds) as client:
-            yield _Direct(client, max_model_len(configs[ModelConfig], folder))
+            yield OneEngine(client, max_model_len(configs[ModelConfig], folder))
         return
     if store is None:
         raise ConfigError("no engine is named", hint="give --engine_url, or --run_name of a run with engines")

@@ -47,7 +47,7 @@ from agentrl.rollout.setup import (
     sampling_params,
 )
 from agentrl.rollout.trace import end_trajectory, trajectory_span
-from agentrl.rollout.trial_engine import PromptOnly, trial_router
+from agentrl.rollout.trial_engine import OneEngine, PromptOnly, trial_router
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import ScoreResult, require_scorer
@@ -146,7 +146,7 @@ async def try_task(
         environment = open_environment(task, call_timeout=configs[ToolConfig].tool_timeout_seconds)
         shown = PromptOnly()
         opened = trial_router(configs, store, engine_url, chat_format)
-        router = shown if prompt else await stack.enter_async_context(opened)
+        router = OneEngine(shown) if prompt else await stack.enter_async_context(opened)
         trial = _Trial(
             configs=configs,
             claim=claim,
