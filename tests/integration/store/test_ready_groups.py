@@ -57,9 +57,9 @@ async def change(store: Store, ids: Sequence[str], **fields: Any) -> None:
     await store.database["DBRecordData"].update_many({"_id": {"$in": list(ids)}}, {"$set": fields})
 
 
-async def take(store: Store, step: int, **freshness: Any) -> StepData:
+async def take(store: Store, step: int, max_trained_count: int = 1, **freshness: Any) -> StepData:
     settings = StreamSettings(
-        groups_per_step=1, num_epochs=1, wait_seconds=20.0,
+        groups_per_step=1, num_epochs=1, wait_seconds=20.0, max_trained_count=max_trained_count,
         freshness=Freshness(**{"max_staleness": 1, **freshness}),
     )  # fmt: skip
     batch = await DataStream(store, settings).take(step)
@@ -79,10 +79,10 @@ async def test_fresh_groups_come_before_all_that_were_trained(store: Store) -> N
     for number in range(40):
         await add(store, f"trained{number}", order=number, minute=number, versions=[[0]] * 2, **trained)
     fresh = await add(store, "fresh", order=99, minute=99, versions=[[0]] * 2)
-    batch = await take(store, 2)
+    batch = await take(store, 2, max_trained_count=2)
     assert [item.id for item in batch.data] == fresh
     await change(store, fresh, status=DataStatus.TRAINED.value)
-    assert (await take(store, 2)).groups == (key("trained0"),)
+    assert (await take(store, 2, max_trained_count=2)).groups == (key("trained0"),)
 
 
 @pytest.mark.parametrize(

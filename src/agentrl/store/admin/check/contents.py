@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from agentrl.documents.status import APPLIED_STEPS, RecordStatus
+from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, Whole
 from agentrl.store.blobs import MARK, digest, moved_fields
@@ -95,7 +95,8 @@ class Files(Section):
             found = hashlib.sha256()
             async for chunk in chunks:
                 found.update(chunk["data"])
-            if expected is not None and found.hexdigest()[: len(expected)] != expected:
+            is_changed = expected is not None and found.hexdigest()[: len(expected)] != expected
+            if is_changed and not await _is_quarantined(moment, self.owner, file["_id"]):
                 problem = Problem(
                     f"{self.collection} {file['_id']}", "its bytes as they were written",
                     f"sha256 {expected}…", f"sha256 {found.hexdigest()}",
@@ -120,11 +121,17 @@ class StrayFiles(Whole):
                 [
                     Problem(document, "its file in GridFS", file, "none")
                     for file, document in named.items()
-                    if file not in files
+                    if file not in files and not await _is_quarantined(moment, owner, file)
                 ],
             )
             chunks = await moment.aggregate(f"{owner}.packed.chunks", [{"$group": {"_id": "$files_id"}}])
             _note_stray(owner, {*files, *(chunk["_id"] for chunk in chunks)} - named.keys(), findings)
+
+
+async def _is_quarantined(moment: Snapshot, owner: str, file_id: str) -> bool:
+    """Return whether a file's datum is quarantined, which names what is wrong with it."""
+    datum = {"_id": file_id.rsplit("/", 2)[0], "status": DataStatus.QUARANTINED.value}
+    return owner == DATA and bool(await moment.find(DATA, datum, {"_id": 1}))
 
 
 def _note_stray(owner: str, stray: Iterable[Any], findings: Findings) -> None:
