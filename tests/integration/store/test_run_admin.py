@@ -14,7 +14,7 @@ from db_command import agentrl_db
 
 from agentrl.cli import runs
 from agentrl.config.schema import RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.views.runs import Runs
@@ -123,6 +123,10 @@ async def test_rm_refuses_folders_that_are_not_the_runs_alone(
     with pytest.raises(ConfigError, match=f"is the output of run '{other.run_name}' too"):
         await agentrl_runs(run_config, *words)
     assert await agentrl_runs(other, "rm", other.run_name, "--yes") == 0
+    version = PolicyVersion(id=1, step=1, location=str(tmp_path / "b/1"), files=(), train_step="s")
+    await store.database["PolicyVersion"].insert_one(version.to_document())
+    with pytest.raises(ConfigError, match="does not hold the newest weights"):
+        await agentrl_runs(run_config, *words)
     folder.joinpath("weights").rmdir()
     with pytest.raises(ConfigError, match="has neither weights nor checkpoints"):
         await agentrl_runs(run_config, *words)

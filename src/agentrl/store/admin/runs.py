@@ -12,7 +12,7 @@ from agentrl.documents.run import REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import ConfigError, SchemaVersionError, StoreError
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import RUN, SCHEMA_VERSION, SETTINGS
+from agentrl.store.names import RUN, SCHEMA_VERSION, SETTINGS, VERSION
 from agentrl.store.views.runs import Runs
 
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
@@ -77,13 +77,15 @@ class RunAdmin(Repository):
         """Return the output folder of the run's trainer on this machine; None if there is none.
 
         Raises ConfigError for a folder without weights or checkpoints, one that holds the working or the home
-        folder, a link, and one that another run of the server has too.
+        folder, a link, one that does not hold the newest weights that the run published, and one that another
+        run of the server has too.
         """
         database = self._connection.database
         stored: Json = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
         given = str(stored.get("values", {}).get("output_dir") or f"output/{database.name}")
+        newest = await self._collection(VERSION).find_one({"train_step": {"$ne": None}}, sort=[("_id", -1)])
         try:
-            folder = _output_at(Path(given))
+            folder = _output_at(Path(given), None if newest is None else newest["location"])
         except OSError as error:
             raise ConfigError(
                 f"{given} cannot be read: {error.strerror}", hint="delete it by hand"
@@ -112,8 +114,11 @@ class RunAdmin(Repository):
         await self._collection(RUN).update_one({"_id": REMARKS}, {"$set": fields}, upsert=True)
 
 
-def _output_at(path: Path) -> Path | None:
-    """Return the absolute folder of a trainer's output; None if there is none. Raises as its caller."""
+def _output_at(path: Path, published: str | None) -> Path | None:
+    """Return the absolute folder of a trainer's output; None if there is none. Raises as its caller.
+
+    ``published`` is the folder of the newest weights.
+    """
     if path.is_symlink():
         raise ConfigError(f"{path} is a link", hint="delete what it points to by hand")
     if not path.is_dir():
@@ -123,4 +128,9 @@ def _output_at(path: Path) -> Path | None:
         raise ConfigError(f"{folder} holds more than a run's output", hint="delete its content by hand")
     if not (folder / "weights").is_dir() and not any(folder.glob("checkpoint-*/state.json")):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint="delete it by hand")
+    if published is not None and not Path(published).resolve().is_relative_to(folder):
+        raise ConfigError(
+            f"{folder} does not hold the newest weights that the run published: {published}",
+            hint="start this command in the trainer's working folder, or delete the folder by hand",
+        )
     return folder
