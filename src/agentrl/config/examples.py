@@ -106,6 +106,22 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl status",
         "agentrl status math --once",
     ),
+    "agentrl runs": (
+        "agentrl runs",
+        "agentrl runs rm math_1 math_2 --folders",
+    ),
+    "agentrl runs rm": (
+        "agentrl runs rm math_1",
+        "agentrl runs rm math_1 math_2 --folders --yes",
+    ),
+    "agentrl runs tag": (
+        "agentrl runs tag math +baseline",
+        "agentrl runs tag math +best -candidate",
+    ),
+    "agentrl runs note": (
+        'agentrl runs note math "twice the learning rate"',
+        'agentrl runs note math ""',
+    ),
     "agentrl audit": (
         "agentrl audit run --run_name math",
         "agentrl audit record 4f1c --run_name math",

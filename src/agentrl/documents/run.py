@@ -15,6 +15,9 @@ from agentrl.documents.status import EpochStatus, TrainerEnd
 SCHEMA: Final = "schema"
 """``_id`` of the document in ``Run`` with the version of the database schema. Administrators change it."""
 
+REMARKS: Final = "remarks"
+"""``_id`` of the document in ``Run`` with the tags and the note that people give the run."""
+
 ADMISSION: Final = "admission"
 """``_id`` of the ``Gate`` in ``Admission``."""
 
@@ -39,6 +42,8 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True during an import."""
+    tags: tuple[str, ...] = ()
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

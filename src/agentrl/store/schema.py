@@ -25,6 +25,7 @@ from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
 from agentrl.documents.run import (
     FLAGS,
+    REMARKS,
     SCHEMA,
     EpochOpening,
     Gate,
@@ -161,7 +162,7 @@ _LEASE_DEADLINE = _extra(
     f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
 )
 _RUN = {
-    "_id": _extra("Run._id", f"one of {SCHEMA}", enum=[SCHEMA]),
+    "_id": _extra("Run._id", f"one of {SCHEMA}, {REMARKS}", enum=[SCHEMA, REMARKS]),
     "version": _extra(
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),

@@ -24,6 +24,7 @@ from agentrl.dashboard.options import DashboardOptions
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
+from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.users import Users
 from agentrl.store.client import Store, open_store
 
@@ -88,7 +89,10 @@ async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
 
 async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> None:
     at = f"/runs/{store.run_name}"
-    assert f'href="{at}"' in await page(client, "/")
+    await RunAdmin(store.connection).tag(["v2.1"], [])
+    await RunAdmin(store.connection).note(f"{SCRIPT} twice the rate")
+    runs = await page(client, "/")
+    assert all(text in runs for text in (f'href="{at}"', ">v2.1</span>", "twice the rate"))
     overview = await page(client, at)
     assert "sampling, no trainer" in overview
     assert "no inference engine is alive" in overview

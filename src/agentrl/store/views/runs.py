@@ -10,11 +10,11 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
-from agentrl.documents.run import SCHEMA, TRAINER, TrainerLease
+from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, STEP, TASK
+from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
 from agentrl.store.views.run_status import Activity, activity_of
 
 _AT_A_TIME = 8
@@ -46,6 +46,14 @@ class RunSummary:
     stepped_at: datetime | None = None
     active_at: datetime | None = None
     """When the newest Record was created, or the last step committed."""
+    model: str | None = None
+    """``--model_name_or_path`` of its first trainer, sampler or engine."""
+    tasks: int = 0
+    """Estimated number of Tasks, of every split and epoch."""
+    bytes: int | None = None
+    """Size of its database; None without the right to read it."""
+    tags: tuple[str, ...] = ()
+    note: str | None = None
     at: datetime
 
     @property
@@ -115,12 +123,11 @@ class Runs(Repository):
         found = await database[LEASE].find_one({"_id": TRAINER})
         lease = TrainerLease() if found is None else TrainerLease.from_document(found)
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
-        engines = await database[SERVICE].count_documents(
-            {
-                "status": {"$ne": ServiceStatus.STOPPED.value},
-                "heartbeat": {"$gte": at - timedelta(seconds=alive_seconds)},
-            }
-        )
+        engines = await database[SERVICE].count_documents(_alive(at, alive_seconds))
+        remarks = await database[RUN].find_one({"_id": REMARKS}) or {"_id": REMARKS}
+        keys = [flags_key(role) for role in FLAGS]
+        named = {"_id": {"$in": keys}, "values.model_name_or_path": {"$type": "string"}}
+        begun: Json = await database[SETTINGS].find_one(named, sort=[("at", 1)]) or {}
         metrics = step.get("metrics", {})
         moments = [moment for moment in (newest.get("created_at"), step.get("committed_at")) if moment]
         return replace(
@@ -135,7 +142,34 @@ class Runs(Repository):
             engines=engines,
             stepped_at=step.get("committed_at"),
             active_at=max(moments, default=None),
+            model=begun.get("values", {}).get("model_name_or_path"),
+            tasks=await database[TASK].estimated_document_count(),
+            bytes=await self._bytes(empty.name),
+            tags=RunFact.from_document(remarks).tags,
+            note=RunFact.from_document(remarks).note,
         )
+
+    @database_call
+    async def holders(self, name: str, alive_seconds: float) -> list[str]:
+        """Return who works on a run of any schema version: its trainer, samplers and live engines."""
+        hello = await self._connection.client.admin.command("hello")
+        at = hello["localTime"].replace(tzinfo=UTC)
+        database = self._connection.client[name]
+        found = []
+        for collection in (LEASE, RUN):
+            lease = TrainerLease.from_document(await database[collection].find_one({"_id": TRAINER}) or {})
+            if lease.is_held(at):
+                found.append(f"trainer {lease.owner} on {lease.host}")
+        found += [f"sampler {owner}" for owner in await self._samplers(name, at)]
+        engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
+        return found + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
+
+    async def _bytes(self, name: str) -> int | None:
+        try:
+            stats = await self._connection.client[name].command("dbStats")
+        except OperationFailure:
+            return None
+        return int(stats.get("totalSize", stats["storageSize"]))
 
     async def _samplers(self, name: str, at: datetime) -> list[str]:
         claimed = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": at}}
@@ -150,6 +184,12 @@ class Runs(Repository):
             ]
         )
         return [group["_id"] for group in await cursor.to_list()]
+
+
+def _alive(at: datetime, alive_seconds: float) -> Json:
+    """Return the query of engines that are alive at ``at``."""
+    oldest = at - timedelta(seconds=alive_seconds)
+    return {"status": {"$ne": ServiceStatus.STOPPED.value}, "heartbeat": {"$gte": oldest}}
 
 
 async def connect_server(run: RunConfig) -> Connection:

@@ -1,0 +1,163 @@
+"""``agentrl runs``: list the runs of a server, tag them, note what they are for, delete them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from agentrl.config.load import CommandParser
+from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.errors import AgentRLError, ConfigError
+
+_ACTIONS: Final = ("rm", "tag", "note")
+_CHANGE: Final = re.compile(r"\+.*|-(?!h$)[^-].*", re.DOTALL)
+"""A word that adds or removes a tag."""
+
+
+def main(argv: list[str]) -> int:
+    """List the runs, or run one subcommand; its handler's result is the exit code."""
+    action = next((word for word in argv if word in _ACTIONS), None)
+    changes = [word for word in argv if _CHANGE.fullmatch(word)] if action == "tag" else []
+    arguments = parser().parse_args([word for word in argv if word not in changes])
+    arguments.changes = changes
+    return int(asyncio.run(arguments.handler(arguments)))
+
+
+def parser() -> CommandParser:
+    """Return the parser; each subcommand sets ``handler``, a coroutine function of the arguments."""
+    outer = CommandParser(
+        prog="agentrl runs", description="Lists the runs of a MongoDB server; tags, notes and deletes them."
+    )
+    _database(outer, mongo_dir=".agentrl/mongo", seconds=30.0, uri=None)
+    outer.add_argument("--json", action="store_true", help="print the list as one JSON value")
+    outer.set_defaults(handler=list_runs)
+    actions = outer.add_subparsers(dest="action", metavar="SUBCOMMAND", parser_class=CommandParser)
+    remove = actions.add_parser("rm", help="delete runs that have ended")
+    remove.add_argument("run_name", metavar="RUN", nargs="+", help="the runs to delete")
+    remove.add_argument("--folders", action="store_true", help="delete their output folders too")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    tag = actions.add_parser(
+        "tag", help="add and remove tags", usage="agentrl runs tag RUN [+TAG | -TAG] … [--flag VALUE …]"
+    )
+    tag.add_argument("run_name", metavar="RUN")
+    note = actions.add_parser("note", help="note what a run is for")
+    note.add_argument("run_name", metavar="RUN")
+    note.add_argument("text", metavar="TEXT", help="the note; an empty one removes it")
+    for action, handler in ((remove, rm_runs), (tag, tag_run), (note, note_run)):
+        # a flag before the subcommand keeps its value
+        _database(action, mongo_dir=argparse.SUPPRESS, seconds=argparse.SUPPRESS, uri=argparse.SUPPRESS)
+        action.set_defaults(handler=handler)
+    return outer
+
+
+def _database(parser: CommandParser, *, mongo_dir: str, seconds: Any, uri: str | None) -> None:
+    parser.add_argument(
+        "--db_connection_string",
+        default=uri,
+        help="MongoDB URI (default: $MONGO_URI, or the embedded server)",
+    )
+    parser.add_argument("--mongo_dir", default=mongo_dir, help="folder of the embedded MongoDB")
+    parser.add_argument(
+        "--db_timeout_seconds", type=float, default=seconds, help="how long one database operation may take"
+    )
+
+
+def _run_config(arguments: argparse.Namespace, name: str = RunConfig.run_name) -> RunConfig:
+    return RunConfig(
+        run_name=name, db_connection_string=arguments.db_connection_string, mongo_dir=arguments.mongo_dir,
+        db_timeout_seconds=arguments.db_timeout_seconds,
+    )  # fmt: skip
+
+
+async def list_runs(arguments: argparse.Namespace) -> int:
+    """Print a row per run, those with the latest activity first."""
+    from agentrl.observe.json_output import print_json, to_json
+    from agentrl.observe.status.runs import render_run_list
+    from agentrl.observe.terminal import stdout_console
+    from agentrl.store.views.runs import Runs, connect_server
+
+    connection = await connect_server(_run_config(arguments))
+    try:
+        runs = await Runs(connection).all(EngineConfig().alive_seconds)
+    finally:
+        await connection.close()
+    if arguments.json:
+        print_json({"server": connection.host, "runs": to_json(runs)})
+    else:
+        stdout_console().print(render_run_list(connection.host, runs))
+    return 0
+
+
+async def rm_runs(arguments: argparse.Namespace) -> int:
+    """Delete each named run once its database and its folder have been named and the answer is yes."""
+    for name in dict.fromkeys(arguments.run_name):
+        await _remove(_run_config(arguments, name), arguments)
+    return 0
+
+
+async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
+    from agentrl.store.admin.runs import RunAdmin
+    from agentrl.store.client import open_existing
+
+    async with await open_existing(run, any_version=True) as store:
+        admin = RunAdmin(store.connection)
+        await admin.require_ended(EngineConfig().alive_seconds)
+        folder = await admin.output_folder() if arguments.folders else None
+        what = f"database {run.run_name} on MongoDB at {store.host}"
+        if folder is not None:
+            what += f" and folder {folder}"
+        if not arguments.yes and not await asyncio.to_thread(_confirm, what):
+            print(f"{run.run_name} is kept")
+            return
+        await admin.require_ended(EngineConfig().alive_seconds)  # the answer may have taken a while
+        await admin.delete()
+    if folder is not None:
+        _delete_folder(folder)
+    print(f"deleted {what}")
+    if arguments.folders and folder is None:
+        print(f"{run.run_name}: this machine has no output folder of it")
+
+
+def _confirm(what: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nobody can be asked whether to delete {what}", hint="give --yes")
+    print(f"delete {what}? [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _delete_folder(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise AgentRLError(
+            f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
+        ) from error
+
+
+async def tag_run(arguments: argparse.Namespace) -> int:
+    """Change the tags if any are named, and print those that the run has then."""
+    from agentrl.store.admin.runs import RunAdmin
+    from agentrl.store.client import open_existing
+
+    changes: list[str] = arguments.changes
+    add, remove = ([word[1:] for word in changes if word[0] == sign] for sign in "+-")
+    async with await open_existing(_run_config(arguments, arguments.run_name)) as store:
+        tags = await RunAdmin(store.connection).tag(add, remove)
+    print(f"{arguments.run_name}: {', '.join(tags) or 'no tags'}")
+    return 0
+
+
+async def note_run(arguments: argparse.Namespace) -> int:
+    """Store the note."""
+    from agentrl.store.admin.runs import RunAdmin
+    from agentrl.store.client import open_existing
+
+    async with await open_existing(_run_config(arguments, arguments.run_name)) as store:
+        await RunAdmin(store.connection).note(arguments.text)
+    print(f"{arguments.run_name}: {'noted' if arguments.text.strip() else 'no note'}")
+    return 0

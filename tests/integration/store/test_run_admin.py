@@ -1,0 +1,148 @@
+"""``agentrl runs`` on a real server: list, tag, note and delete runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from db_command import agentrl_db
+
+from agentrl.cli import runs
+from agentrl.config.schema import RunConfig
+from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.errors import ConfigError, RunMissingError, StoreError
+from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.store.views.runs import Runs
+
+pytestmark = pytest.mark.integration
+
+
+async def agentrl_runs(run: RunConfig, *words: str, changes: tuple[str, ...] = ()) -> int:
+    """Run ``agentrl runs WORDS`` inside the running event loop; the server is named before the subcommand."""
+    where = ("--db_connection_string", str(run.db_connection_string))
+    arguments = runs.parser().parse_args([*where, *words])
+    arguments.changes = list(changes)
+    return int(await arguments.handler(arguments))
+
+
+async def output_of(store: Store, folder: Path) -> Path:
+    """Make an output folder of the run's trainer, and store the flag that names it."""
+    (folder / "weights").mkdir(parents=True)
+    values = {"output_dir": str(folder), "model_name_or_path": "models/tiny"}
+    await store.settings.join("train", values, given=["output_dir"], packages={})
+    return folder
+
+
+async def test_tags_and_note_are_listed_and_go_with_an_export(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await output_of(store, tmp_path / "output")
+    name = run_config.run_name
+    assert await agentrl_runs(run_config, "tag", name, changes=("+slow", "+best")) == 0
+    assert await agentrl_runs(run_config, "tag", name, changes=("-slow", "+v2.1")) == 0
+    assert await agentrl_runs(run_config, "note", name, "twice the rate") == 0
+    with pytest.raises(ConfigError, match="the tag is 'a b'"):
+        await agentrl_runs(run_config, "tag", name, changes=("+a b",))
+    with pytest.raises(ConfigError, match="501 characters"):
+        await agentrl_runs(run_config, "note", name, "x" * 501)
+    capsys.readouterr()
+    assert await agentrl_runs(run_config, "--json") == 0
+    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)["runs"]}[name]
+    assert (listed["tags"], listed["note"]) == (["best", "v2.1"], "twice the rate")
+    assert listed["model"] == "models/tiny"
+    assert listed["bytes"] > 0
+    assert await agentrl_runs(run_config) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if name in line)
+    assert "ended" in row
+    assert "best v2.1" in row
+    copy = replace(run_config, run_name=f"{name}_copy")
+    assert await agentrl_db(run_config, "export", str(tmp_path / "run")) == 0
+    assert await agentrl_db(copy, "import", str(tmp_path / "run")) == 0
+    async with await open_existing(copy) as copied:
+        summaries = await Runs(copied.connection).all(30.0)
+    assert {run.name: run.note for run in summaries}[copy.run_name] == "twice the rate"
+    assert await agentrl_runs(copy, "rm", copy.run_name, "--yes") == 0
+    assert not await run_exists(copy)
+
+
+async def test_a_live_run_is_not_deleted(store: Store, run_config: RunConfig) -> None:
+    name = run_config.run_name
+    attempt = await store.trainer_lease.acquire("trainer-7", socket.gethostname(), os.getpid(), 60.0)
+    with pytest.raises(StoreError, match=f"is live: trainer trainer-7 on {socket.gethostname()}"):
+        await agentrl_runs(run_config, "rm", name, "--yes")
+    await store.trainer_lease.release(attempt)
+    engine = InferenceService(id="e", url="http://node3:8000", engine="vllm", model="m", host="node3", pid=1)
+    await store.database["InferenceService"].insert_one(engine.to_document())
+    with pytest.raises(StoreError, match="is live: engine http://node3:8000 on node3"):
+        await agentrl_runs(run_config, "rm", name, "--yes")
+    assert await run_exists(run_config)
+    await store.database["Run"].update_one({"_id": "schema"}, {"$set": {"version": 99}})
+    with pytest.raises(StoreError, match="has schema version 99"):
+        await agentrl_runs(run_config, "rm", name, "--yes")
+
+
+async def test_rm_asks_and_deletes_the_database_and_the_folder(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    name, folder = run_config.run_name, await output_of(store, tmp_path / "output")
+    words = ("rm", name, "--folders")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(ConfigError, match="nobody can be asked whether to delete database"):
+        await agentrl_runs(run_config, *words)
+    for answer in ("\n", "y\n"):
+        terminal = io.StringIO(answer)
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+        assert folder.is_dir()
+        assert await agentrl_runs(run_config, *words) == 0
+        assert f"and folder {folder}? [y/N]" in capsys.readouterr().out
+    assert not folder.exists()
+    assert not await run_exists(run_config)
+    with pytest.raises(RunMissingError):
+        await agentrl_runs(run_config, *words)
+
+
+async def test_rm_refuses_folders_that_are_not_the_runs_alone(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, folder = run_config.run_name, await output_of(store, tmp_path / "output")
+    words = ("rm", name, "--folders", "--yes")
+    monkeypatch.chdir(folder / "weights")
+    with pytest.raises(ConfigError, match="holds more than a run's output"):
+        await agentrl_runs(run_config, *words)
+    monkeypatch.chdir(tmp_path)
+    other = replace(run_config, run_name=f"{name}_other")
+    async with await open_store(other) as second:
+        await second.settings.join("train", {"output_dir": str(folder)}, given=[], packages={})
+    with pytest.raises(ConfigError, match=f"is the output of run '{other.run_name}' too"):
+        await agentrl_runs(run_config, *words)
+    assert await agentrl_runs(other, "rm", other.run_name, "--yes") == 0
+    version = PolicyVersion(id=1, step=1, location=str(tmp_path / "b/1"), files=(), train_step="s")
+    await store.database["PolicyVersion"].insert_one(version.to_document())
+    with pytest.raises(ConfigError, match="does not hold the newest weights"):
+        await agentrl_runs(run_config, *words)
+    folder.joinpath("weights").rmdir()
+    with pytest.raises(ConfigError, match="has neither weights nor checkpoints"):
+        await agentrl_runs(run_config, *words)
+    assert folder.is_dir()
+    assert await run_exists(run_config)
+
+
+def test_words_with_a_sign_are_tags_only_behind_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    async def keep(arguments: object) -> int:
+        seen.append((getattr(arguments, "text", ""), getattr(arguments, "changes", [])))
+        return 0
+
+    monkeypatch.setattr(runs, "tag_run", keep)
+    monkeypatch.setattr(runs, "note_run", keep)
+    assert runs.main(["--mongo_dir", "there", "tag", "math", "+best", "-old"]) == 0
+    assert runs.main(["note", "tag", "+5 percent"]) == 0
+    assert seen == [("", ["+best", "-old"]), ("+5 percent", [])]
