@@ -141,6 +141,7 @@ CASES = {
 def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
     """Return what trains ``model``; in a single process without merging prefixes or splitting data."""
     is_single = model.mesh.layout.world == 1
+    # Rounding decides on which side of a bound a token is: without one.
     gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
     loss = gspo if case.whole_steps else {}
     # Steps with rounded gradients part from exact ones, the further the larger they are.
@@ -152,7 +153,9 @@ def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = No
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        settings=LossSettings(importance_weight_cap_ratio=math.inf, entropy_coef=0.1, **cast("Any", loss)),
+        settings=LossSettings(
+            importance_weight_cap_ratio=math.inf, entropy_coef=0.1, dual_clip=math.inf, **cast("Any", loss)
+        ),
         options=ForwardOptions(),
         max_tokens=1 << 20 if is_single else MAX_TOKENS,
         prefix_merging="off" if is_single else case.prefix_merging,
