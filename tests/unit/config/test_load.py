@@ -37,6 +37,7 @@ HAND_PARSED = (
     "agentrl db",
     "agentrl parity",
     "agentrl quickstart",
+    "agentrl runs",
 )
 """Commands with a parser of their own."""
 
