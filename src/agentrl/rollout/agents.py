@@ -36,6 +36,8 @@ def _agent(found: Any) -> Agent | AgentClass:
     if not inspect.isclass(found):
         agent: Agent = found
         return agent
+    if _is_agent_graph(found):
+        return partial(_run_agent_graph, found)
     for name, needed in (("run", True), ("evaluate", False)):
         method = getattr(found, name, None)
         if (needed or method is not None) and not inspect.iscoroutinefunction(method):
@@ -51,10 +53,22 @@ def _is_graph(found: Any) -> bool:
     return is_plain and "cfg" in inspect.signature(found).parameters
 
 
+def _is_agent_graph(found: type) -> bool:
+    """Return whether a class is an agent graph of ChatLearn: its ``run`` takes ``sampling_params``."""
+    run = getattr(found, "run", None)
+    return inspect.isfunction(run) and "sampling_params" in inspect.signature(run).parameters
+
+
 async def _run_graph(found: Any, rollout: Rollout) -> Outcome:
     from agentrl.rollout.langgraph.graph import run_found
 
     return await run_found(found, rollout)
+
+
+async def _run_agent_graph(found: type, rollout: Rollout) -> Outcome:
+    from agentrl.rollout.langgraph.agent_graph import run_agent_graph
+
+    return await run_agent_graph(found, rollout)
 
 
 AGENTS: Registry[Agent | AgentClass] = Registry(
@@ -73,7 +87,8 @@ def check_agent(name: str, path: Path | None) -> None:
 def agent(*names: str) -> Callable[[A], A]:
     """Register an async function ``(Rollout) -> Outcome`` or a class with such a method ``run``.
 
-    A LangGraph agent is a compiled graph, or a plain function ``build_graph(cfg)`` that returns one.
+    A LangGraph agent is a compiled graph, a plain function ``build_graph(cfg)`` that returns one, or an agent
+    graph of ChatLearn: a class with ``run(messages, sampling_params, ...)``.
 
     A trajectory has an instance of the class of its own. After ``run``, its method ``evaluate`` gets the
     ScorerContext and returns the score, instead of the task's scorer.

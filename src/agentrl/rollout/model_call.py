@@ -55,6 +55,8 @@ class Turn:
     answer: str | None
     finish_reason: str
     times_seen: int
+    prompt_tokens: int
+    output_tokens: int
 
     @property
     def is_cut(self) -> bool:

@@ -169,6 +169,8 @@ class ModelCaller:
             answer=None if reason == "length" else extract_answer(parsed.content, self._task.answer_schema),
             finish_reason=reason,
             times_seen=times_seen,
+            prompt_tokens=pending.generation.prompt_tokens,
+            output_tokens=len(pending.generation.output_ids),
         )
 
     def message(self, parsed: ParsedMessage) -> Message:

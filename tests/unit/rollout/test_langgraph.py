@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, ClassVar, TypedDict
 
 import pytest
 from trajectories import Trajectory, trained
@@ -19,12 +19,19 @@ from agentrl.rollout.rollout import Rollout
 pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
 
 from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, RemoveMessage
+from langchain_core.runnables import RunnableConfig
 from langchain_core.tools import tool
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from agentrl.rollout.langgraph import PolicyChatModel, policy_tools, run_graph
+from agentrl.rollout.langgraph.agent_graph import (
+    AgentGraphOutput,
+    BaseAgentGraph,
+    CustomChatModel,
+    register,
+)
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 
@@ -184,6 +191,61 @@ async def test_parallel_nodes_roles_fields_and_the_graphs_own_score() -> None:
     assert all("level 7" in str(call.messages) for call in trajectory.calls)
     assert trajectory.rollout.agent_score is not None
     assert trajectory.rollout.agent_score["role_rewards"] == {"left": 1.0, "right": 0.5}
+
+
+@register("adder_of_test")
+class Adder(BaseAgentGraph):
+    """An agent graph as one writes it for ChatLearn, with other imports."""
+
+    made = 0
+    masks: ClassVar[list[list[int]]] = []
+
+    def __init__(self, agent_name: str, cfg: Any, llm: Any, tokenizer: Any, **kwargs: Any) -> None:
+        super().__init__(agent_name, cfg, llm, tokenizer, **kwargs)
+        Adder.made += 1
+        self.build_graph()
+
+    def build_graph(self) -> None:
+        chat = CustomChatModel(model=self.agent_name, llm=self.llm, tokenizer=self.tokenizer)
+        self.model = chat.bind_tools([add])
+
+        async def call(state: MessagesState, config: RunnableConfig) -> dict[str, Any]:
+            params = {**config["configurable"]["sampling_params"], "max_new_tokens": self.cfg.tokens}
+            return {"messages": [await self.model.ainvoke(state["messages"], sampling_params=params)]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("model", call)
+        graph.add_node("tools", ToolNode([add]))
+        graph.add_edge(START, "model")
+        graph.add_conditional_edges("model", tools_condition)
+        graph.add_edge("tools", "model")
+        self.graph = graph.compile()
+
+    async def run(self, messages: Any, sampling_params: dict[str, Any], **kwargs: Any) -> AgentGraphOutput:
+        assert (kwargs["ground_truth"], kwargs["level"]) == ("3", 7)
+        output = await super().run(messages, sampling_params, **kwargs)
+        answers = [message for message in output.state["messages"] if isinstance(message, AIMessage)]
+        self.masks.extend(answer.response_metadata["loss_mask"] for answer in answers)
+        output.reward_score = 0.5
+        return output
+
+
+async def test_an_agent_graph_of_chatlearn_runs_by_its_registered_name(tmp_path: Path) -> None:
+    file = tmp_path / "agent.yml"
+    file.write_text("tokens: 48\n", encoding="utf-8")
+    task = {"answer": "3", "meta": {"level": 7}}
+    for _ in range(2):
+        trajectory = Trajectory(ADD, "<answer>3</answer>", task=task, agent_cfg_path=str(file))
+        outcome = await trajectory.run("adder_of_test")
+        assert (outcome.final_answer, outcome.score) == ("3", 0.5)
+        assert [call.parent for call in trajectory.calls] == [None, trajectory.calls[0].id]
+        assert trajectory.calls[0].sampling_params["max_new_tokens"] == 48
+    assert Adder.made == 1
+    first, last = Adder.masks[:2]
+    outputs = [len(output) for output in trajectory.engine.outputs]
+    assert (sum(first), sum(last)) == (outputs[0], sum(outputs))
+    assert last[: len(first)] == first
+    assert len(last) == len(trajectory.engine.prompts[1]) + outputs[1]
 
 
 async def test_streams_add_up_to_the_answer_and_continue_its_ids() -> None:

@@ -52,6 +52,11 @@ def to_ai_message(message: Message, turn: Turn) -> AIMessage:
         invalid_tool_calls=invalid,
         additional_kwargs={"reasoning_content": reasoning} if reasoning else {},
         response_metadata={"finish_reason": turn.finish_reason},
+        usage_metadata={
+            "input_tokens": turn.prompt_tokens,
+            "output_tokens": turn.output_tokens,
+            "total_tokens": turn.prompt_tokens + turn.output_tokens,
+        },
         id=f"run-{uuid.uuid4().hex}",
     )
 
