@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from agentrl.dashboard.charts import Chart, Kind, Series
 from agentrl.dashboard.render import link
 from agentrl.documents.evaluation import Evaluation
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.views.overview import StepPoint
 
 MAX_POINTS = 600
@@ -32,7 +33,7 @@ class Curve:
 
 CURVES: Sequence[Curve] = (
     Curve(id="reward", title="Reward and pass rate", metrics={"reward": "reward", "pass rate": "pass_rate"},
-          help="Means over all sampled trajectories; both should rise."),
+          help=f"Reward: {definition_of('reward')}. Both should rise."),
     Curve(id="kl", title="KL(μ‖π)", metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
           help="How far the policy that sampled is from the one that trains. Healthy: below 0.01.",
           unit=_NATS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import html
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ from agentrl.dashboard.options import DashboardOptions
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.users import Users
 from agentrl.store.client import Store, open_store
@@ -100,6 +102,8 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in overview
     assert r">\u202e</span>" in overview
     assert "of 40" in overview
+    definition = html.escape(definition_of("reward"))
+    assert f'title="{definition}"' in overview.replace("&#39;", "&#x27;")
     assert "0.750" in overview
     for chart in ("reward", "kl", "seconds", "evaluations"):
         assert f'data-chart="{chart}"' in overview
@@ -107,7 +111,7 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     steps = await page(client, f"{at}/steps")
     assert f'href="{at}/steps/1"' in steps
     step = await page(client, f"{at}/steps/1")
-    assert "Lowest reward" in step
+    assert "Lowest score" in step
     assert f"{at}/trajectories/{run.TRAINED}/1/1" in step
     assert 'data-chart="staleness"' in step
 

@@ -18,6 +18,7 @@ from agentrl.documents.packing import pack_halves
 from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
 from agentrl.store.labels import Labels
+from agentrl.store.views.overview import Overview
 
 pytestmark = pytest.mark.integration
 
@@ -78,6 +79,23 @@ async def test_trajectories_are_filtered_sorted_and_paged(client: httpx.AsyncCli
         f"text={'x' * 300}", f"task={'x' * 600}", "version=-1",
     ):  # fmt: skip
         assert "What to do" not in await page(client, f"trajectories?{query}", 400)
+
+
+async def test_what_a_step_trained_is_called_trained_on_every_screen(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    counts = (await Overview(store.connection).records())["train"]
+    assert (counts["trained"], counts["ready"]) == (2, 2)
+    state = (await store.views.state()).records["train"]
+    assert (state["trained"], state["ready"]) == (2, 2)
+    assert f'status=trained">{counts["trained"]}</a>' in await page(
+        client, f"http://127.0.0.1/runs/{store.run_name}"
+    )
+    assert 'class="badge good">trained<' in await page(client, "trajectories")
+    for status, task in (("trained", run.TRAINED), ("ready", run.READY)):
+        text = await page(client, f"trajectories?split=train&status={status}")
+        assert text.count("data-row") == text.count(f'class="badge good">{status}<') == 2
+        assert text.count(f"trajectories/{task}/") == 2
 
 
 async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncClient) -> None:

@@ -17,7 +17,14 @@ from agentrl.dashboard.run_data import TRAIN, RunData, read_run
 from agentrl.dashboard.stores import open_run
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.run import RunSettings
-from agentrl.documents.status import EvaluationStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.documents.status import (
+    SHOWN_STATUSES,
+    EvaluationStatus,
+    RecordStatus,
+    ServiceStatus,
+    TaskStatus,
+)
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
 from agentrl.store.views.rows import EngineRow
@@ -53,8 +60,8 @@ async def _run(request: Request) -> Response:
         figures=charts,
         task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],
-        record_rows=_status_rows(run.records, [str(status) for status in RecordStatus]),
-        record_statuses=[str(status) for status in RecordStatus],
+        record_rows=_status_rows(run.records, SHOWN_STATUSES),
+        record_statuses=SHOWN_STATUSES,
         engines=[
             _engine(engine, run.liveness)
             for engine in run.engines
@@ -70,8 +77,20 @@ def _tiles(run: RunData) -> list[dict[str, Any]]:
     metrics: Mapping[str, Any] = last.metrics if last else {}
     records = run.records.get(TRAIN, {})
     return [
-        {"name": "Reward", "value": metrics.get("reward"), "kind": "number", "note": "last step"},
-        {"name": "Pass rate", "value": metrics.get("pass_rate"), "kind": "percent", "note": "last step"},
+        {
+            "name": "Reward",
+            "value": metrics.get("reward"),
+            "kind": "number",
+            "note": "last step",
+            "help": definition_of("reward"),
+        },
+        {
+            "name": "Pass rate",
+            "value": metrics.get("pass_rate"),
+            "kind": "percent",
+            "note": "last step",
+            "help": definition_of("pass_rate"),
+        },
         {"name": "Step", "value": last.step if last else 0, "kind": "number", "note": _step_limit(run)},
         {"name": "Since the last step", "value": seconds_since_step(run), "kind": "duration", "note": ""},
         {"name": "KL(μ‖π)", "value": mean_of_last(run, "kl_k3"), "kind": "number", "note": "last 5 steps"},
