@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import quote_from_bytes
 
 import httpx
 import numpy as np
@@ -14,6 +16,7 @@ import small_run as run
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.views.filter_form import FIELDS
 from agentrl.documents.packing import pack_halves
 from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
@@ -79,6 +82,25 @@ async def test_trajectories_are_filtered_sorted_and_paged(client: httpx.AsyncCli
         f"text={'x' * 300}", f"task={'x' * 600}", "version=-1",
     ):  # fmt: skip
         assert "What to do" not in await page(client, f"trajectories?{query}", 400)
+
+
+HOSTILE_VALUES = (
+    "[" * 20_000, "9" * 311, "1e999", "nan", "$where", '{"$gt": ""}', "a\x00b", "\ud800", "٣", "(" * 400,
+    "\\", "../" * 50, base64.urlsafe_b64encode(b"[" * 15_000).decode(),
+)  # fmt: skip
+PATHS = (
+    "rewards?split=", "compare?split=", "compare?a=", "tasks?q=", "tasks?split=", "steps?page=", "steps/",
+    f"tokens/{HOSTILE}?call=", f"text/{HOSTILE}?call=0&part=", "pair?a=", "trajectories/", "images/",
+    "http://127.0.0.1/compare?a=b&b=",
+)  # fmt: skip
+
+
+async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncClient) -> None:
+    for path in (*(f"trajectories?{field}=" for field in (*FIELDS, "after")), *PATHS):
+        for value in HOSTILE_VALUES:
+            given = quote_from_bytes(value.encode(errors="surrogatepass"))
+            answer = await client.get(path + given)
+            assert answer.status_code < 500, (path, given[:80], answer.text[:2000])
 
 
 async def test_what_a_step_trained_is_called_trained_on_every_screen(

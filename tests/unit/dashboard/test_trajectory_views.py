@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.dashboard.views.compare import pair_turns
+from agentrl.dashboard.views.filter_form import read_form
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text, shown
 from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, legend_of, token_views
@@ -19,6 +20,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, 
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
+from agentrl.errors import ConfigError
 from agentrl.store.views.rewards import ScoredTrajectory
 from agentrl.store.views.tokens import CallTokens, StepValues
 
@@ -210,3 +212,14 @@ def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
     assert (pair.one, pair.other, pair.count, pair.disagree) == ("exact", "judge", 2, 1)
     assert pair.with_judge
     assert [each.id for each in pair.apart] == ["a/0"]
+
+
+@pytest.mark.parametrize("name", ["min_score", "max_tokens", "step", "version", "text", "status", "order"])
+@pytest.mark.parametrize("value", ["[" * 200_000, "9" * 311, "nan", "1e999", "$where"])
+def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
+    try:
+        form = read_form({name: value})
+    except ConfigError as error:
+        assert len(error.message) < 200
+    else:
+        assert (name, form.wanted.text) == ("text", value)
