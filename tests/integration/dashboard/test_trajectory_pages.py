@@ -132,6 +132,10 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncCl
         assert "the end" in whole
     assert "wrote:" in text
     assert 'class="waterfall"' in text
+    assert "<summary>Result, 1,000," in text
+    assert "<details open><summary>Result, 1 characters</summary>" in await page(
+        client, f"trajectories/{run.READY}/0/1"
+    )
     assert f"pair?a={HOSTILE.replace('/', '%2F')}" in text
     text = await page(client, f"trajectories/{TRAINED}")
     assert 'class="badge good">trained<' in text

@@ -70,6 +70,19 @@ def test_turns_have_messages_thoughts_and_tools_and_form_contexts() -> None:
     ]  # fmt: skip
 
 
+def test_few_shot_messages_are_set_apart_from_the_turns() -> None:
+    system, question = {"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}
+    examples = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"})
+    first = replace(call(0, None), messages=(system, *examples, question))
+    answer = {"role": "assistant", "content": "4"}
+    reset = replace(call(2, None), messages=(system, *examples, question, answer))
+    turns = turns_of(RECORD, [first, call(1, 0), reset], [first, call(1, 0), reset])
+    given = [[message.place for message in turn.messages if message.is_given] for turn in turns]
+    assert given == [[1, 2], [], [1, 2]]
+    plain = replace(first, messages=(system, question))
+    assert not any(message.is_given for message in turns_of(RECORD, [plain], [plain])[0].messages)
+
+
 def test_each_part_of_a_turn_can_be_read_whole() -> None:
     first, second = call(0, None, tools=True), call(1, 0)
     assert part_text(first, None, "thought") == "I think"
