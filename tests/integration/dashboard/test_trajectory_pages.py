@@ -91,7 +91,7 @@ HOSTILE_VALUES = (
 PATHS = (
     "rewards?split=", "compare?split=", "compare?a=", "tasks?q=", "tasks?split=", "steps?page=", "steps/",
     f"tokens/{HOSTILE}?call=", f"text/{HOSTILE}?call=0&part=", "pair?a=", "trajectories/", "images/",
-    "http://127.0.0.1/compare?a=b&b=",
+    "http://127.0.0.1/compare?run=b&run=",
 )  # fmt: skip
 
 

@@ -230,9 +230,9 @@ def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
 @pytest.mark.parametrize("name", ["min_score", "max_tokens", "step", "version", "text", "status", "order"])
 @pytest.mark.parametrize("value", ["[" * 200_000, "9" * 311, "nan", "1e999", "$where"])
 def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
-    try:
-        form = read_form({name: value})
-    except ConfigError as error:
-        assert len(error.message) < 200
-    else:
-        assert (name, form.wanted.text) == ("text", value)
+    if name == "text" and len(value) < 100:
+        assert read_form({name: value}).wanted.text == value
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_form({name: value})
+    assert len(caught.value.message) < 200

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.dashboard.cache import shared
-from agentrl.dashboard.curves import curves, evaluation_chart
+from agentrl.dashboard.curves import SMOOTHINGS, curves, evaluation_chart
 from agentrl.dashboard.health import findings, mean_of_last, seconds_since_step, state
+from agentrl.dashboard.query import choice
 from agentrl.dashboard.render import render
 from agentrl.dashboard.run_data import TRAIN, RunData, read_run
 from agentrl.dashboard.stores import open_run
@@ -35,11 +36,12 @@ _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, 
 
 @shared(1.0)
 async def _run(request: Request) -> Response:
+    smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
         run = await read_run(request, store)
     found = findings(run)
     word, color = state(run)
-    charts = curves(store.run_name, run.steps)
+    charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
     evaluated = evaluation_chart(run.evaluations)
     if not evaluated.empty:
         charts.insert(1, evaluated)
@@ -58,6 +60,8 @@ async def _run(request: Request) -> Response:
         tiles=_tiles(run),
         step_limit=_step_limit(run),
         figures=charts,
+        smoothing=smoothing,
+        smoothings=SMOOTHINGS,
         task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],
         record_rows=_status_rows(run.records, SHOWN_STATUSES),
