@@ -153,7 +153,7 @@ def _copy(subparsers: Any) -> None:
     export.add_argument("folder", metavar="DIR", help="the folder to make; it must not exist, or be empty")
     export.add_argument(
         "--hf", action="store_true",
-        help="write a dataset of the scored trajectories instead, as Parquet that datasets.load_dataset reads;"
+        help="write a dataset of the scored trajectories instead: Parquet that datasets.load_dataset reads;"
         " it cannot be imported",
     )  # fmt: skip
     export.set_defaults(handler=export_run)

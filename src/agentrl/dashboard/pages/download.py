@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeGuard
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -39,7 +39,7 @@ def rows_of(steps: Sequence[StepPoint]) -> list[dict[str, Any]]:
     ]
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Write the scored trajectories of a run as a dataset: Parquet and a README, as Hugging Face datasets read it."""
+"""Write the scored trajectories of a run as a dataset for Hugging Face datasets: Parquet and a README."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ configs:
 
 # Trajectories of the run {run}
 
-{rows} scored trajectories, a row each. `messages` is the conversation: prompts, responses, tool results; `tool_calls` of
-a message and `answer` are JSON text, and images are left out. `split` is that of the run.
+{rows} scored trajectories, a row each. `messages` is the conversation: prompts, responses, tool results;
+`tool_calls` of a message and `answer` are JSON text, and images are left out. `split` is that of the run.
 `trained` says whether a committed step trained the trajectory, and `trained_at_steps` which steps did.
 
 ```python
