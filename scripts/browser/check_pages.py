@@ -118,7 +118,7 @@ def addresses(run: str, ids: dict[str, str]) -> dict[str, str]:
         "versions": f"{base}/compare",
         "two versions": f"{base}/compare?a={number // 2}&b={number - 3}",
         "rewards": f"{base}/rewards",
-        "two runs": f"/compare?a={quote(run)}&b={quote(ids['small_run'])}",
+        "two runs": f"/compare?run={quote(run)}&run={quote(ids['small_run'])}",
     }
 
 

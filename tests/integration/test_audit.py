@@ -130,7 +130,7 @@ def test_record_prints_one_trajectory(
 ) -> None:
     assert cli.main(["audit", "record", wanted, *database]) == 0
     page = capsys.readouterr().out
-    parts = [f"{RECORD}  READY  score 1.000", "trained at step 2", "turn 1 · version 1", "I add. [b]5[/b]",
+    parts = [f"{RECORD}  TRAINED  score 1.000", "trained at step 2", "turn 1 · version 1", "I add. [b]5[/b]",
              "→ add(a=2, b=3)", "← result from calc", "answer     5"]  # fmt: skip
     assert [part for part in parts if part not in page] == []
 

@@ -56,7 +56,16 @@ class RecordsFlags:
     task: str | None = flag(None, "only records of this task: its id in the task file, or SPLIT/EPOCH/ID")
     status: (
         Literal[
-            "created", "running", "completed", "scoring", "scored", "ready", "abandoned", "failed", "released"
+            "created",
+            "running",
+            "completed",
+            "scoring",
+            "scored",
+            "ready",
+            "trained",
+            "abandoned",
+            "failed",
+            "released",
         ]
         | None
     ) = flag(None, "only records of this status")
@@ -211,13 +220,12 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
 
 async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
     """Return up to ``--limit`` rows, and whether every Record was searched or the limit reached."""
-    from agentrl.documents.status import RecordStatus
     from agentrl.observe.progress import progress
     from agentrl.store.views.trajectories import MAX_PAGE, TrajectoryOrder
     from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
 
     wanted = TrajectoryFilter(
-        status=None if flags.status is None else RecordStatus(flags.status),
+        status=flags.status,
         score=Bounds(flags.min_score, flags.max_score),
         step=flags.step,
         split=flags.split,

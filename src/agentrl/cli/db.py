@@ -151,6 +151,11 @@ def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
 def _copy(subparsers: Any) -> None:
     export = subparsers.add_parser("export", help="write a run into a folder: JSONL files and checksums")
     export.add_argument("folder", metavar="DIR", help="the folder to make; it must not exist, or be empty")
+    export.add_argument(
+        "--hf", action="store_true",
+        help="write a dataset of the scored trajectories instead: Parquet that datasets.load_dataset reads;"
+        " it cannot be imported",
+    )  # fmt: skip
     export.set_defaults(handler=export_run)
     load = subparsers.add_parser("import", help="read an exported folder into a new run, --run_name")
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
@@ -164,10 +169,17 @@ def _copy(subparsers: Any) -> None:
 async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Write the folder and print its contents."""
     from agentrl.store.admin.archive import MANIFEST
+    from agentrl.store.admin.dataset import FILE, TrajectoryDataset
     from agentrl.store.admin.transfer import Transfer
     from agentrl.store.client import open_existing
 
     folder = Path(arguments.folder)
+    if arguments.hf:
+        async with await open_existing(run) as store:
+            with progress(f"exporting run {run.run_name}, trajectories") as work:
+                rows = await TrajectoryDataset(store.connection, on_rows=work.advance).export(folder)
+        print(f"{run.run_name} → {folder / FILE}: {rows:,} scored trajectories")
+        return 0
     async with await open_existing(run, any_version=True) as store:
         with progress(f"exporting run {run.run_name}, documents") as work:
             manifest = await Transfer(store.connection, on_documents=work.advance).export(folder)

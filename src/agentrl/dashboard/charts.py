@@ -14,6 +14,8 @@ from agentrl.dashboard.text import number
 
 Kind = Literal["line", "area", "bar", "stack", "scatter", "histogram"]
 Value = float | int | str | None
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+"""Of lines by their order: where two coincide, the one below shows through the gaps of the one above."""
 TABLE_ROWS = 50
 """Rows of a chart's table; of longer series it shows the last ones."""
 
@@ -61,7 +63,7 @@ class Chart:
     def json(self) -> Markup:
         """Return the figure as JSON without a character that ends a script element."""
         figure = {
-            "data": [self._trace(series) for series in self.series],
+            "data": [self._trace(series, place) for place, series in enumerate(self.series)],
             "layout": {
                 "xaxis": {"title": {"text": _plain(self.x_title)}},
                 "yaxis": {
@@ -97,7 +99,7 @@ class Chart:
                 row[place + 1] = y if isinstance(y, str) else number(y)
         return list(table.values())[-TABLE_ROWS:]
 
-    def _trace(self, series: Series) -> dict[str, Any]:
+    def _trace(self, series: Series, place: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {
             "name": _plain(series.name),
             "x": [_plain(x) if isinstance(x, str) else _finite(x) for x in series.x],
@@ -109,6 +111,8 @@ class Chart:
             drawn["type"] = "scatter"
             few = len(series.x) <= 60
             drawn["mode"] = "markers" if self.kind == "scatter" else "lines+markers" if few else "lines"
+        if self.kind == "line":
+            drawn["line"] = {"dash": _DASHES[place % len(_DASHES)]}
         if self.kind == "area":
             drawn |= {"stackgroup": "all", "mode": "lines"}
         if series.labels:

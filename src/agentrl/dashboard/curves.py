@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from agentrl.dashboard.charts import Chart, Kind, Series
 from agentrl.dashboard.render import link
 from agentrl.documents.evaluation import Evaluation
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.views.overview import StepPoint
 
 MAX_POINTS = 600
 """Points of a curve; of a longer run, every n-th step is drawn, and always the last."""
+SMOOTHINGS = {"0": 0.0, "0.5": 0.5, "0.8": 0.8, "0.9": 0.9, "0.95": 0.95, "0.99": 0.99}
+"""What a page offers: the weight of the past in the moving average, by its text in the address."""
+T = TypeVar("T")
 _NATS = "nats per token"
 
 
@@ -32,7 +38,7 @@ class Curve:
 
 CURVES: Sequence[Curve] = (
     Curve(id="reward", title="Reward and pass rate", metrics={"reward": "reward", "pass rate": "pass_rate"},
-          help="Means over all sampled trajectories; both should rise."),
+          help=f"Reward: {definition_of('reward')}. Both should rise."),
     Curve(id="kl", title="KL(μ‖π)", metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
           help="How far the policy that sampled is from the one that trains. Healthy: below 0.01.",
           unit=_NATS),
@@ -71,17 +77,18 @@ CURVES: Sequence[Curve] = (
 )  # fmt: skip
 
 
-def curves(run: str, steps: Sequence[StepPoint]) -> list[Chart]:
-    """Return the charts that have a value; a click on a point opens its step."""
-    points = thin(steps)
-    charts = (_chart(curve, {"": points}, run) for curve in CURVES)
+def curves(run: str, steps: Sequence[StepPoint], smoothing: float = 0.0) -> list[Chart]:
+    """Return the charts that have a value; a click on a point opens its step.
+
+    ``smoothing`` is the weight of the past in the moving average that lines show; 0 shows the values.
+    """
+    charts = (_chart(curve, {"": steps}, run, smoothing) for curve in CURVES)
     return [chart for chart in charts if not chart.empty]
 
 
-def overlaid(runs: Mapping[str, Sequence[StepPoint]]) -> list[Chart]:
+def overlaid(runs: Mapping[str, Sequence[StepPoint]], smoothing: float = 0.0) -> list[Chart]:
     """Return the charts of several runs, whose series carry the runs' names."""
-    thinned = {name: thin(steps) for name, steps in runs.items()}
-    charts = (_chart(curve, thinned, None) for curve in CURVES if curve.kind == "line")
+    charts = (_chart(curve, runs, None, smoothing) for curve in CURVES if curve.kind == "line")
     return [chart for chart in charts if not chart.empty]
 
 
@@ -104,26 +111,39 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart:
     )
 
 
-def thin(steps: Sequence[StepPoint]) -> list[StepPoint]:
-    """Return at most ``MAX_POINTS`` steps, evenly spaced, the last one among them."""
-    stride = -(-len(steps) // MAX_POINTS) if steps else 1
-    return list(reversed(steps[::-1][::stride]))
+def thin(values: Sequence[T]) -> list[T]:
+    """Return at most ``MAX_POINTS`` values, evenly spaced, the last one among them."""
+    stride = -(-len(values) // MAX_POINTS) if values else 1
+    return list(reversed(values[::-1][::stride]))
 
 
-def _chart(curve: Curve, runs: Mapping[str, Sequence[StepPoint]], run: str | None) -> Chart:
+def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+    """Return the exponential moving average, with ``weight`` in [0, 1) for the past; gaps stay gaps.
+
+    The average begins at the first value, without a bias towards 0.
+    """
+    averaged: list[float | None] = []
+    total = norm = 0.0
+    for value in values:
+        if value is None or not math.isfinite(value):
+            averaged.append(None)
+            continue
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        averaged.append(total / norm)
+    return averaged
+
+
+def _chart(curve: Curve, runs: Mapping[str, Sequence[StepPoint]], run: str | None, smoothing: float) -> Chart:
     series = []
     for owner, steps in runs.items():
         for name, metric in curve.metrics.items():
             if not any(metric in step.metrics for step in steps):
                 continue
             title = name if not owner else owner if len(curve.metrics) == 1 else f"{owner}: {name}"
-            series.append(
-                Series(
-                    name=title,
-                    x=[step.step for step in steps],
-                    y=[step.metrics.get(metric) for step in steps],
-                )
-            )
+            values = [step.metrics.get(metric) for step in steps]
+            if smoothing and curve.kind == "line":
+                values = smooth(values, smoothing)
+            series.append(Series(name=title, x=thin([step.step for step in steps]), y=thin(values)))
     return Chart(
         id=curve.id,
         title=curve.title,

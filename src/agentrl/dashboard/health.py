@@ -21,6 +21,8 @@ _LAST = 5
 _LATE_STEPS, _LATE_SECONDS = 5.0, 60.0
 """A step is late after this many times the median of the last ones, and this many seconds at least."""
 _COLLAPSED_ENTROPY = 0.2
+_SOLVED = 0.95
+"""A pass rate from which on a falling entropy is no fault: the policy is sure because it is right."""
 _GRADIENT_JUMP = 10.0
 _REWARD_LOSS = 0.25
 """Of the span between the lowest and the highest reward."""
@@ -233,8 +235,12 @@ def _learning(run: RunData) -> Iterator[Finding]:
         yield Finding(
             severity="bad", what="the last step's loss or gradient is not finite", hint="see its log"
         )
-    entropy = _values(metrics, "entropy")
-    if len(entropy) >= 2 * _LAST and fmean(entropy[-_LAST:]) < _COLLAPSED_ENTROPY * fmean(entropy[:_LAST]):
+    entropy, solved = _values(metrics, "entropy"), mean_of_last(run, "pass_rate")
+    if (
+        (solved is None or solved < _SOLVED)
+        and len(entropy) >= 2 * _LAST
+        and fmean(entropy[-_LAST:]) < _COLLAPSED_ENTROPY * fmean(entropy[:_LAST])
+    ):
         yield Finding(
             severity="warn",
             what=f"the entropy fell from {fmean(entropy[:_LAST]):.3f} to {fmean(entropy[-_LAST:]):.3f} nats:"

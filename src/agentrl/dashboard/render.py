@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse
 from agentrl import __version__
 from agentrl.dashboard.static_files import asset
 from agentrl.dashboard.text import FILTERS
+from agentrl.observe.metric_definitions import definition_of
 
 SECTIONS: Sequence[tuple[str, str]] = (
     ("", "Overview"),
@@ -56,7 +57,9 @@ def templates() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(FILTERS)
-    environment.globals.update(asset=asset, link=link, version=__version__, sections=SECTIONS)
+    environment.globals.update(
+        asset=asset, link=link, version=__version__, sections=SECTIONS, definition_of=definition_of
+    )
     return environment
 
 

@@ -40,7 +40,7 @@ class RunData:
     tasks: Mapping[str, Mapping[str, int]]
     """split → status → Tasks."""
     records: Mapping[str, Mapping[str, int]]
-    """split → status → Records."""
+    """split → status as people read it (``SHOWN_STATUSES``) → Records."""
     data: Mapping[str, int]
     """status → training data."""
     quarantined_because: str | None

@@ -11,7 +11,7 @@ from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.harness import HarnessRun
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sanitize_bson import is_finite
-from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.documents.status import RecordStatus, StopReason, shown_status
 
 TURN_REWARDS = "turn_rewards"
 """The key of ``score_details`` with a reward for each model call."""
@@ -104,6 +104,11 @@ class Record(Root):
     """When ``agentrl db prune`` deleted its model calls and training data."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
     """See ``store.checksums``."""
+
+    @property
+    def shown_status(self) -> str:
+        """The status that people read: ``trained`` in place of ``ready`` once a step trained it."""
+        return shown_status(self.status, self.trained_count)
 
     @property
     def turn_rewards(self) -> tuple[float, ...]:

@@ -49,6 +49,21 @@ class RecordStatus(StrEnum):
     RELEASED = "released"  # released before it was completed: no failure, no score
 
 
+TRAINED = "trained"
+"""What people read for a ready Record that a committed step trained."""
+SHOWN_STATUSES = tuple(
+    shown
+    for status in RecordStatus
+    for shown in ([status.value, TRAINED] if status == "ready" else [status.value])
+)
+"""The statuses of Records as people read them: ``ready`` is what no step has trained yet."""
+
+
+def shown_status(status: RecordStatus, trained_count: int) -> str:
+    """Return the status of a Record as every page, table and filter names it."""
+    return TRAINED if status is RecordStatus.READY and trained_count else status.value
+
+
 class CallStatus(StrEnum):
     """One model call of a trajectory (DispatchedSamplingTask)."""
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import html
+import io
+import json
 import os
 import re
 import signal
@@ -24,6 +28,7 @@ from agentrl.dashboard.options import DashboardOptions
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.users import Users
 from agentrl.store.client import Store, open_store
@@ -100,6 +105,8 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in overview
     assert r">\u202e</span>" in overview
     assert "of 40" in overview
+    definition = html.escape(definition_of("reward"))
+    assert f'title="{definition}"' in overview.replace("&#39;", "&#x27;")
     assert "0.750" in overview
     for chart in ("reward", "kl", "seconds", "evaluations"):
         assert f'data-chart="{chart}"' in overview
@@ -107,7 +114,7 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     steps = await page(client, f"{at}/steps")
     assert f'href="{at}/steps/1"' in steps
     step = await page(client, f"{at}/steps/1")
-    assert "Lowest reward" in step
+    assert "Lowest score" in step
     assert f"{at}/trajectories/{run.TRAINED}/1/1" in step
     assert 'data-chart="staleness"' in step
 
@@ -117,6 +124,53 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     assert "No task matches" in await page(client, f"{at}/tasks?q=%3Cscript%3E&kind=all+right")
     assert "version 1, step 1" in await page(client, f"{at}/compare?a=0&b=1")
     assert "Choose two runs" in await page(client, "/compare")
+
+
+async def test_more_than_two_runs_are_overlaid_and_smoothed(
+    client: httpx.AsyncClient, store: Store, run_config: RunConfig, drop_later: Callable[[str], object]
+) -> None:
+    names = [store.run_name]
+    for letter, reward in (("b", 0.2), ("c", 0.9)):
+        other = replace(run_config, run_name=f"{run_config.run_name}_{letter}")
+        drop_later(other.run_name)
+        names.append(other.run_name)
+        async with await open_store(other) as opened_store:
+            flags = {"max_steps": 50, "agent_cfg_path": letter}
+            await opened_store.settings.join("train", flags, given=["max_steps"], packages={})
+            first = await store.database["TrainStep"].find_one({"_id": run.STEP})
+            assert first is not None
+            for number, value in ((1, 0.0), (2, reward)):
+                step = {**first, "_id": f"1/{number}", "step": number, "metrics": {"reward": value}}
+                await opened_store.database["TrainStep"].insert_one(step)
+    query = "&".join(f"run={name}" for name in names)
+    text = await page(client, f"/compare?{query}")
+    figure = re.search(r'data-chart="reward">(.+?)</script>', text)
+    assert figure is not None
+    drawn = [trace for trace in json.loads(figure[1])["data"] if trace["name"].endswith(": reward")]
+    assert [trace["y"] for trace in drawn] == [[0.5], [0.0, 0.2], [0.0, 0.9]]
+    assert len({trace["line"]["dash"] for trace in drawn}) == 3
+    values = "".join(f'<td class="text">{value}</td>' for value in (40, 50, 50))
+    assert f"<td>--max_steps</td>{values}" in text
+    smoothed = await page(client, f"/compare?{query}&smoothing=0.5")
+    assert "0.133333" in smoothed
+    assert "0.133333" not in text
+
+
+async def test_the_curves_are_downloaded(
+    client: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = f"/runs/{store.run_name}"
+    overview = await page(client, f"{at}?smoothing=0.9")
+    assert "<option selected>0.9</option>" in overview
+    assert "The chart is loading" in overview
+    assert f'href="{at}/curves.csv"' in overview
+    answer = await client.get(f"{at}/curves.csv")
+    assert answer.headers["content-disposition"] == f'attachment; filename="{store.run_name}.csv"'
+    (row,) = csv.DictReader(io.StringIO(answer.text))
+    assert (row["step"], row["reward"], row["kl_k3"]) == ("1", "0.5", "0.7")
+    assert "staleness_histogram" not in row
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert "agentrl[parquet]" in await page(client, f"{at}/curves.parquet", 501)
 
 
 BAD_ADDRESSES = [
@@ -130,8 +184,11 @@ BAD_ADDRESSES = [
     ("/runs/{run}/tasks?kind=%3Cscript%3Ealert(1)%3C/script%3E", 400, "kind is"),
     ("/runs/{run}/compare?a=7&b=1", 404, "no policy version 7"),
     ("/runs/{run}/compare?a=-1", 400, "a is"),
-    ("/compare?a={run}&b={run}", 400, "choose two"),
-    ("/compare?a={run}&b=no_such_run", 404, "there is no run"),
+    ("/compare?run={run}&run={run}", 400, "choose 2 to 8"),
+    ("/compare?run={run}", 400, "choose 2 to 8"),
+    ("/runs/{run}?smoothing=2", 400, "smoothing is"),
+    ("/runs/no_such_run/curves.csv", 404, "there is no run"),
+    ("/compare?run={run}&run=no_such_run", 404, "there is no run"),
     ("/runs/no_such_run/events", 404, "there is no run"),
     ("/no/such/page", 404, "Not Found"),
 ]

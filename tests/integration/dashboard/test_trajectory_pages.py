@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import quote_from_bytes
 
 import httpx
 import numpy as np
@@ -14,10 +16,12 @@ import small_run as run
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.views.filter_form import FIELDS
 from agentrl.documents.packing import pack_halves
 from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
 from agentrl.store.labels import Labels
+from agentrl.store.views.overview import Overview
 
 pytestmark = pytest.mark.integration
 
@@ -80,6 +84,42 @@ async def test_trajectories_are_filtered_sorted_and_paged(client: httpx.AsyncCli
         assert "What to do" not in await page(client, f"trajectories?{query}", 400)
 
 
+HOSTILE_VALUES = (
+    "[" * 20_000, "9" * 311, "1e999", "nan", "$where", '{"$gt": ""}', "a\x00b", "\ud800", "٣", "(" * 400,
+    "\\", "../" * 50, base64.urlsafe_b64encode(b"[" * 15_000).decode(),
+)  # fmt: skip
+PATHS = (
+    "rewards?split=", "compare?split=", "compare?a=", "tasks?q=", "tasks?split=", "steps?page=", "steps/",
+    f"tokens/{HOSTILE}?call=", f"text/{HOSTILE}?call=0&part=", "pair?a=", "trajectories/", "images/",
+    "http://127.0.0.1/compare?run=b&run=",
+)  # fmt: skip
+
+
+async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncClient) -> None:
+    for path in (*(f"trajectories?{field}=" for field in (*FIELDS, "after")), *PATHS):
+        for value in HOSTILE_VALUES:
+            given = quote_from_bytes(value.encode(errors="surrogatepass"))
+            answer = await client.get(path + given)
+            assert answer.status_code < 500, (path, given[:80], answer.text[:2000])
+
+
+async def test_what_a_step_trained_is_called_trained_on_every_screen(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    counts = (await Overview(store.connection).records())["train"]
+    assert (counts["trained"], counts["ready"]) == (2, 2)
+    state = (await store.views.state()).records["train"]
+    assert (state["trained"], state["ready"]) == (2, 2)
+    assert f'status=trained">{counts["trained"]}</a>' in await page(
+        client, f"http://127.0.0.1/runs/{store.run_name}"
+    )
+    assert 'class="badge good">trained<' in await page(client, "trajectories")
+    for status, task in (("trained", run.TRAINED), ("ready", run.READY)):
+        text = await page(client, f"trajectories?split=train&status={status}")
+        assert text.count("data-row") == text.count(f'class="badge good">{status}<') == 2
+        assert text.count(f"trajectories/{task}/") == 2
+
+
 async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncClient) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     assert len(text) < 200_000
@@ -92,6 +132,10 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncCl
         assert "the end" in whole
     assert "wrote:" in text
     assert 'class="waterfall"' in text
+    assert "<summary>Result, 1,000," in text
+    assert "<details open><summary>Result, 1 characters</summary>" in await page(
+        client, f"trajectories/{run.READY}/0/1"
+    )
     assert f"pair?a={HOSTILE.replace('/', '%2F')}" in text
     text = await page(client, f"trajectories/{TRAINED}")
     assert 'class="badge good">trained<' in text

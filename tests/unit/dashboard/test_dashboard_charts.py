@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime
 
+import pytest
+
 from agentrl.dashboard.charts import Chart, Series
-from agentrl.dashboard.curves import MAX_POINTS, curves, overlaid, thin
+from agentrl.dashboard.curves import MAX_POINTS, curves, overlaid, smooth, thin
 from agentrl.documents.status import StepStatus
 from agentrl.store.views.overview import StepPoint
 
@@ -49,6 +52,21 @@ def test_a_long_curve_keeps_its_last_step() -> None:
     assert len(thinned) <= MAX_POINTS
     assert thinned[-1] is steps[-1]
     assert thin([]) == []
+
+
+def test_smoothing_is_a_moving_average_without_bias_whose_gaps_stay() -> None:
+    assert smooth([1.0, None, 3.0, math.nan], 0.5) == [1.0, None, pytest.approx(7 / 3), None]
+    assert smooth([1.0, 2.0], 0.0) == [1.0, 2.0]
+    steps = [_step(number, reward=number % 2) for number in range(1, 1001)]
+    (chart,) = curves("r", steps, 0.99)
+    assert len(chart.series[0].y) <= 600
+    assert chart.series[0].y[-1] == pytest.approx(0.5, abs=0.01)
+
+
+def test_lines_that_coincide_differ_in_their_dashes() -> None:
+    (chart,) = overlaid({name: [_step(1, entropy=0.5)] for name in "abc"})
+    dashes = [trace["line"]["dash"] for trace in json.loads(chart.json())["data"]]
+    assert len(set(dashes)) == 3
 
 
 def test_only_curves_with_values_are_drawn() -> None:

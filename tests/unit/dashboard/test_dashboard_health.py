@@ -95,6 +95,11 @@ def test_each_fault_is_named(changes: dict[str, Any], severity: str, says: str) 
     assert finding.hint
 
 
+def test_a_run_that_is_solved_may_lose_its_entropy() -> None:
+    assert findings(_run(steps=_steps(entropy=0.01, pass_rate=0.98))) == []
+    assert findings(_run(steps=_steps(entropy=0.01, pass_rate=0.5)))
+
+
 def test_an_outage_that_several_samplers_see_is_one_finding_and_comes_first() -> None:
     outages = [
         Outage(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.dashboard.views.compare import pair_turns
+from agentrl.dashboard.views.filter_form import read_form
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text, shown
 from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, legend_of, token_views
@@ -19,6 +20,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, 
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
+from agentrl.errors import ConfigError
 from agentrl.store.views.rewards import ScoredTrajectory
 from agentrl.store.views.tokens import CallTokens, StepValues
 
@@ -66,6 +68,19 @@ def test_turns_have_messages_thoughts_and_tools_and_form_contexts() -> None:
     assert [(item.turns, item.what, item.is_trained) for item in branches] == [
         ([1, 2], "main", True), ([3], "side", False), ([1, 4], "role critic", True)
     ]  # fmt: skip
+
+
+def test_few_shot_messages_are_set_apart_from_the_turns() -> None:
+    system, question = {"role": "system", "content": "s"}, {"role": "user", "content": "2 + 2?"}
+    examples = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"})
+    first = replace(call(0, None), messages=(system, *examples, question))
+    answer = {"role": "assistant", "content": "4"}
+    reset = replace(call(2, None), messages=(system, *examples, question, answer))
+    turns = turns_of(RECORD, [first, call(1, 0), reset], [first, call(1, 0), reset])
+    given = [[message.place for message in turn.messages if message.is_given] for turn in turns]
+    assert given == [[1, 2], [], [1, 2]]
+    plain = replace(first, messages=(system, question))
+    assert not any(message.is_given for message in turns_of(RECORD, [plain], [plain])[0].messages)
 
 
 def test_each_part_of_a_turn_can_be_read_whole() -> None:
@@ -210,3 +225,14 @@ def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
     assert (pair.one, pair.other, pair.count, pair.disagree) == ("exact", "judge", 2, 1)
     assert pair.with_judge
     assert [each.id for each in pair.apart] == ["a/0"]
+
+
+@pytest.mark.parametrize("name", ["min_score", "max_tokens", "step", "version", "text", "status", "order"])
+@pytest.mark.parametrize("value", ["[" * 200_000, "9" * 311, "nan", "1e999", "$where"])
+def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
+    if name == "text" and len(value) < 100:
+        assert read_form({name: value}).wanted.text == value
+        return
+    with pytest.raises(ConfigError) as caught:
+        read_form({name: value})
+    assert len(caught.value.message) < 200

@@ -55,7 +55,7 @@ def test_a_trajectory_reads_turn_by_turn() -> None:
         )
     )
     expected = [
-        "train/0/task_001/3/1  READY  score 1.000",
+        "train/0/task_001/3/1  TRAINED  score 1.000",
         "2 turns · 1 tool calls · 0 context resets · 42 generated tokens · last prompt 140 tokens · policy"
         " version 4–5",
         "model calls 2.50 s · tools 0.02 s · scoring 0.75 s",
@@ -277,7 +277,7 @@ def test_records_are_listed_with_their_reasons() -> None:
     )  # fmt: skip
     unused = documents.row(id="train/0/b/0/1", status=RecordStatus.ABANDONED, abandoned_because="zero_spread")
     page = printed(render_rows([documents.row(), failed, unused]))
-    assert rows(page, "train/0/task_001")[0][1:6] == ["ready", "answered", "391", "1.000", "+0.500"]
+    assert rows(page, "train/0/task_001")[0][1:6] == ["trained", "answered", "391", "1.000", "+0.500"]
     assert rows(page, "train/0/a")[0][1:5] == ["failed", "engine:", "gone", "–"]
     assert rows(page, "train/0/b")[0][1:3] == ["abandoned", "zero_spread"]
 

@@ -1,4 +1,4 @@
-"""The pages that compare two runs, and two policy versions of a run."""
+"""The pages that compare runs, and two policy versions of a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.dashboard.cache import cache_of
-from agentrl.dashboard.curves import overlaid
+from agentrl.dashboard.curves import SMOOTHINGS, overlaid
 from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import whole
+from agentrl.dashboard.query import choice, whole
 from agentrl.dashboard.render import render
 from agentrl.dashboard.run_data import TRAIN, read_runs, read_steps
 from agentrl.dashboard.stores import open_run
@@ -20,6 +20,8 @@ from agentrl.documents.run import RunSettings
 from agentrl.store.views.overview import StepPoint
 from agentrl.store.views.versions import Versions, VersionSummary
 
+MAX_RUNS = 8
+"""Runs whose curves are drawn over each other."""
 _RUNS_SECONDS = 10.0
 _VERSION_SECONDS = 120.0
 _VERSIONS = 500
@@ -38,40 +40,47 @@ _ROWS = (
 
 
 async def _runs(request: Request) -> Response:
-    names = [run.name for run in await read_runs(request, _RUNS_SECONDS) if run.problem is None]
-    a, b = (request.query_params.get(name, "").strip()[:200] for name in ("a", "b"))
-    if not (a and b):
-        return render(request, "compare_runs.html", names=names, a=a, b=b, figures=[], rows=[], flags=[])
-    if a == b:
-        raise BadQueryError(f"both runs are {a!r}: choose two")
+    known = [run.name for run in await read_runs(request, _RUNS_SECONDS) if run.problem is None]
+    smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
+    given = request.query_params.getlist("run")
+    chosen = list(dict.fromkeys(name.strip()[:200] for name in given if name.strip()))
+    if len(chosen) < len(given) or len(chosen) == 1 or len(chosen) > MAX_RUNS:
+        raise BadQueryError(f"{len(chosen)} different runs are given: choose 2 to {MAX_RUNS}")
     steps: dict[str, list[StepPoint]] = {}
     configurations: dict[str, Sequence[RunSettings]] = {}
-    for name in (a, b):
+    for name in chosen:
         async with open_run(request, name) as store:
             steps[name] = await read_steps(request, store)
             configurations[name] = await store.settings.resolved()
-    figures = overlaid(steps)
+    figures = overlaid(steps, SMOOTHINGS[smoothing])
     return render(
         request,
         "compare_runs.html",
         charts=bool(figures),
-        names=sorted({*names, a, b}),
-        a=a,
-        b=b,
+        names=sorted({*known, *chosen}),
+        chosen=chosen,
         figures=figures,
-        rows=_ends(steps[a], steps[b]),
-        flags=_differences(configurations[a], configurations[b]),
+        rows=_ends(list(steps.values())),
+        common=_common(list(steps.values())),
+        flags=_differences(list(configurations.values())),
+        smoothing=smoothing,
+        smoothings=SMOOTHINGS,
     )
 
 
-def _ends(a: Sequence[StepPoint], b: Sequence[StepPoint]) -> list[dict[str, Any]]:
-    """Return the metrics at the last step of each run, and at the last step that both have."""
-    common = min(a[-1].step, b[-1].step) if a and b else 0
+def _common(runs: Sequence[Sequence[StepPoint]]) -> int:
+    """Return the last step that all runs have; 0 without one."""
+    return min((steps[-1].step if steps else 0 for steps in runs), default=0)
+
+
+def _ends(runs: Sequence[Sequence[StepPoint]]) -> list[dict[str, Any]]:
+    """Return the metrics of each run at the last step that all have, then those at its own last step."""
+    common = _common(runs)
     rows = []
     for key, name in _METRICS:
-        values = [_mean_until(steps, key, until) for steps in (a, b) for until in (common, 2**31)]
+        values = [_mean_until(steps, key, until) for until in (common, 2**31) for steps in runs]
         if any(value is not None for value in values):
-            rows.append({"name": name, "values": values, "common": common})
+            rows.append({"name": name, "values": values})
     return rows
 
 
@@ -82,15 +91,17 @@ def _mean_until(steps: Sequence[StepPoint], key: str, until: int) -> float | Non
     return sum(known) / len(known) if known else None
 
 
-def _differences(a: Sequence[RunSettings], b: Sequence[RunSettings]) -> list[tuple[str, str, Any, Any]]:
-    """Return (role, flag, value in a, value in b) of each flag with two values."""
-    roles = {item.role: item for item in b}
+def _differences(runs: Sequence[Sequence[RunSettings]]) -> list[tuple[str, str, list[Any]]]:
+    """Return (role, flag, value in each run) of each flag that all runs have, with more than one value."""
+    roles = [{str(item.role): item.values for item in settings} for settings in runs]
+    shared = [role for role in (roles[0] if roles else ()) if all(role in each for each in roles)]
     return [
-        (str(item.role), name, value, other.values[name])
-        for item in a
-        if (other := roles.get(item.role)) is not None
-        for name, value in sorted(item.values.items())
-        if name in other.values and other.values[name] != value
+        (role, name, values)
+        for role in shared
+        for name in sorted(roles[0][role])
+        if all(name in each[role] for each in roles)
+        for values in [[each[role][name] for each in roles]]
+        if any(value != values[0] for value in values)
     ]
 
 

@@ -10,14 +10,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.dashboard.cache import shared
-from agentrl.dashboard.curves import curves, evaluation_chart
+from agentrl.dashboard.curves import SMOOTHINGS, curves, evaluation_chart
 from agentrl.dashboard.health import findings, mean_of_last, seconds_since_step, state
+from agentrl.dashboard.query import choice
 from agentrl.dashboard.render import render
 from agentrl.dashboard.run_data import TRAIN, RunData, read_run
 from agentrl.dashboard.stores import open_run
 from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.run import RunSettings
-from agentrl.documents.status import EvaluationStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.documents.status import (
+    SHOWN_STATUSES,
+    EvaluationStatus,
+    RecordStatus,
+    ServiceStatus,
+    TaskStatus,
+)
+from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
 from agentrl.store.views.rows import EngineRow
@@ -28,11 +36,12 @@ _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, 
 
 @shared(1.0)
 async def _run(request: Request) -> Response:
+    smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
         run = await read_run(request, store)
     found = findings(run)
     word, color = state(run)
-    charts = curves(store.run_name, run.steps)
+    charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
     evaluated = evaluation_chart(run.evaluations)
     if not evaluated.empty:
         charts.insert(1, evaluated)
@@ -51,10 +60,12 @@ async def _run(request: Request) -> Response:
         tiles=_tiles(run),
         step_limit=_step_limit(run),
         figures=charts,
+        smoothing=smoothing,
+        smoothings=SMOOTHINGS,
         task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],
-        record_rows=_status_rows(run.records, [str(status) for status in RecordStatus]),
-        record_statuses=[str(status) for status in RecordStatus],
+        record_rows=_status_rows(run.records, SHOWN_STATUSES),
+        record_statuses=SHOWN_STATUSES,
         engines=[
             _engine(engine, run.liveness)
             for engine in run.engines
@@ -70,8 +81,20 @@ def _tiles(run: RunData) -> list[dict[str, Any]]:
     metrics: Mapping[str, Any] = last.metrics if last else {}
     records = run.records.get(TRAIN, {})
     return [
-        {"name": "Reward", "value": metrics.get("reward"), "kind": "number", "note": "last step"},
-        {"name": "Pass rate", "value": metrics.get("pass_rate"), "kind": "percent", "note": "last step"},
+        {
+            "name": "Reward",
+            "value": metrics.get("reward"),
+            "kind": "number",
+            "note": "last step",
+            "help": definition_of("reward"),
+        },
+        {
+            "name": "Pass rate",
+            "value": metrics.get("pass_rate"),
+            "kind": "percent",
+            "note": "last step",
+            "help": definition_of("pass_rate"),
+        },
         {"name": "Step", "value": last.step if last else 0, "kind": "number", "note": _step_limit(run)},
         {"name": "Since the last step", "value": seconds_since_step(run), "kind": "duration", "note": ""},
         {"name": "KL(μ‖π)", "value": mean_of_last(run, "kl_k3"), "kind": "number", "note": "last 5 steps"},

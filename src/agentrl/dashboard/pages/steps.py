@@ -63,8 +63,8 @@ def _age(row: StepTrajectory, step: StepPoint) -> int | None:
 def _outliers(rows: Sequence[StepTrajectory], step: StepPoint) -> list[dict[str, Any]]:
     """Return lists of the trajectories that stand out, each with the value that makes it do so."""
     kinds: list[tuple[str, str, Callable[[StepTrajectory], float | int | None], bool]] = [
-        ("Lowest reward", "score", lambda row: row.score, False),
-        ("Highest reward", "score", lambda row: row.score, True),
+        ("Lowest score", "score", lambda row: row.score, False),
+        ("Highest score", "score", lambda row: row.score, True),
         ("Longest", "generated tokens", lambda row: row.generated_tokens, True),
         ("Largest advantage", "advantage", lambda row: row.advantage, True),
         ("Smallest advantage", "advantage", lambda row: row.advantage, False),
@@ -84,7 +84,7 @@ def _histograms(step: StepPoint, rows: Sequence[StepTrajectory]) -> list[Chart]:
     ages = {int(age): count for age, count in step.metrics.get("staleness_histogram", {}).items()}
     shares = {int(version): part for version, part in step.metrics.get("version_fractions", {}).items()}
     return [
-        _counted("scores", "Rewards", "reward", [row.score for row in rows]),
+        _counted("scores", "Scores of the trained trajectories", "score", [row.score for row in rows]),
         _counted("advantages", "Advantages", "advantage", [row.advantage for row in rows]),
         _counted("lengths", "Generated tokens", "tokens", [row.generated_tokens for row in rows]),
         _counted("turns", "Turns", "turns", [row.turns for row in rows]),

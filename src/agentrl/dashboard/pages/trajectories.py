@@ -12,7 +12,7 @@ from agentrl.dashboard.query import checked_query
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import open_run
 from agentrl.dashboard.views.filter_form import read_form
-from agentrl.documents.status import RecordStatus
+from agentrl.documents.status import SHOWN_STATUSES
 from agentrl.store.views.trajectories import TrajectoryOrder
 
 _ROWS = 50
@@ -41,7 +41,7 @@ async def _trajectories(request: Request) -> Response:
         given_after=after,
         labels=labels,
         labels_of=labels_of,
-        statuses=[status.value for status in RecordStatus],
+        statuses=SHOWN_STATUSES,
         orders=[order.value for order in TrajectoryOrder],
     )
 

@@ -54,6 +54,7 @@ async function drawChart(plot) {
   const figure = JSON.parse(source.textContent);
   const config = { responsive: true, displayModeBar: false };
   const first = !plot.classList.contains("js-plotly-plot");
+  if (first) plot.textContent = ""; // the text that stands here while the chart loads
   await globalThis.Plotly.react(plot, figure.data, layoutOf(figure), config);
   if (first) {
     plot.on("plotly_click", (event) => {

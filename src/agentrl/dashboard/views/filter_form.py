@@ -8,7 +8,6 @@ from enum import StrEnum
 from typing import Final, TypeVar
 from urllib.parse import urlencode
 
-from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError
 from agentrl.store.views.trajectories import TrajectoryOrder
 from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
@@ -46,7 +45,7 @@ def read_form(query: Mapping[str, str]) -> FilterForm:
         if len(value) > _MAX_CHARS:
             raise ConfigError(f"{name} has {len(value)} characters", hint=f"give at most {_MAX_CHARS}")
     wanted = TrajectoryFilter(
-        status=_choice("status", RecordStatus, given),
+        status=given.get("status"),
         score=Bounds(_number("min_score", given), _number("max_score", given)),
         step=_whole("step", given), split=given.get("split"), task=given.get("task"), tool=given.get("tool"),
         failure=given.get("failure"), text=given.get("text"), version=_whole("version", given),

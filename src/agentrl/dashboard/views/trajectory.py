@@ -16,15 +16,21 @@ from agentrl.documents.status import CallStatus
 
 THOUGHT: Final = "thought"
 RESPONSE: Final = "response"
+_SHORT_RESULT: Final = 1000
+"""Characters of a tool result up to which the page shows it unfolded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageView:
     """A message that the model read."""
 
+    place: int
+    """Its index in the messages of the call."""
     role: str
     text: Shown
     images: Sequence[ImageRef] = ()
+    is_given: bool = False
+    """A message that the task puts before the question: few-shot, never the model's own."""
     is_result: bool = False
     """The result of a tool, which the turn before shows in full."""
 
@@ -42,6 +48,11 @@ class ToolView:
     reward: float | None = None
     note: str | None = None
     images: Sequence[ImageRef] = ()
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether the page shows the result unfolded."""
+        return self.result is not None and self.result.chars <= _SHORT_RESULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +86,22 @@ def turns_of(
 ) -> list[TurnView]:
     """Return the turns of ``calls``, in their order; ``all_calls`` has their parents."""
     by_id = {call.id: call for call in all_calls}
-    return [_turn(record, call, by_id.get(call.parent) if call.parent else None) for call in calls]
+    given = _given(all_calls)
+    return [_turn(record, call, by_id.get(call.parent) if call.parent else None, given) for call in calls]
 
 
-def _turn(record: Record, call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> TurnView:
+def _given(calls: Sequence[DispatchedSamplingTask]) -> Sequence[Mapping[str, Any]]:
+    """Return what precedes the question in the first prompt, where no message is the model's own yet."""
+    first = next((call.messages for call in calls if call.index == 0), ())
+    return first[:-1] if any(message.get("role") == "assistant" for message in first) else ()
+
+
+def _turn(
+    record: Record,
+    call: DispatchedSamplingTask,
+    parent: DispatchedSamplingTask | None,
+    given: Sequence[Mapping[str, Any]],
+) -> TurnView:
     continues = _turn_of(call.parent or call.follows)
     thought, text = (content_text(call.response.get(key)) for key in ("reasoning_content", "content"))
     return TurnView(
@@ -86,7 +109,7 @@ def _turn(record: Record, call: DispatchedSamplingTask, parent: DispatchedSampli
         number=call.index + 1,
         begins=_beginning(call),
         continues=None if continues == call.index else continues,
-        messages=list(_messages(call, parent)),
+        messages=list(_messages(call, parent, given)),
         thought=shown(thought) if thought.strip() else None,
         text=shown(text) if text.strip() else None,
         tools=list(_tools(call)),
@@ -104,11 +127,17 @@ def _beginning(call: DispatchedSamplingTask) -> str | None:
     return "the context was reset: this is the whole new prompt"
 
 
-def _messages(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None) -> Iterator[MessageView]:
+def _messages(
+    call: DispatchedSamplingTask, parent: DispatchedSamplingTask | None, given: Sequence[Mapping[str, Any]]
+) -> Iterator[MessageView]:
     whole = full_messages(call, parent)
-    for stored, message in zip(call.messages, whole, strict=True):
+    repeats_given = call.parent is None and list(call.messages[: len(given)]) == list(given)
+    for place, (stored, message) in enumerate(zip(call.messages, whole, strict=True)):
+        role = str(message.get("role", "?"))
         yield MessageView(
-            role=str(message.get("role", "?")),
+            place=place,
+            role=role,
+            is_given=repeats_given and place < len(given) and role != "system",
             text=shown(_whole_message(message)),
             images=_images([message]),
             is_result="execution" in stored,

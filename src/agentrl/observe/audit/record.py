@@ -40,7 +40,7 @@ def render_rows(
     cells = [
         [
             row.id,
-            row.status,
+            row.shown_status,
             _reason(row),
             excerpt(MISSING if row.final_answer is None else row.final_answer, 30),
             fixed(row.score),
@@ -102,7 +102,7 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
     if record.trace_id is not None:
         lines.append(f"trace {record.trace_id}")
     header = plain(record.id, "bold")
-    header.append(f"  {record.status.upper()}", style="bold")
+    header.append(f"  {record.shown_status.upper()}", style="bold")
     header.append(f"  score {fixed(record.score)}\n", style="bold")
     return header.append(clean("\n".join(lines)))
 

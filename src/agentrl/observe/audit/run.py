@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
 from agentrl.observe.audit.evaluations import environment_table, evaluation_table
 from agentrl.observe.live import number
 from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table
@@ -35,7 +35,7 @@ def render_state(state: RunState, *, alive_seconds: float) -> RenderableType:
         _settings_table(state),
         _configuration_table(state),
         _status_table("Tasks", "split", state.tasks, [str(status) for status in TaskStatus]),
-        _status_table("Records", "split", state.records, [str(status) for status in RecordStatus]),
+        _status_table("Records", "split", state.records, SHOWN_STATUSES),
         _failure_table(state),
         _group_table(state),
         environment_table(state),

@@ -75,7 +75,7 @@ class Transfer(Repository):
         if version is None:
             raise StoreError(f"there is no run {self._connection.database.name!r} to export")
         names = await self._stored_collections()
-        with _writing(folder) as temporary:
+        with writing_folder(folder) as temporary:
             async with self._connection.client.start_session(snapshot=True) as session:
                 try:
                     files = [await self._export(name, temporary, session) for name in names]
@@ -215,7 +215,7 @@ def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[Path]:
+def writing_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` at the end. Raises StoreError on a failed write."""
     try:
         with atomic_folder(folder.resolve()) as temporary:

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.documents.base import Root
-from agentrl.documents.status import APPLIED_STEPS, DataStatus, StepStatus, values
+from agentrl.documents.status import APPLIED_STEPS, TRAINED, DataStatus, RecordStatus, StepStatus, values
 from agentrl.store.connection import Repository, database_call
 from agentrl.store.names import DATA, RECORD, STEP, TASK
 
@@ -68,8 +68,16 @@ class Overview(Repository):
 
     @database_call
     async def records(self) -> dict[str, dict[str, int]]:
-        """Return split → status → Records."""
-        return await self._counts(RECORD)
+        """Return split → status as people read it (``SHOWN_STATUSES``) → Records."""
+        counts = await self._counts(RECORD)
+        ready = RecordStatus.READY.value
+        for split, found in counts.items():
+            query = {"split": split, "status": ready, "trained_count": {"$gt": 0}}
+            trained = await self._collection(RECORD).count_documents(query) if ready in found else 0
+            if trained:
+                found[TRAINED] = trained
+                found[ready] = max(0, found[ready] - trained)
+        return counts
 
     @database_call
     async def data(self) -> dict[str, int]:

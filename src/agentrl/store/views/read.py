@@ -16,7 +16,7 @@ from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
 from agentrl.documents.run import RunSettings
 from agentrl.documents.serving import PolicyVersion
-from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, TaskStatus, values
+from agentrl.documents.status import APPLIED_STEPS, TRAINED, RecordStatus, StepStatus, TaskStatus, values
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.model_calls import read_model_calls
@@ -47,6 +47,8 @@ LAST_EVALUATIONS = 5
 PAST_OUTAGES = 5
 _TRAIN = "train"
 _BY_ID: Json = {"$sort": {"_id": 1}}
+_IS_TRAINED: Json = {"$and": [{"$eq": ["$status", RecordStatus.READY.value]}, {"$gt": ["$trained_count", 0]}]}
+_SHOWN_STATUS: Json = {"$cond": [_IS_TRAINED, TRAINED, "$status"]}
 R = TypeVar("R", bound=Root)
 
 
@@ -69,7 +71,7 @@ class RunState:
     tasks: Mapping[str, Mapping[str, int]]
     """``split, epoch`` → status → Tasks."""
     records: Mapping[str, Mapping[str, int]]
-    """split → status → Records."""
+    """split → status as people read it (``SHOWN_STATUSES``) → Records."""
     failures: Sequence[FailureCount]
     groups: Sequence[GroupCount]
     data: Sequence[DataCount]
@@ -223,7 +225,7 @@ class Views(Repository):
         return RunState(
             run_name=self._connection.database.name,
             tasks=tasks,
-            records=await self._by_status(RECORD, "$split"),
+            records=await self._by_status(RECORD, "$split", _SHOWN_STATUS),
             failures=[*await failures.attempts(), *await failures.groups()],
             groups=await self.group_counts(),
             data=await self._data(),
@@ -276,9 +278,11 @@ class Views(Repository):
         )
         return [] if document is None else document["data"]
 
-    async def _by_status(self, name: str, key: object) -> dict[str, dict[str, int]]:
+    async def _by_status(
+        self, name: str, key: object, status: object = "$status"
+    ) -> dict[str, dict[str, int]]:
         groups = await self._aggregate(
-            name, {"$group": {"_id": {"key": key, "status": "$status"}, "count": {"$sum": 1}}}
+            name, {"$group": {"_id": {"key": key, "status": status}, "count": {"$sum": 1}}}
         )
         counts: dict[str, dict[str, int]] = defaultdict(dict)
         for group in groups:

@@ -15,6 +15,7 @@ from agentrl.documents.status import (
     StepStatus,
     StopReason,
     TaskStatus,
+    shown_status,
 )
 
 
@@ -60,6 +61,11 @@ class TrajectoryRow(Root):
     created_at: datetime
     scored_at: datetime | None = None
     pruned_at: datetime | None = None
+
+    @property
+    def shown_status(self) -> str:
+        """The status that people read: ``trained`` in place of ``ready`` once a step trained it."""
+        return shown_status(self.status, self.trained_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

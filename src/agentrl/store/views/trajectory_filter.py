@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from agentrl.documents.status import RecordStatus
+from agentrl.documents.status import SHOWN_STATUSES, TRAINED, RecordStatus
 from agentrl.errors import ConfigError
 from agentrl.store.connection import Json
 
@@ -42,7 +42,8 @@ class TrajectoryFilter:
     Raises ConfigError for a range that is empty and for a text that cannot be searched.
     """
 
-    status: RecordStatus | None = None
+    status: str | None = None
+    """A status as people read it, of ``SHOWN_STATUSES``: ``ready`` leaves out what is ``trained``."""
     score: Bounds = field(default_factory=Bounds)
     step: int | None = None
     """Trajectories that the committed step with this number trained."""
@@ -65,6 +66,10 @@ class TrajectoryFilter:
     """Trajectories that a person gave this label."""
 
     def __post_init__(self) -> None:
+        if self.status is not None and self.status not in SHOWN_STATUSES:
+            raise ConfigError(
+                f"status is {self.status[:80]!r}", hint=f"choose one of {', '.join(SHOWN_STATUSES)}"
+            )
         if self.text is None:
             return
         if not 0 < len(self.text) <= MAX_TEXT or "\x00" in self.text:
@@ -83,7 +88,10 @@ class TrajectoryFilter:
         if self.split is not None:
             query["split"] = self.split
         if self.status is not None:
-            query["status"] = self.status.value
+            is_ready = self.status in (RecordStatus.READY, TRAINED)
+            query["status"] = RecordStatus.READY.value if is_ready else self.status
+            if is_ready:
+                query["trained_count"] = {"$gt": 0} if self.status == TRAINED else 0
         if self.failure is not None:  # only failed Records have one, and an index begins with the status
             query = {"status": RecordStatus.FAILED.value, **query, "failure.kind": self.failure}
         if self.version is not None:
