@@ -4,11 +4,11 @@
 #   bash scripts/setup_harnesses.sh                          all of them
 #   bash scripts/setup_harnesses.sh openai-agents qwen-code
 #
-# from PyPI  mini-swe-agent, openai-agents          into .venv-harnesses
-# from npm   claude-code, opencode, qwen-code       into .harnesses
+# from PyPI  mini-swe-agent, openai-agents           into .venv-harnesses
+# from npm   claude-code, opencode, qwen-code, codex into .harnesses
 #
-# Their commands are in .harnesses/bin: mini, agents-python, claude, opencode, qwen. Node 22 or newer is taken from the
-# PATH, else installed from PyPI. Exit status 4: the registry of npm cannot be reached.
+# Their commands are in .harnesses/bin: mini, agents-python, claude, opencode, qwen, codex. Node 22 or newer is taken
+# from the PATH, else installed from PyPI. Exit status 4: the registry of npm cannot be reached.
 #
 # PYTHON  interpreter of .venv-harnesses (default: python3); in sandboxes without namespaces, other users must reach it
 set -euo pipefail
@@ -21,11 +21,12 @@ declare -A npm_packages=(
   [claude-code]="@anthropic-ai/claude-code@2.1.330"
   [opencode]="opencode-ai@1.18.33"
   [qwen-code]="@qwen-code/qwen-code@0.24.4"
+  [codex]="@openai/codex@0.169.0"
 )
 # The entry of a package that npm runs after an installation, where it has one.
 declare -A npm_scripts=([claude-code]="install.cjs" [opencode]="postinstall.mjs")
-declare -A npm_commands=([claude-code]="claude" [opencode]="opencode" [qwen-code]="qwen")
-readonly all=(mini-swe-agent openai-agents claude-code opencode qwen-code)
+declare -A npm_commands=([claude-code]="claude" [opencode]="opencode" [qwen-code]="qwen" [codex]="codex")
+readonly all=(mini-swe-agent openai-agents claude-code opencode qwen-code codex)
 
 root=$PWD
 venv=$root/.venv-harnesses

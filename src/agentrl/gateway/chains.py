@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat, Message
@@ -13,6 +14,7 @@ from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
 from agentrl.errors import ImageError, StoreError, TrajectoryError
+from agentrl.gateway.dialects.images import joined
 from agentrl.inference.encoded_ids import EncodedIds
 from agentrl.tools.base import Schema
 
@@ -159,8 +161,9 @@ def prompt_of(
         return _rendered(chat_format, list(messages), tools, None)
     new = list(messages[known:])
     whole = [*chain.messages, *new]
+    shown = one_system(chain.messages)
     try:
-        added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, chain.messages, new, tools)
+        added = chat_format.next_prompt(chain.prompt_ids, chain.output_ids, shown, new, tools)
     except ImageError:
         raise
     except TrajectoryError:
@@ -180,8 +183,22 @@ def _rendered(
     chat_format: ChatFormat, messages: list[Message], tools: Sequence[Schema], follows: str | None
 ) -> Prompt:
     """Return the prompt of a whole conversation."""
-    ids = chat_format.render(messages, tools)
+    ids = chat_format.render(one_system(messages), tools)
     spans = locate_images(chat_format, ids, messages)
     return Prompt(
         ids, ids, messages, messages, None, follows, EncodedIds(), images=spans, context_images=spans
     )
+
+
+def one_system(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages that a chat template is given: the leading ones of the system are one.
+
+    Clients such as Codex send several. Many templates refuse a second one, or leave it out.
+    """
+    of_system = takewhile(lambda message: message["role"] == "system", messages)
+    leading = [message["content"] for message in of_system]
+    if len(leading) < 2:
+        return list(messages)
+    pieces = [piece for content in leading for piece in ([content] if isinstance(content, str) else content)]
+    content = joined([piece for piece in pieces if piece], "\n\n")
+    return [{"role": "system", "content": content}, *messages[len(leading) :]]

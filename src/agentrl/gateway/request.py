@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import orjson
 
 from agentrl.chat.chat_format import Message
-from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sampling import COLDEST, SamplingParams
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.tools.base import Schema, schema_name
 
@@ -38,6 +38,7 @@ MAX_STOPS = 16
 _MAX_WARNINGS = 64
 _warned: set[tuple[str, str]] = set()
 """(dialect, field) of the warnings that this process has logged."""
+_COLD = ("any", "temperature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,10 @@ def _load_tolerantly(body: bytes) -> Any:
 
 
 def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges."""
+    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges.
+
+    A temperature at which nothing can be trained is logged once a process.
+    """
     changes: dict[str, Any] = {}
     for name in names:
         value = body.get(name)
@@ -148,6 +152,12 @@ def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise invalid(f"{name} is {short(value)}; it must be a number in [{low:g}, {high:g}]", name)
         changes[name] = float(value)
+    if changes.get("temperature", 1.0) < COLDEST and _COLD not in _warned:
+        _warned.add(_COLD)
+        logger.warning(
+            "a client asks for a temperature at which no answer can be trained; let it leave the field out",
+            extra={"temperature": changes["temperature"], "at_least": COLDEST},
+        )
     return changes
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
-from rollout_fakes import CUT
+from rollout_fakes import CUT, PLAIN, ScriptedEngine, format_of
 
 from agentrl.rollout.endpoint import Endpoint
 from agentrl.store.client import Store
@@ -89,6 +89,27 @@ async def test_tools_that_only_openai_runs_are_left_out_and_named(store: Store) 
     assert [event.response.metadata for event in (events[0], events[-1])] == [note, note]
     (call, *_) = await run.calls()
     assert [tool["function"]["name"] for tool in call.tools or ()] == ["add"]
+
+
+async def test_the_messages_of_the_system_that_codex_sends_are_one_to_the_model(store: Store) -> None:
+    takes_one = "{%- for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    takes_one += "{{- raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
+    run = GatewayRun(store, "unused")
+    run.engine = ScriptedEngine(format_of(takes_one + PLAIN), "I add. " + ADD, "It is 3.")
+    items: list[Any] = [
+        {"type": "message", "id": "msg_1", "role": role, "content": [{"type": "input_text", "text": text}]}
+        for role, text in [("developer", "You code."), ("developer", "Skills."), ("user", "1+2?")]
+    ]
+    async with run.open() as endpoint, client_of(endpoint) as client:
+        answer = await ask(client, True, input=items)
+        echoed = [item.model_dump(exclude_none=True) for item in answer.output]
+        answer = await ask(client, True, input=[*items, *echoed, *outputs_of(answer.output)])
+    assert answer.output_text == "It is 3."
+    begins = "<|im_start|>system\nBe short.\n\nYou code.\n\nSkills.<|im_end|>\n<|im_start|>user\n1+2?"
+    assert run.engine.chat_format.decode(run.engine.prompts[0]).startswith(begins)
+    first, second = await run.calls()
+    assert second.parent == first.id
+    assert [message["content"] for message in first.messages] == ["Be short.", "You code.", "Skills.", "1+2?"]
 
 
 async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:

@@ -79,6 +79,11 @@ HARNESSES = [
         call("run_shell_command", command="ls", description="List files", is_background=False),
         lambda path, text: call("write_file", file_path=f"{path}/double.txt", content=text),
     ),
+    Harness(
+        "codex", "codex", "claude_code/codex.yml",
+        lambda path: call("exec_command", cmd="cat number.txt"), call("exec_command", cmd="ls"),
+        lambda path, text: call("exec_command", cmd=f"echo {text} > double.txt"),
+    ),
 ]  # fmt: skip
 
 
