@@ -24,6 +24,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.front_router import FrontRouter
+from agentrl.model.load import require_folder
 from agentrl.store.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ async def serve(configs: Configs) -> None:
     run, config = configs[RunConfig], configs[EngineConfig]
     if config.port:
         require_free_port(config.host, config.port)
+    require_folder(configs[ModelConfig])
     with retry_outages(run.db_wait_seconds):
         async with await open_store(run) as store:
             await _serve(store, configs)

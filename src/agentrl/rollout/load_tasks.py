@@ -42,22 +42,14 @@ async def read_task_file(
     )
 
 
-async def load_tasks(
-    store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
-) -> None:
-    """Load a task file or ``env:NAME?…`` into ``split``. Idempotent.
+async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
+    """Load the tasks that were read from ``path`` into their split. Idempotent.
 
     Raises TaskFileError if a loaded task has changed.
 
     This process may import the Python paths in the file from now on; so may the other processes of the run,
     if this user may write the run's list.
     """
-    result = await read_task_file(run, tasks, path, split=split, num_generations=num_generations)
-    await load_read_tasks(store, path, result)
-
-
-async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
-    """Load the tasks that were read from ``path``, as ``load_tasks`` does."""
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded, _ = await store_tasks(store, result)
