@@ -111,7 +111,7 @@ def test_other_settings_than_those_of_the_run_start_nothing(
         (["sample"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
         (["sample"], ["--train_file", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["train"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
-        (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+        (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a model folder"),
         (["gateway"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
     ],
 )

@@ -25,7 +25,8 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
     from agentrl.model.load import require_folder
     from agentrl.rollout.setup import require_extensions
 
-    require_folder(configs[ModelConfig])
+    if set(roles) - {"serve"}:  # an engine serves a folder without a tokenizer
+        require_folder(configs[ModelConfig])
     agreed: AgreedSettings = {}
     if "sample" in roles:
         require_extensions(configs)

@@ -24,7 +24,6 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.front_router import FrontRouter
-from agentrl.model.load import require_folder
 from agentrl.store.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
@@ -42,13 +41,15 @@ async def serve(configs: Configs) -> None:
 
     Raises EngineError if the engine ends by itself.
     """
-    from agentrl.store.client import open_store
+    from agentrl.store.client import open_store, run_exists
 
-    run, config = configs[RunConfig], configs[EngineConfig]
+    run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     if config.port:
         require_free_port(config.host, config.port)
-    require_folder(configs[ModelConfig])
     with retry_outages(run.db_wait_seconds):
+        # A bad folder or engine begins no run. A run that has begun may have weights of its own.
+        if model.model_name_or_path is not None and not await run_exists(run):
+            engine_command(model.model_name_or_path, model, config, config.port)
         async with await open_store(run) as store:
             await _serve(store, configs)
 
