@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.agreed_settings import AgreedSettings, sampler_settings, trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, LossConfig, ModelConfig, RunConfig
-from agentrl.errors import LeaseHeldError, RunMissingError
+from agentrl.errors import LeaseHeldError, RunMissingError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -43,23 +43,21 @@ async def require_joinable(configs: Configs, roles: Collection[str], agreed: Agr
     """
     from agentrl.observe.begin_run import check_run
     from agentrl.store.client import open_existing
-    from agentrl.store.retry import retry_outages
     from agentrl.train.lease import require_no_trainer
 
     run = configs[RunConfig]
-    with retry_outages(run.db_wait_seconds):
-        try:
-            store = await open_existing(run)
-        except RunMissingError:
+    try:
+        store = await open_existing(run)
+    except (RunMissingError, StoreUnavailableError):  # the processes wait for the database themselves
+        return
+    async with store:
+        await check_run(store, configs, agreed, configs[ModelConfig].model_name_or_path)
+        if "train" not in roles:
             return
-        async with store:
-            await check_run(store, configs, agreed, configs[ModelConfig].model_name_or_path)
-            if "train" not in roles:
-                return
-            try:
-                await require_no_trainer(store)
-            except LeaseHeldError as error:
-                raise await _explained(store, configs, error) from error
+        try:
+            await require_no_trainer(store)
+        except LeaseHeldError as error:
+            raise await _explained(store, configs, error) from error
 
 
 async def _explained(store: Store, configs: Configs, error: LeaseHeldError) -> LeaseHeldError:
