@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from environment_packages import needs_packages
 from example_training import train_two_steps
+from loaded_tasks import load_tasks
 from test_sampling import Setting, quick
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import RecordStatus
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

@@ -10,6 +10,7 @@ import number_game
 import pytest
 import small_run as run
 from db_command import violations
+from loaded_tasks import load_tasks
 from test_sampling import Setting, quick, task
 
 from agentrl.cli import tasks as tasks_command
@@ -18,7 +19,6 @@ from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

@@ -15,12 +15,12 @@ import number_game
 import psutil
 import pytest
 from db_command import violations
+from loaded_tasks import load_tasks
 from test_sampling import Setting, quick
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import RunConfig, TaskConfig, ToolConfig
 from agentrl.documents.status import EvaluationStatus, StepStatus
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

@@ -73,7 +73,7 @@ class Machine:
         inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         done = subprocess.run(
             ["bash", f"scripts/{script}", "gpu_run", "--max_prompt_tokens", "512", "--prompt_reserve_tokens",
-             "32", "--max_new_tokens", "256", "--max_tokens", "2048", *words],
+             "32", "--max_new_tokens", "256", "--max_tokens", "2048", "--db_timeout_seconds", "0.5", *words],
             cwd=self.root, timeout=110, stdin=subprocess.DEVNULL, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={

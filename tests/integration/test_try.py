@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -67,6 +68,8 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     assert await try_task(configs, given, line=None, engine_url=engine) == 0
     shown = capsys.readouterr().out
     assert "turn 1 ·" in shown
+    whole, model_calls = re.findall(r"UTC · ([0-9.]+) s|model calls ([0-9.]+) s", shown)
+    assert float(whole[0]) >= float(model_calls[1]) - 0.06
     assert "length_limit_error" in shown
     assert "expected   2" in shown
     assert "SCORED  score 0.000" in shown

@@ -5,11 +5,12 @@
 
 ``scripts/lib/run.sh`` describes the environment variables. Engines and the trainer get GPUs of their own. A
 process that crashes is restarted. If one ends because of its configuration, the reason is printed and the
-others are stopped.
+others are stopped. Nothing is started if the run has a live trainer, or was begun with other settings.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from agentrl.cli.context_limits import as_words, fitted_limits, machine_context
 from agentrl.cli.gpus import place_processes
 from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Numbers, Placement
+from agentrl.cli.start_check import require_joinable, require_usable
 from agentrl.config.load import Configs, parse
 from agentrl.config.run import without_uri
 from agentrl.config.schema import (
@@ -122,10 +124,6 @@ def _launch(argv: list[str]) -> int:
     machines = 1
     if accelerate is not None:
         machines, configs = accelerate.machines, configs.with_flags(accelerate.sizes)
-    placement = place_processes(
-        configs, lambda text: _report(run.run_name, text), serves="serve" in roles, machines=machines,
-        trains="train" in roles and not (accelerate is not None and accelerate.uses_cpu),
-    )  # fmt: skip
     is_demo = not variables.get("MODEL_PATH")
     servers = _default_servers(configs, is_demo=is_demo) if roles & {"sample", "eval"} else None
     if servers is not None:
@@ -134,9 +132,19 @@ def _launch(argv: list[str]) -> int:
     if is_demo and model is None:
         model = str(prepare_smollm(lambda text: _report(run.run_name, text)))
         flags = ["--model_name_or_path", model, *flags]
+        configs = configs.with_flags({"model_name_or_path": model})
+    agreed = require_usable(configs, roles)
+    has_database = run.db_connection_string is not None or EmbeddedMongo(run.mongo_dir).status().running
+    if has_database:
+        asyncio.run(require_joinable(configs, roles, agreed))
+    placement = place_processes(
+        configs, lambda text: _report(run.run_name, text), serves="serve" in roles, machines=machines,
+        trains="train" in roles and not (accelerate is not None and accelerate.uses_cpu),
+    )  # fmt: skip
     flags = _fit(configs, flags, model, placement, machines, is_training=command == "train")
-    if run.db_connection_string is None:
+    if not has_database:
         _start_database(run)
+        asyncio.run(require_joinable(configs, roles, agreed))
     return _run(
         Plan(
             run_name=run.run_name,
@@ -322,11 +330,8 @@ def _demo_server(servers: Sequence[ServerSpec]) -> list[str] | None:
 
 
 def _start_database(run: RunConfig) -> None:
-    mongo = EmbeddedMongo(run.mongo_dir)
-    was_running = mongo.status().running
-    mongo.up()
-    if not was_running:
-        _report(run.run_name, f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
+    EmbeddedMongo(run.mongo_dir).up()
+    _report(run.run_name, f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def _parser() -> CommandParser:
         action="store_true",
         help="change loaded tasks that have not begun",
     )
+    load.add_argument("--append", action="store_true", help="add tasks that the run does not have")
     load.add_argument("--skip_bad_lines", action="store_true", help="skip invalid lines")
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_argument("--json", action="store_true", help="print one JSON value")
@@ -54,16 +55,19 @@ async def _load(arguments: argparse.Namespace) -> int:
             arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
             num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
         )  # fmt: skip
-    from agentrl.rollout.load_tasks import store_tasks, unknown_names
+    from agentrl.rollout.load_tasks import require_scorers, store_tasks, unknown_names
     from agentrl.store.client import open_store
 
+    require_scorers(result.names)
     for warning in (*result.warnings, *unknown_names(result.names)):
         print(f"warning  {warning}")
     async with await open_store(_run(arguments)) as store:
         if arguments.split == "train":
             await store.settings.begin("tasks", {"num_generations": arguments.num_generations}, "tasks")
         with progress(f"storing tasks in run {arguments.run_name}"):
-            loaded, refused = await store_tasks(store, result, update=arguments.update)
+            loaded, refused = await store_tasks(
+                store, result, update=arguments.update, append=arguments.append
+            )
     if refused:
         modules = ",".join(sorted({path.partition(":")[0] for path in refused}))
         print(f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}")

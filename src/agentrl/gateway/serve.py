@@ -14,6 +14,7 @@ from agentrl.gateway.app import GatewayApp
 from agentrl.gateway.chains import Chains
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
+from agentrl.model.load import require_folder
 from agentrl.rollout.setup import (
     live_engines,
     model_folder,
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 async def serve_gateway(configs: Configs) -> None:
     """Serve until a signal."""
     run = configs[RunConfig]
+    require_folder(configs[ModelConfig])
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         async with await open_store(run) as store, _answerer(store, configs) as answerer:

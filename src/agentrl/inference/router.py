@@ -38,6 +38,10 @@ _GROUPS_KEPT = 4096
 class Watch(Protocol):
     """Gets reports on whether any engine generates: ``EngineWatch``."""
 
+    def engines_awaited(self) -> None:
+        """Record that no engine has come up since this process began."""
+        ...
+
     def engines_down(self, why: str) -> None:
         """Record that a model call found no engine that works."""
         ...
@@ -108,6 +112,8 @@ class EngineRouter:
         self._context_length = max_model_len or None
         self._foreign: dict[str, str] = {}
         """Id of an engine with another tokenizer → why it gets no calls."""
+        self._had_engine = False
+        """Whether an engine has been usable since this process began."""
         self._refreshed_at = float("-inf")
         self._refresh_lock = asyncio.Lock()
         self._refresh_task: asyncio.Task[None] | None = None
@@ -166,6 +172,7 @@ class EngineRouter:
                 for service in self._services
                 if None not in (service.tokenizer, self._tokenizer) and service.tokenizer != self._tokenizer
             }
+            self._had_engine = self._had_engine or bool(self._usable())
             self._refreshed_at = time.monotonic()
 
     async def pick(self, session: EngineSession, tokens: int, deadline: float) -> Client:
@@ -216,7 +223,10 @@ class EngineRouter:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now = time.monotonic()
         is_down = bool(attempt > 1 or self._foreign) if self._front is not None else not self._usable()
-        if self._watch is not None and is_down:
+        is_first = is_down and not (self._had_engine or self._foreign or self._front is not None)
+        if self._watch is not None and is_first:
+            self._watch.engines_awaited()
+        elif self._watch is not None and is_down:
             self._watch.engines_down(why)
         if now >= deadline:
             raise EngineError(
@@ -224,7 +234,10 @@ class EngineRouter:
                 hint=_FOREIGN_HINT if self._foreign and is_down else _NONE_HINT,
                 outage=ENGINES,
             )
-        if now - self._logged_at >= _LOG_SECONDS:
+        if is_first and self._logged_at == float("-inf"):
+            log.info("waiting up to %.0f s for the first engine (--engine_wait_seconds)", deadline - now)
+            self._logged_at = now
+        elif not is_first and now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now
             log.warning("%s; waiting up to %.0f s more", why, deadline - now)
         await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))

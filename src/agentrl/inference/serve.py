@@ -41,12 +41,15 @@ async def serve(configs: Configs) -> None:
 
     Raises EngineError if the engine ends by itself.
     """
-    from agentrl.store.client import open_store
+    from agentrl.store.client import open_store, run_exists
 
-    run, config = configs[RunConfig], configs[EngineConfig]
+    run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     if config.port:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
+        # A bad folder or engine begins no run. A run that has begun may have weights of its own.
+        if model.model_name_or_path is not None and not await run_exists(run):
+            engine_command(model.model_name_or_path, model, config, config.port)
         async with await open_store(run) as store:
             await _serve(store, configs)
 

@@ -107,6 +107,12 @@ def base_folder(config: ModelConfig) -> Path:
     return folder
 
 
+def require_folder(config: ModelConfig) -> None:
+    """Raise ModelError as ``base_folder`` does, if a folder is given. Call it before a run is begun."""
+    if config.model_name_or_path is not None:
+        base_folder(config)
+
+
 def load_policy(
     config: ModelConfig,
     weights: Path | None = None,

@@ -42,9 +42,7 @@ async def begin_run(
     """
     for concern, values in agreed.items():
         await store.settings.begin(concern, values, role)
-    if "tasks" not in agreed and "num_generations" in configs.given:
-        given = configs[TaskConfig].num_generations
-        await store.settings.check("tasks", {"num_generations": given})
+    await _check_group_size(store, configs, agreed)
     flags = public_flags(configs)
     for values in (*agreed.values(), dict(resolved or {})):
         flags |= {name: value for name, value in values.items() if name in flags}
@@ -57,6 +55,23 @@ async def begin_run(
     )
     for line in differing:
         logger.warning("this process differs from the run: %s", line)
+
+
+async def check_run(
+    store: Store, configs: Configs, agreed: AgreedSettings, folder: str | Path | None
+) -> None:
+    """Raise ConfigError if ``agreed`` or the model in ``folder`` contradict the run; write nothing."""
+    for concern, values in agreed.items():
+        await store.settings.check(concern, values)
+    await _check_group_size(store, configs, agreed)
+    if folder is not None:
+        await store.settings.check("model", await asyncio.to_thread(model_settings, Path(folder)))
+
+
+async def _check_group_size(store: Store, configs: Configs, agreed: AgreedSettings) -> None:
+    if "tasks" not in agreed and "num_generations" in configs.given:
+        given = configs[TaskConfig].num_generations
+        await store.settings.check("tasks", {"num_generations": given})
 
 
 async def begin_model(store: Store, folder: str | Path | None, role: str) -> None:

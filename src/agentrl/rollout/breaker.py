@@ -40,6 +40,8 @@ class Breaker:
         """When the breaker opened (``time.monotonic``); None while it is closed."""
         self.why = ""
         """The last error."""
+        self.is_awaited = False
+        """Whether it is open because the dependency has not come up yet, which is no outage."""
         self._changed = changed
         self._failures = 0
         self._delay = FIRST_PROBE_SECONDS
@@ -73,6 +75,10 @@ class Breaker:
         """Record a failed call. ``retry_after`` is the wait in seconds that the dependency asked for."""
         self.why = why
         self._failures += 1
+        if self.is_awaited:
+            self.is_awaited = False
+            self._open(retry_after)
+            return
         if self.down_since is None:
             if self._failures >= OPEN_AFTER:
                 self._open(retry_after)
@@ -92,14 +98,21 @@ class Breaker:
             self._failures = OPEN_AFTER
             self._open(None)
 
+    def not_up_yet(self) -> None:
+        """Open without a warning: the dependency has not come up yet. A failed call makes it an outage."""
+        if self.down_since is None:
+            self.is_awaited, self.why = True, "it has not come up yet"
+            self._open(None)
+
     def succeeded(self) -> None:
         """Record a successful call: the dependency is up."""
         self.served += 1
         self._failures = 0
         if self.down_since is None:
             return
-        logger.warning("%s: up again after %.0f s", self.dependency, time.monotonic() - self.down_since)
-        self.down_since = None
+        if not self.is_awaited:
+            logger.warning("%s: up again after %.0f s", self.dependency, time.monotonic() - self.down_since)
+        self.down_since, self.is_awaited = None, False
         self.close()
         self._changed()
 
@@ -139,7 +152,10 @@ class Breaker:
         self._remind_at = self.down_since + _REMINDER_SECONDS
         self._delay = FIRST_PROBE_SECONDS
         self._schedule_probe(max(self._delay, retry_after or 0.0))
-        logger.warning("%s: down; what needs it waits, and no attempt is used: %s", self.dependency, self.why)
+        if not self.is_awaited:
+            logger.warning(
+                "%s: down; what needs it waits, and no attempt is used: %s", self.dependency, self.why
+            )
         self._changed()
 
     def _schedule_probe(self, seconds: float) -> None:

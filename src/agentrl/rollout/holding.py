@@ -21,6 +21,10 @@ class EngineWatch:
     def __init__(self, outages: Outages) -> None:
         self._outages = outages
 
+    def engines_awaited(self) -> None:
+        """Record that the first engine has not come up yet."""
+        self._outages.not_up_yet(ENGINES)
+
     def engines_down(self, why: str) -> None:
         """Record that a model call found no engine that works."""
         self._outages.failed(ENGINES, why)

@@ -42,22 +42,14 @@ async def read_task_file(
     )
 
 
-async def load_tasks(
-    store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
-) -> None:
-    """Load a task file or ``env:NAME?…`` into ``split``. Idempotent.
+async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
+    """Load the tasks that were read from ``path`` into their split. Idempotent.
 
     Raises TaskFileError if a loaded task has changed.
 
     This process may import the Python paths in the file from now on; so may the other processes of the run,
     if this user may write the run's list.
     """
-    result = await read_task_file(run, tasks, path, split=split, num_generations=num_generations)
-    await load_read_tasks(store, path, result)
-
-
-async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
-    """Load the tasks that were read from ``path``, as ``load_tasks`` does."""
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded, _ = await store_tasks(store, result)
@@ -74,16 +66,17 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
 
 
 async def store_tasks(
-    store: Store, result: ReadResult, *, update: bool = False
+    store: Store, result: ReadResult, *, update: bool = False, append: bool = True
 ) -> tuple[LoadResult, tuple[str, ...]]:
     """Store the tasks of a file, and add the Python paths in it to the run's list of importable paths.
 
     Returns what was loaded, and the paths that this user may not add to the list. With ``update``, loaded
-    tasks that have not begun are changed.
+    tasks that have not begun are changed. Without ``append``, a run that was begun with another file is
+    refused: ``Tasks.load``.
     """
     for image in result.images():
         await store.images.put(image)
-    loaded = await store.tasks.load(result.tasks, update=update)
+    loaded = await store.tasks.load(result.tasks, update=update, append=append)
     paths = _paths(result)
     return loaded, () if await store.imports.add(paths) else tuple(paths)
 
@@ -94,11 +87,25 @@ def _paths(result: ReadResult) -> frozenset[str]:
     return paths_among(name for field in fields for name in result.names.get(field, ()))
 
 
+def require_scorers(names: Mapping[str, Collection[str]]) -> None:
+    """Import the scorers that tasks name. Raises ConfigError that names each that cannot be used."""
+    problems = []
+    for name in sorted(names.get("scorer", ())):
+        try:
+            SCORERS.get(name)
+        except ConfigError as error:
+            problems.append(clean(f"{error.message} ({error.hint})"))
+    if problems:
+        raise ConfigError(
+            "the tasks name scorers that cannot be used; nothing is loaded:\n  " + "\n  ".join(problems),
+            hint="correct the names, or make their modules importable: set PYTHONPATH",
+        )
+
+
 def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
-    """Return why this machine cannot use what tasks name: one text for each agent, scorer and so on."""
+    """Return why this machine cannot use what tasks name: one text for each agent and so on."""
     checks: dict[str, Callable[[str], object]] = {
         "agent_name": AGENTS.get,
-        "scorer": SCORERS.get,
         "environment": lambda name: ENVIRONMENTS.get(name).check(),
         "answer_schema": check_schema,
     }

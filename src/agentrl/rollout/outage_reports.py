@@ -33,7 +33,7 @@ async def report_outages(store: Store, outages: Outages, owner: str) -> None:
     try:
         while True:
             with log_store_errors(logger, "outages could not be stored"):
-                await reports.write(outages.open)
+                await reports.write([breaker for breaker in outages.open if not breaker.is_awaited])
             await asyncio.sleep(REPORT_SECONDS)
     finally:
         with suppress(TimeoutError, StoreError):

@@ -84,6 +84,10 @@ class Outages:
         """Record that a dependency is down, without waiting for more failed calls."""
         self._breaker(dependency).went_down(why)
 
+    def not_up_yet(self, dependency: Dependency) -> None:
+        """Hold what needs a dependency that has not come up yet; that is no outage."""
+        self._breaker(dependency).not_up_yet()
+
     async def until_probe(self, dependency: Dependency) -> None:
         """Return when a dependency is up, or when the caller may probe it."""
         await self._breaker(dependency).wait()

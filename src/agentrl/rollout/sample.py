@@ -16,12 +16,14 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
+from agentrl.documents.task_file import ReadResult
+from agentrl.model.load import require_folder
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.garbage import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_tasks
+from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import (
@@ -50,10 +52,10 @@ async def sample(configs: Configs) -> None:
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         require_extensions(configs)
-        if tasks.train_file is not None:
-            require_groups(groups, tasks.num_generations)
+        require_folder(configs[ModelConfig])
+        read = await _read_tasks(configs)
         async with await open_store(run) as store:
-            await _join_run(store, configs)
+            await _join_run(store, configs, read)
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 collect_garbage_less_often()
                 await probe(
@@ -83,14 +85,23 @@ def _selection(tasks: TaskConfig) -> Selection | None:
     return Selection(tasks.num_train_epochs, by_level=tasks.task_selection == CURRICULUM)
 
 
-async def _join_run(store: Store, configs: Configs) -> None:
-    """Begin the run or check its settings, load ``--train_file``, reopen failed slots if asked to."""
-    run, tasks = configs[RunConfig], configs[TaskConfig]
+async def _read_tasks(configs: Configs) -> ReadResult | None:
+    """Read and check ``--train_file``; None without one."""
+    tasks = configs[TaskConfig]
+    if tasks.train_file is None:
+        return None
+    require_groups(configs[GroupConfig], tasks.num_generations)
+    return await read_task_file(
+        configs[RunConfig], tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
+    )
+
+
+async def _join_run(store: Store, configs: Configs, read: ReadResult | None) -> None:
+    """Begin the run or check its settings, load the tasks ``read``, reopen failed slots if asked to."""
+    train_file = configs[TaskConfig].train_file
     await begin_run(store, configs, "sample", sampler_settings(configs))
     await begin_model(store, configs[ModelConfig].model_name_or_path, "sample")
-    if tasks.train_file is not None:
-        await load_tasks(
-            store, run, tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
-        )
+    if read is not None and train_file is not None:
+        await load_read_tasks(store, train_file, read)
     if configs[SamplingConfig].resample_error_records:
         await store.claims.reopen_failed(TRAIN_SPLIT)

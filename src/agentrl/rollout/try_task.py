@@ -6,7 +6,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
@@ -78,6 +79,9 @@ class _Trial:
     outcome: Outcome | None = None
     result: ScoreResult | None = None
     trace_id: str | None = None
+    began: datetime = field(default_factory=now)
+    ended: datetime | None = None
+    """When the agent ended, and scoring began."""
 
     async def run(self) -> None:
         """Run the agent, then score. Raises FailureError; ``calls`` holds the model calls until then."""
@@ -90,6 +94,7 @@ class _Trial:
             except TimeoutError as error:
                 limit = agent.trajectory_timeout_seconds
                 raise TrajectoryError(f"the trajectory took longer than {limit:g} s") from error
+            self.ended = now()
             if self.outcome is not None:
                 end_trajectory(span, self.outcome, rollout.turns, rollout.tool_calls)
                 self.result = await score_trajectory(self.claim.task, rollout, self.outcome, sampling)
@@ -267,7 +272,8 @@ def _record(trial: _Trial, failure: object) -> Record:
         generated_tokens=sum(call.generated_tokens for call in calls),
         min_version=min(versions, default=None),
         max_version=max(versions, default=None),
-        completed_at=now(),
+        created_at=trial.began,
+        completed_at=trial.ended or now(),
         trace_id=trial.trace_id,
         failure=failure if isinstance(failure, Failure) else None,
         train_rule=trial.gateway.train_rule,
@@ -276,5 +282,5 @@ def _record(trial: _Trial, failure: object) -> Record:
     if outcome is not None:
         record = replace(record, stop_reason=outcome.stop_reason, final_answer=outcome.final_answer)
     if result is not None:
-        record = replace(record, score=result.score, score_details=result.details)
+        record = replace(record, score=result.score, score_details=result.details, scored_at=now())
     return record

@@ -81,7 +81,9 @@ class Connection:
         if "setName" not in hello and hello.get("msg") != "isdbgrid":
             raise StoreError(
                 f"MongoDB at {self.host} is a standalone server, without transactions and change streams",
-                hint="start it with --replSet NAME and run rs.initiate() (deploy/mongo/docker-compose.yml)",
+                hint="for a replica set of one, start mongod with --replSet agentrl (and --keyFile FILE if"
+                " it has --auth), then once: mongosh --eval 'rs.initiate()' (docs/coming_from.md); or use"
+                " deploy/mongo/docker-compose.yml",
             )
 
     async def transaction(self, callback: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]) -> R:

@@ -77,6 +77,20 @@ class _Comparison:
             " another --eval_label); `agentrl tasks load FILE --update` changes tasks that are not begun",
         )
 
+    def refuse_missing(self, tasks: Sequence[Task]) -> None:
+        """Raise TaskFileError if a task is missing: the run was begun with another file."""
+        if not self.missing:
+            return
+        shown = ", ".join(tasks[index].id[:_EXCERPT] for index in self.missing[:_SHOWN])
+        more = f", … and {len(self.missing) - _SHOWN} more" if len(self.missing) > _SHOWN else ""
+        update = f", and --update changes the {len(self.changed)} tasks that differ" if self.changed else ""
+        raise TaskFileError(
+            f"the run was begun with another file: it does not have {len(self.missing)} tasks of this one:"
+            f" {shown}{more}",
+            hint=f"`agentrl tasks load FILE --append` adds them{update}; or load the file that the run was"
+            " begun with, or use another --run_name",
+        )
+
 
 class TaskLoading(Repository):
     """Loads tasks in batches, so that memory is bounded for any number and size of tasks."""
@@ -85,17 +99,20 @@ class TaskLoading(Repository):
         super().__init__(connection)
         self._epochs_of_run = epochs
 
-    async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
-        """Insert the missing tasks; see ``Tasks.load``. If a changed task is refused, nothing is written."""
+    async def load(self, tasks: Sequence[Task], *, update: bool = False, append: bool = True) -> LoadResult:
+        """Insert the missing tasks; see ``Tasks.load``. If a task is refused, nothing is written."""
         if not tasks:
             return LoadResult(0, 0)
+        split, epoch = tasks[0].split, tasks[0].epoch
         found = await self._compare(tasks, range(len(tasks)))
+        is_loaded = await self._epochs_of_run.is_loaded(split, epoch)
+        if is_loaded and not append:
+            found.refuse_missing(tasks)
         if not update:
             found.refuse_changed()
         changed = found.changed[:]
         inserted = 0
-        split, epoch = tasks[0].split, tasks[0].epoch
-        if found.missing or not await self._epochs_of_run.is_loaded(split, epoch):
+        if found.missing or not is_loaded:
             async with self._epochs_of_run.loading(split, epoch) as lease:
                 again = await self._compare(tasks, found.missing)  # another load may have ended
                 if not update:

@@ -40,14 +40,15 @@ class TaskReferences:
 class Tasks(Epochs):
     """The calls on whole Tasks; ``Claims`` has the calls on their slots."""
 
-    async def load(self, tasks: Sequence[Task], *, update: bool = False) -> LoadResult:
+    async def load(self, tasks: Sequence[Task], *, update: bool = False, append: bool = True) -> LoadResult:
         """Insert the missing tasks. Idempotent.
 
         Raises TaskFileError if a stored task differs; with ``update``, the stored task is changed unless it
-        has been begun. Waits for another process that loads the split. Tasks that are added to epoch 0 are
-        also added to every later epoch.
+        has been begun. Without ``append``, raises TaskFileError for a task that a loaded split lacks. Waits
+        for another process that loads the split. Tasks that are added to epoch 0 are also added to every
+        later epoch.
         """
-        return await TaskLoading(self._connection, self).load(tasks, update=update)
+        return await TaskLoading(self._connection, self).load(tasks, update=update, append=append)
 
     @database_call
     async def get(self, task_id: str) -> Task | None:

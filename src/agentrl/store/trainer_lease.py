@@ -86,6 +86,17 @@ class TrainerLeases(Repository):
             raise _replaced(attempt)
 
     @database_call
+    async def require_free(self, host: str) -> None:
+        """Raise LeaseHeldError, naming the holder, if a process on ``host`` could not acquire the lease."""
+        held = {"_id": TRAINER, "owner": {"$ne": None}, "$expr": {"$gt": ["$lease_expires_at", "$$NOW"]}}
+        document = await self._collection(LEASE).find_one(held)
+        if document is None:
+            return
+        holder = TrainerLease.from_document(document)
+        if holder.host != host or holder.process is None or not has_ended(holder.process):
+            raise _held(holder)
+
+    @database_call
     async def read(self) -> TrainerLease:
         """Return the lease; ``owner`` is None if no trainer holds it."""
         document = await self._collection(LEASE).find_one({"_id": TRAINER})

@@ -8,11 +8,11 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RENEWALS_PER_LEASE = 3
 _POLL_SECONDS = 1.0
@@ -119,14 +121,27 @@ async def hold_lease(
             await store.trainer_lease.release(attempt, lease.ended)
 
 
+async def require_no_trainer(store: Store) -> None:
+    """Raise LeaseHeldError, naming the holder, if a trainer of this run is alive; waits as ``hold_lease``."""
+    await _until_free(store, lambda: store.trainer_lease.require_free(socket.gethostname()), asyncio.Event())
+
+
 async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:
     """Acquire the lease; see ``hold_lease`` for when it waits."""
+    own = identify(os.getpid())
+    return await _until_free(
+        store,
+        lambda: store.trainer_lease.acquire(owner, socket.gethostname(), os.getpid(), seconds, own),
+        stop,
+    )
+
+
+async def _until_free(store: Store, call: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
+    """Call ``call`` until the lease is free; raise its LeaseHeldError if the holder is alive."""
     seen: tuple[int, datetime | None] | None = None
     while True:
         try:
-            return await store.trainer_lease.acquire(
-                owner, socket.gethostname(), os.getpid(), seconds, identify(os.getpid())
-            )
+            return await call()
         except LeaseHeldError as error:
             holder = await store.trainer_lease.read()
             term = (holder.attempt, holder.lease_expires_at)

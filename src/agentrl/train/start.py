@@ -189,9 +189,10 @@ def _trainer(
 
 async def _join(configs: Configs) -> Store:
     """Open the run's store; ConfigError if these flags contradict those that the run was begun with."""
+    base_folder(configs[ModelConfig])
+    settings = trainer_settings(configs, LossSettings.of(configs[LossConfig]))
     store = await open_store(configs[RunConfig])
     try:
-        settings = trainer_settings(configs, LossSettings.of(configs[LossConfig]))
         resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}
         await begin_run(store, configs, "train", settings, resolved)
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")

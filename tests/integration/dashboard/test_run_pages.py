@@ -26,6 +26,7 @@ from agentrl.dashboard import live
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
 from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.serving import PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.observe.metric_definitions import definition_of
@@ -123,6 +124,11 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     assert "1 of 1 mixed" in tasks
     assert "No task matches" in await page(client, f"{at}/tasks?q=%3Cscript%3E&kind=all+right")
     assert "version 1, step 1" in await page(client, f"{at}/compare?a=0&b=1")
+    newest = PolicyVersion(id=2, step=2, location="w", files=(), train_step=None)
+    await store.database["PolicyVersion"].insert_one(newest.to_document())
+    versions = await page(client, f"{at}/compare")
+    assert "version 1, step 1" in versions, "nobody has sampled version 2"
+    assert "version 2, step 2" not in versions
     assert "Choose two runs" in await page(client, "/compare")
 
 

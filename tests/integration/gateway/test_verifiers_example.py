@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from gateway_run import answerer_of
+from loaded_tasks import load_tasks
 from rollout_fakes import ScriptedEngine, format_of
 from tiny_policy import write_tiny_policy
 
@@ -32,7 +33,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StepStatus
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool

@@ -12,6 +12,7 @@ import pytest
 from example_training import train_two_steps
 from gateway_run import answerer_of
 from installed_harnesses import ROOT, call, require_harness
+from loaded_tasks import load_tasks
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.gateway import GatewayConfig
@@ -28,7 +29,6 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 

@@ -34,7 +34,12 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> Plan:
         plans.append(plan)
         return 0
 
+    async def is_joinable(*_: object) -> None:
+        """The tests here have neither a database nor a model."""
+
     monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "require_usable", lambda *_: {})
+    monkeypatch.setattr(launch, "require_joinable", is_joinable)
     assert launch.main(list(words)) == 0
     return plans[0]
 

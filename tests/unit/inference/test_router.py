@@ -15,6 +15,8 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.generation import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
+from agentrl.rollout.holding import EngineWatch
+from agentrl.rollout.outages import Outages
 
 Answer = Generation | EngineError
 
@@ -94,6 +96,35 @@ class Fleet:
 
 
 PARAMS = SamplingParams(max_new_tokens=10)
+
+
+async def test_waiting_for_the_first_engine_is_no_outage_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet(service("a", status=ServiceStatus.STARTING))
+    outages, changed = Outages(), asyncio.Event()
+    outages.changed = changed.set
+    router = fleet.router(watch=EngineWatch(outages), max_age=0.0)  # type: ignore[arg-type]
+    with caplog.at_level("INFO", logger="agentrl"):
+        async with router.session("t") as session, asyncio.timeout(10):
+            waiting = asyncio.create_task(session.generate([1], PARAMS))
+            await changed.wait()
+            await asyncio.sleep(0.02)
+            assert [breaker.is_awaited for breaker in outages.open] == [True]
+            assert outages.blocks_claims(1)
+            fleet.services = [service("a")]
+            await waiting
+            assert outages.open == []
+            assert [record.levelname for record in caplog.records] == ["INFO"]
+            changed.clear()
+            fleet.services = []
+            waiting = asyncio.create_task(session.generate([1], PARAMS))
+            await changed.wait()
+            assert [breaker.is_awaited for breaker in outages.open] == [False]
+            fleet.services = [service("a")]
+            await waiting
+    outages.close()
+    await router.close()
 
 
 async def test_trajectories_spread_over_engines_and_stick_to_theirs() -> None:

@@ -291,6 +291,8 @@ def test_the_curve_is_a_picture_of_the_committed_steps(tmp_path: Path) -> None:
     vector = tmp_path / "curve.svg"
     plot_curve("demo", steps[:1], vector)
     assert "<svg" in vector.read_text(encoding="utf-8")
+    plot_curve("demo", steps[:2], vector)
+    assert "mean of 2 steps" in vector.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, judge, tool_server
 from agentrl.rollout import breaker as breaker_module
+from agentrl.rollout import outage_reports
 from agentrl.rollout.breaker import OPEN_AFTER, Breaker
 from agentrl.rollout.outages import OWN_FAILURES, Clock, Outages
 
@@ -52,6 +53,49 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.001)
+
+
+def test_what_has_not_come_up_yet_is_awaited_without_a_warning_until_a_call_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        breaker = Breaker(SEARCH, lambda: None)
+        breaker.not_up_yet()
+        breaker.not_up_yet()
+        assert breaker.is_open
+        assert breaker.is_awaited
+        breaker.succeeded()
+        assert not breaker.is_open
+        assert not breaker.is_awaited
+        assert caplog.records == []
+        breaker.not_up_yet()
+        breaker.failed("no engine for 300 s")
+        assert breaker.is_open
+        assert not breaker.is_awaited
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        breaker.close()
+
+    asyncio.run(run())
+
+
+def test_outages_that_are_stored_leave_out_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[list[Breaker]] = []
+
+    async def write(self: object, down: list[Breaker]) -> None:
+        stored.append(down)
+
+    async def run() -> None:
+        outages = Outages()
+        outages.not_up_yet(SEARCH)
+        monkeypatch.setattr(outage_reports._Reports, "write", write)
+        reporter = asyncio.create_task(outage_reports.report_outages(None, outages, "a"))  # type: ignore[arg-type]
+        await until(lambda: bool(stored))
+        reporter.cancel()
+        await asyncio.gather(reporter, return_exceptions=True)
+        outages.close()
+
+    asyncio.run(run())
+    assert stored[0] == []
 
 
 def test_a_breaker_opens_after_consecutive_failures_only() -> None:

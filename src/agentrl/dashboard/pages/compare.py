@@ -111,7 +111,8 @@ async def _versions(request: Request) -> Response:
         versions = Versions(store.connection)
         published = await versions.published(_VERSIONS)
         numbers = [version.id for version in published]
-        newest = numbers[0] if numbers else 0
+        sampled = await versions.newest_sampled(split)
+        newest = sampled if sampled in numbers else next(iter(numbers), 0)
         b = whole(request, "b", newest) or 0
         a = whole(request, "a", max(0, newest - 10)) or 0
         summaries = [await _summary(request, versions, store.run_name, number, split) for number in (a, b)]

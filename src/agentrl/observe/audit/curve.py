@@ -97,7 +97,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
     x = [step.step for step in steps]
     rewards = [float(step.metrics["reward"]) for step in steps]
-    window = max(3, len(steps) // 10)
+    window = min(max(3, len(steps) // 10), len(steps))
     axes.plot(x, rewards, color=_REWARD, alpha=0.35, linewidth=1.2, marker="o", markersize=3, label="reward")
     axes.plot(x, running_mean(rewards, window), color=_REWARD, linewidth=2.2, label=f"mean of {window} steps")
     axes.set_ylabel("mean score of sampled trajectories")

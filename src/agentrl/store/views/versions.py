@@ -45,6 +45,13 @@ class Versions(Repository):
         return [PolicyVersion.from_document({**version, "files": ()}) async for version in cursor]
 
     @database_call
+    async def newest_sampled(self, split: str) -> int | None:
+        """Return the newest version that a trajectory of ``split`` began under; None without one."""
+        query = {"split": split, "min_version": {"$gte": 0}}
+        found = await self._collection(RECORD).find_one(query, {"min_version": 1}, sort=[("min_version", -1)])
+        return None if found is None else int(found["min_version"])
+
+    @database_call
     async def summary(self, version: int, split: str) -> VersionSummary | None:
         """Summarize the trajectories whose oldest token is of ``version``; None without such a version."""
         document = await self._collection(VERSION).find_one({"_id": version}, {"step": 1, "published_at": 1})

@@ -1,0 +1,125 @@
+"""A start that cannot work starts nothing: a run that is being trained, other settings, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tiny_policy import write_tiny_policy
+
+from agentrl.cli import launch
+from agentrl.cli.main import main
+from agentrl.config.schema import RunConfig
+from agentrl.processes import identify
+from agentrl.store.client import Store, open_store, run_exists
+
+pytestmark = pytest.mark.integration
+
+T = TypeVar("T")
+
+
+def in_run(run: RunConfig, work: Callable[[Store], Awaitable[T]]) -> T:
+    """Open the run, creating it, and return the result of ``work``."""
+
+    async def opened() -> T:
+        async with await open_store(run) as store:
+            return await work(store)
+
+    return asyncio.run(opened())
+
+
+@pytest.fixture
+def flags(run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    for name in ("ROLES", "SAMPLERS", "ENGINE", "ACCELERATE_CONFIG", "MCP_SERVERS_FILE", "MCP_MANAGER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MODEL_PATH", str(write_tiny_policy(tmp_path / "model")))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"id": 1, "query": "?", "answer": "1", "scorer": "exact"}))
+    return [
+        "--run_name", run_config.run_name, "--db_connection_string", str(run_config.db_connection_string),
+        "--log_dir", run_config.log_dir, "--output_dir", str(run_config.output_dir),
+        "--train_file", str(tasks),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
+    """The plans that the launcher would have run."""
+    plans: list[launch.Plan] = []
+
+    def run(plan: launch.Plan) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(launch, "_run", run)
+    return plans
+
+
+def test_a_run_with_a_live_trainer_is_not_started_again(
+    flags: list[str], started: list[launch.Plan], run_config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+
+    async def train(store: Store) -> None:
+        own = identify(os.getpid())
+        await store.trainer_lease.acquire("trainer-7", socket.gethostname(), os.getpid(), 60.0, own)
+
+    in_run(run_config, train)
+    assert main(["launch", "train", *flags]) == 1
+    printed = capsys.readouterr().err
+    assert f"run '{run_config.run_name}' is running already; nothing is started" in printed
+    for words in ("trainer-7", "ROLES=sample", f"kill {os.getpid()}", "agentrl status"):
+        assert words in printed
+    assert started == []
+    monkeypatch.setenv("ROLES", "sample")
+    assert main(["launch", "train", *flags]) == 0
+    assert started[0].samplers == 2
+    monkeypatch.delenv("ROLES")
+    in_run(run_config, lambda store: store.trainer_lease.release(1))
+    assert main(["launch", "train", *flags]) == 0
+    assert len(started) == 2
+
+
+def test_other_settings_than_those_of_the_run_start_nothing(
+    flags: list[str], started: list[launch.Plan], run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def begin(store: Store) -> None:
+        await store.settings.begin("tasks", {"num_generations": 4}, "sample")
+        await store.settings.begin("loss", {"loss_calculater": "GRPO"}, "train")
+
+    in_run(run_config, begin)
+    assert main(["launch", "train", *flags, "--num_generations", "2"]) == 2
+    assert "--num_generations is 2, and the run has 4" in capsys.readouterr().err
+    words = [*flags, "--num_generations", "4", "--loss_calculater", "GSPO"]
+    assert main(["launch", "train", *words]) == 2
+    assert "--loss_calculater is 'GSPO', and the run has 'GRPO'" in capsys.readouterr().err
+    assert started == []
+    assert [item.id for item in in_run(run_config, lambda store: store.settings.all())] == ["loss", "tasks"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (["launch", "train"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+        (["launch", "train"], ["--loss_calculater", "GPRO"], "did you mean"),
+        (["sample"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+        (["sample"], ["--train_file", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["train"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+        (["serve"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a model folder"),
+        (["gateway"], ["--model_name_or_path", "/nowhere"], "/nowhere is not a folder"),
+    ],
+)
+def test_a_failed_start_leaves_no_run(
+    flags: list[str], started: list[launch.Plan], run_config: RunConfig, command: list[str],
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main([*command, *flags, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert started == []
+    assert not asyncio.run(run_exists(run_config))
