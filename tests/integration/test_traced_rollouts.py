@@ -161,7 +161,8 @@ async def test_a_score_from_the_queue_joins_the_trace_of_its_trajectory(store: S
         record = await run(store, worker, task)
         assert record.score is None
         async with asyncio.timeout(10):
-            while not (claims := await store.scorings.claim(split="train", owner="other", lease_seconds=60)):
+            lease: Any = {"split": "train", "owner": "other", "lease_seconds": 60}
+            while not (claims := await store.scorings.claim(**lease)):  # noqa: ASYNC110  until the back-off ends
                 await asyncio.sleep(0.01)
         (claim,) = claims
         assert await worker.scoring.score_stored(claim)
