@@ -173,7 +173,7 @@ async def multi_turn(rollout: Rollout) -> Outcome:
     return Outcome(StopReason.TURNS_LIMIT)
 
 
-@agent("single_turn")
+@agent("single_turn", "single_turn_agent")
 async def single_turn(rollout: Role) -> Outcome:
     """Make one model call without tools; a call without an answer ends at the limit of turns."""
     if rollout.context_is_full:
