@@ -101,9 +101,11 @@ class GatewayApp:
         return _json({"status": "ok"})
 
     async def _unknown(self, request: Request) -> Response:
+        before, token, rest = request.url.path.partition("/t/")
+        route = f"{before}/t/…/{rest.partition('/')[2]}" if token else before
         error = GatewayError(
             "not_found",
-            f"there is no {request.method} {request.url.path.rpartition('/t/')[0] or '/'}…",
+            f"there is no {request.method} {route[:200]}",
             code="not_found",
             hint="the base URL is …/t/TOKEN/v1; docs/gateway.md lists its routes",
         )

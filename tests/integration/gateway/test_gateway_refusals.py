@@ -85,6 +85,7 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
             assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
         nowhere = await client.get(f"{endpoint.base_url}/nothing")
         assert nowhere.status_code == 404
+        assert "there is no GET /t/…/v1/nothing" in nowhere.json()["error"]["message"]
         assert endpoint.api_key not in nowhere.text
         assert await _documents_of(other) == before
     assert await run.calls() == []
