@@ -1,0 +1,39 @@
+"""The page for users of other systems names what their guides tell them to write or to run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from docs_pages import ROOT
+
+PAGE = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+NAMED = {
+    "The original AgentRL": (
+        "minirl_example.sh", "grpo_example.sh", "eval_example.sh", "import models, sampler",
+        "tests/mongo_connection_test.py", "tests/dtensor_bench.py", "src/databases/deploy/mongo",
+        "src/databases/deploy/sglang", "agent_config.yml", "--mcp_manager_url", "register_scorer()",
+        "AsyncSampler", "logs/as/RUN_train_RANK.log", "output/RUN/", "src/configs.py",
+    ),
+    "verl": (
+        "data.return_raw_chat", "`rollout.mode` `async`", "agent_name", "single_turn_agent", "tool_agent",
+        "rollout.trace.backend", "rollout.multi_turn.tool_config_path", "rollout.name",
+    ),
+    "ChatLearn": (
+        "runtime_args.task_type", "runtime_args.rollout_backend", "use_rollout_manager",
+        "policy.is_sync_mode", "@register", "build_graph", "`run`", "agent_cfg_path",
+    ),
+}  # fmt: skip
+"""What the guides of each system name, beside its flags."""
+
+
+@pytest.mark.parametrize("system", NAMED)
+def test_what_a_guide_names_is_on_the_page(system: str) -> None:
+    section = PAGE.split(f"\n## {system}\n")[1].split("\n## ")[0]
+    assert [name for name in NAMED[system] if name not in section] == []
+
+
+def test_the_scripts_that_replace_others_exist() -> None:
+    scripts = set(re.findall(r"scripts/\w+\.sh", PAGE))
+    assert len(scripts) >= 4
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
