@@ -11,6 +11,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from agentrl.documents.run import ProcessIdentity
@@ -22,8 +23,8 @@ TEMPORARY = ".tmp-"
 """Prefix of the names of temporary folders."""
 ABANDONED_SECONDS = 3600.0
 """Age of the last change after which a temporary folder is removed when its writer cannot be observed."""
-_WRITER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
-"""The end of a temporary name: pid, start time, machine and a random part."""
+_OWNER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
+"""The end of an owned name: pid, start time, machine and a random part."""
 
 
 @contextlib.contextmanager
@@ -76,14 +77,27 @@ def remove_leftovers(root: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
+def owned_name(name: str) -> str:
+    """Return ``name`` with an end that tells every process of this machine which one made it."""
+    process = identify(os.getpid())
+    token = secrets.token_hex(4)
+    if process is None:
+        return f"{name}-{os.getpid()}.{token}"
+    return f"{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
+
+
+def owner_of(name: str) -> ProcessIdentity | None:
+    """Return the process that made an owned name; None if it cannot be observed from here."""
+    here, owner = identify(os.getpid()), _OWNER.search(name)
+    if here is None or owner is None or owner[3] != _machine(here):
+        return None
+    return replace(here, pid=int(owner[1]), started=int(owner[2]))
+
+
 def _is_abandoned(folder: Path) -> bool:
-    here, writer = identify(os.getpid()), _WRITER.search(folder.name)
-    if here is not None and writer is not None and writer[3] == _machine(here):
-        pid, started = int(writer[1]), int(writer[2])
-        is_own = (pid, started) == (here.pid, here.started)
-        return is_own or has_ended(ProcessIdentity(
-            boot_id=here.boot_id, pid_namespace=here.pid_namespace, pid=pid, started=started
-        ))  # fmt: skip
+    owner = owner_of(folder.name)
+    if owner is not None:
+        return owner == identify(os.getpid()) or has_ended(owner)
     try:
         changed = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except FileNotFoundError:
@@ -92,11 +106,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _temporary_name(name: str) -> str:
-    process = identify(os.getpid())
-    token = secrets.token_hex(4)
-    if process is None:
-        return f"{TEMPORARY}{name}-{os.getpid()}.{token}"
-    return f"{TEMPORARY}{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
+    return f"{TEMPORARY}{owned_name(name)}"
 
 
 def _machine(process: ProcessIdentity) -> str:

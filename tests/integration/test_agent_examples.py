@@ -13,6 +13,7 @@ from db_command import violations
 from environment_packages import needs_packages
 from example_training import train_two_steps
 from fake_llm import fake_llm
+from loaded_tasks import load_tasks
 from test_sampling import Setting, quick, task
 
 from agentrl.config.load import parse
@@ -21,7 +22,6 @@ from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
 from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.store.client import Store
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.pool import ToolPool

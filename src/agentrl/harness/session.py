@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
 from agentrl.processes import process_tree
+from agentrl.scratch_folder import scratch_folder
 from agentrl.tools.sandbox import forward
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, namespace_problem
@@ -53,7 +53,7 @@ class Session(ABC):
         self._folder = Path()
 
     async def __aenter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+        self._folder = await asyncio.to_thread(scratch_folder, "harness")
         return self
 
     async def __aexit__(

@@ -18,6 +18,7 @@ from typing import Final
 
 from agentrl.errors import ConfigError
 from agentrl.harness.config import HarnessConfig
+from agentrl.scratch_folder import scratch_folder
 
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
@@ -134,7 +135,7 @@ def read_file(archive: Path, name: str, limit: int) -> str | None:
 
 def keep_until_exit() -> Path:
     """Return a new folder that is deleted when this process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="agentrl-harness-"))
+    folder = scratch_folder("harness")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from db_command import agentrl_db
+from loaded_tasks import load_tasks
 
 from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.registry import is_importable
-from agentrl.rollout.load_tasks import load_tasks
 from agentrl.rollout.setup import allow_configured_imports
 from agentrl.store.client import open_existing, open_store
 
@@ -29,10 +29,10 @@ def task_file(folder: Path, name: str, scorer: str) -> str:
     return str(path)
 
 
-def load(run: RunConfig, file: str) -> None:
+def load(run: RunConfig, file: str, *more: str) -> None:
     assert run.db_connection_string is not None
     flags = ["--run_name", run.run_name, "--db_connection_string", run.db_connection_string]
-    assert main(["load", file, *flags]) == 0
+    assert main(["load", file, *flags, *more]) == 0
 
 
 def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modules: str = "") -> list[bool]:
@@ -54,8 +54,14 @@ def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modul
 
 
 def test_a_sampler_imports_what_an_operator_loaded_and_its_own_flags_name(
-    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("mine", "theirs"):
+        (tmp_path / f"{module}.py").write_text("async def close(context): return 1.0\n")
     names = ("mine:close", "theirs:close", "json:loads", "sys:exit")
     load(run_config, task_file(tmp_path, "a", "mine:close"))
     assert allowed_by(run_config, *names) == [True, False, False, False]
@@ -65,7 +71,7 @@ def test_a_sampler_imports_what_an_operator_loaded_and_its_own_flags_name(
     assert uri is not None
     sampler = dataclasses.replace(run_config, db_connection_string=uri[1])
     stolen = task_file(tmp_path, "b", "theirs:close")
-    load(sampler, stolen)
+    load(sampler, stolen, "--append")
     assert "may not write Imports: start samplers with --allowed_modules theirs" in capsys.readouterr().out
     assert allowed_by(run_config, *names) == [True, False, False, False]
     assert allowed_by(sampler, *names, modules="json, sys.x") == [True, False, True, False]

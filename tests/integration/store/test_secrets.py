@@ -53,7 +53,7 @@ def test_a_configuration_does_not_show_it() -> None:
         ("db", "migrate"),
         ("audit", "run"),
         ("tasks", "list"),
-        ("sample", "--log_level", "DEBUG", "--model_name_or_path", "none", "--db_wait_seconds", "1"),
+        ("sample", "--log_level", "DEBUG", "--db_wait_seconds", "1"),
     ],
 )
 def test_a_server_that_does_not_answer_is_named_without_the_password(

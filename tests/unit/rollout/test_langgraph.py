@@ -30,7 +30,6 @@ from agentrl.rollout.langgraph.agent_graph import (
     AgentGraphOutput,
     BaseAgentGraph,
     CustomChatModel,
-    register,
 )
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
@@ -193,7 +192,7 @@ async def test_parallel_nodes_roles_fields_and_the_graphs_own_score() -> None:
     assert trajectory.rollout.agent_score["role_rewards"] == {"left": 1.0, "right": 0.5}
 
 
-@register("adder_of_test")
+@agent("adder_of_test")
 class Adder(BaseAgentGraph):
     """An agent graph as one writes it for ChatLearn, with other imports."""
 

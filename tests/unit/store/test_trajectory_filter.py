@@ -18,7 +18,7 @@ def test_a_filter_becomes_a_query() -> None:
         split="train", failure="tool", version=3, text="a(b", step=7,
     )  # fmt: skip
     assert wanted.query == {
-        "status": "ready", "score": {"$gte": 0.5}, "generated_tokens": {"$lte": 10},
+        "status": "ready", "trained_count": 0, "score": {"$gte": 0.5}, "generated_tokens": {"$lte": 10},
         "turns": {"$gte": 1, "$lte": 2}, "split": "train", "failure.kind": "tool",
         "min_version": {"$lte": 3}, "max_version": {"$gte": 3},
     }  # fmt: skip

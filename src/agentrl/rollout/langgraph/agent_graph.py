@@ -15,7 +15,6 @@ from langgraph.errors import GraphRecursionError
 
 from agentrl.documents.status import StopReason
 from agentrl.errors import TrajectoryError
-from agentrl.rollout.agents import agent as register
 from agentrl.rollout.langgraph.chat_model import PolicyChatModel
 from agentrl.rollout.langgraph.graph import outcome_of
 from agentrl.rollout.langgraph.messages import from_messages
@@ -23,7 +22,7 @@ from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.user_code import describe
 
-__all__ = ["AgentGraphOutput", "BaseAgentGraph", "CustomChatModel", "register", "run_agent_graph"]
+__all__ = ["AgentGraphOutput", "BaseAgentGraph", "CustomChatModel", "run_agent_graph"]
 
 _instances: WeakKeyDictionary[type, dict[Path | None, Any]] = WeakKeyDictionary()
 """Agent graphs by their class and the agent's file: a process makes each once."""

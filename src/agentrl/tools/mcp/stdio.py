@@ -8,14 +8,15 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.scratch_folder import scratch_folder
 from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import WORKDIR, StdioSpec
@@ -172,13 +173,16 @@ def private_folder(spec: StdioSpec) -> Iterator[StdioSpec]:
     if not any(WORKDIR in text for text in texts):
         yield spec
         return
-    with tempfile.TemporaryDirectory(prefix=f"agentrl-{spec.name}-", ignore_cleanup_errors=True) as folder:
+    folder = str(scratch_folder(spec.name))
+    try:
         yield replace(
             spec,
             args=tuple(arg.replace(WORKDIR, folder) for arg in spec.args),
             env={name: value.replace(WORKDIR, folder) for name, value in spec.env.items()},
             cwd=None if spec.cwd is None else spec.cwd.replace(WORKDIR, folder),
         )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:

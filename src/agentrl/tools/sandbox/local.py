@@ -18,6 +18,7 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import ConfigError, ToolServerError
+from agentrl.scratch_folder import scratch_folder
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.launcher_process import LAUNCHER, encode_job
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
@@ -57,7 +58,7 @@ class LocalSandbox:
         """Run a program to its end or its limits. Raises ToolServerError if the sandbox itself fails."""
         async with self._turn, _slot():
             namespaces = await self._uses_namespaces()
-            folder = self._directory()
+            folder = await self._directory()
             answer = await launch(self._job(code, stdin, folder, namespaces=namespaces), self._limits)
             if answer.pop("kept"):
                 with contextlib.suppress(FileNotFoundError):
@@ -70,9 +71,9 @@ class LocalSandbox:
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _directory(self) -> str:
+    async def _directory(self) -> str:
         if self._folder is None:
-            self._folder = tempfile.mkdtemp(prefix="agentrl-sandbox-")
+            self._folder = str(await asyncio.to_thread(scratch_folder, "sandbox"))
         return self._folder
 
     async def _uses_namespaces(self) -> bool:
