@@ -18,6 +18,8 @@ REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 WRITERS: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}
 """The open ends of the clients."""
 
+pytestmark = pytest.mark.attack
+
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:

@@ -95,6 +95,7 @@ PATHS = (
 )  # fmt: skip
 
 
+@pytest.mark.attack
 async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncClient) -> None:
     for path in (*(f"trajectories?{field}=" for field in (*FIELDS, "after")), *PATHS):
         for value in HOSTILE_VALUES:

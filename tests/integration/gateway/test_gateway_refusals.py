@@ -121,6 +121,7 @@ LARGE = {
 }
 
 
+@pytest.mark.attack
 async def test_a_large_request_does_not_hold_the_event_loop(store: Store) -> None:
     run = GatewayRun(store)
     async with run.open(max_prompt_tokens=20_000) as endpoint, httpx.AsyncClient(timeout=60) as client:
@@ -136,6 +137,7 @@ async def test_a_large_request_does_not_hold_the_event_loop(store: Store) -> Non
     assert await run.calls() == []
 
 
+@pytest.mark.attack
 async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ async def test_models_may_be_named_by_a_pattern(store: Store) -> None:
     assert [item["id"] for item in listed["data"]] == ["policy"]
 
 
+@pytest.mark.attack
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) -> None:
     run = GatewayRun(store, "x")
     config = GatewayConfig(gateway_port=0, gateway_body_mb=1)
@@ -189,6 +192,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) 
         assert streamed.status_code == 413
 
 
+@pytest.mark.attack
 async def test_a_token_of_another_and_a_dead_one_open_nothing(store: Store) -> None:
     run, other = GatewayRun(store, "mine"), GatewayRun(store, "other")
     body = {"model": "policy", "messages": [USER]}
@@ -234,6 +238,7 @@ async def test_a_client_that_never_finishes_meets_the_limit_of_calls(store: Stor
     assert len(await run.calls()) == 3
 
 
+@pytest.mark.attack
 async def test_a_slow_body_times_out(store: Store) -> None:
     run = GatewayRun(store, "x")
     config = GatewayConfig(gateway_port=0, gateway_timeout_seconds=0.1)

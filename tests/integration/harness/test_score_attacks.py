@@ -15,7 +15,7 @@ from agentrl.harness.score import score_files
 from agentrl.harness.session import HarnessSession
 from agentrl.tools.sandbox.local import namespace_problem
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.attack]
 
 TEMPLATE = {
     "answer.py": "def answer():\n    return 1\n",

@@ -20,7 +20,7 @@ from agentrl.registry import is_importable
 from agentrl.rollout.setup import allow_configured_imports
 from agentrl.store.client import open_existing, open_store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.attack]
 
 
 def task_file(folder: Path, name: str, scorer: str) -> str:

@@ -198,6 +198,7 @@ def test_a_line_that_no_export_wrote_is_named(line: bytes) -> None:
         decode_line(line, Path("x"), 7)
 
 
+@pytest.mark.attack
 async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,8 @@ from agentrl.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"
 
+pytestmark = pytest.mark.attack
+
 
 @pytest.fixture
 async def guarded() -> AsyncIterator[httpx.AsyncClient]:
