@@ -94,7 +94,7 @@ async def test_files_stay_for_the_next_program_and_end_with_the_sandbox(sandbox:
         "import os\nopen('a.py', 'w').write('x = 41')\nos.mkdir('d')\nos.mkfifo('p')\nos.chmod('d', 0)"
     )
     assert (await sandbox.run("import a\nprint(a.x + 1)")).stdout == "42\n"
-    folder = sandbox._directory()
+    folder = await sandbox._directory()
     await sandbox.close()
     assert not _exists(folder)
     assert (await sandbox.run("import os\nprint(sorted(os.listdir()))")).stdout == "['main.py']\n"
@@ -171,7 +171,7 @@ async def test_a_flood_of_files_is_bounded(sandbox: LocalSandbox) -> None:
 
 async def test_sparse_files_do_not_fill_the_disk_of_the_host(sandbox: LocalSandbox) -> None:
     await sandbox.run("for i in range(50): open(str(i), 'wb').truncate(4 << 20)")
-    assert _size(sandbox._directory()) < 64 << 20
+    assert _size(await sandbox._directory()) < 64 << 20
 
 
 async def test_the_environment_and_the_descriptors_of_the_sampler_are_not_inherited(
