@@ -1,4 +1,4 @@
-"""Write a folder atomically: it appears complete under its name, or not at all."""
+"""Make folders that appear complete or not at all, and scratch folders, removed after their process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from agentrl.documents.run import ProcessIdentity
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of temporary folders."""
+SCRATCH = "agentrl-"
+"""Prefix of the names of scratch folders."""
 ABANDONED_SECONDS = 3600.0
 """Age of the last change after which a temporary folder is removed when its writer cannot be observed."""
 _OWNER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
@@ -77,7 +81,30 @@ def remove_leftovers(root: Path) -> list[str]:
     return [path.name for path in leftovers]
 
 
-def owned_name(name: str) -> str:
+def scratch_folder(kind: str) -> Path:
+    """Make an empty folder that only this user enters, below the temporary folder. Raises OSError.
+
+    The first scratch folder of a process removes those of this user whose process on this machine has ended;
+    those of other machines and containers stay. That may take a while: call it in a thread.
+    """
+    root = Path(tempfile.gettempdir())
+    _remove_scratch_of_ended(root)
+    folder = root / _owned_name(f"{SCRATCH}{kind}")
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@cache
+def _remove_scratch_of_ended(root: Path) -> None:
+    for folder in sorted(root.glob(f"{SCRATCH}*")):
+        owner = _owner_of(folder.name)
+        if owner is None or not has_ended(owner) or folder.lstat().st_uid != os.getuid():
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        logger.info("removed %s, left by a process that was killed", folder)
+
+
+def _owned_name(name: str) -> str:
     """Return ``name`` with an end that tells every process of this machine which one made it."""
     process = identify(os.getpid())
     token = secrets.token_hex(4)
@@ -86,7 +113,7 @@ def owned_name(name: str) -> str:
     return f"{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
 
 
-def owner_of(name: str) -> ProcessIdentity | None:
+def _owner_of(name: str) -> ProcessIdentity | None:
     """Return the process that made an owned name; None if it cannot be observed from here."""
     here, owner = identify(os.getpid()), _OWNER.search(name)
     if here is None or owner is None or owner[3] != _machine(here):
@@ -95,7 +122,7 @@ def owner_of(name: str) -> ProcessIdentity | None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    owner = owner_of(folder.name)
+    owner = _owner_of(folder.name)
     if owner is not None:
         return owner == identify(os.getpid()) or has_ended(owner)
     try:
@@ -106,7 +133,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _temporary_name(name: str) -> str:
-    return f"{TEMPORARY}{owned_name(name)}"
+    return f"{TEMPORARY}{_owned_name(name)}"
 
 
 def _machine(process: ProcessIdentity) -> str:

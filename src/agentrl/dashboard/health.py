@@ -22,7 +22,7 @@ _LATE_STEPS, _LATE_SECONDS = 5.0, 60.0
 """A step is late after this many times the median of the last ones, and this many seconds at least."""
 _COLLAPSED_ENTROPY = 0.2
 _SOLVED = 0.95
-"""A pass rate from which on a falling entropy is no fault: the policy is sure because it is right."""
+"""Pass rate at which a task set counts as solved; a falling entropy is then expected."""
 _GRADIENT_JUMP = 10.0
 _REWARD_LOSS = 0.25
 """Of the span between the lowest and the highest reward."""

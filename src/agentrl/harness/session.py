@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
+from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.harness import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.harness.command import arguments_of, search_path
@@ -24,7 +25,6 @@ from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
 from agentrl.processes import process_tree
-from agentrl.scratch_folder import scratch_folder
 from agentrl.tools.sandbox import forward
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, namespace_problem

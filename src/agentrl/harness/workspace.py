@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from agentrl.atomic_folder import scratch_folder
 from agentrl.errors import ConfigError
 from agentrl.harness.config import HarnessConfig
-from agentrl.scratch_folder import scratch_folder
 
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"

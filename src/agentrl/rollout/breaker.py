@@ -41,7 +41,7 @@ class Breaker:
         self.why = ""
         """The last error."""
         self.is_awaited = False
-        """Whether it is open because the dependency has not come up yet, which is no outage."""
+        """Whether it waits for the first start of the dependency. That is not reported as an outage."""
         self._changed = changed
         self._failures = 0
         self._delay = FIRST_PROBE_SECONDS

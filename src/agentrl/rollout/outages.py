@@ -85,7 +85,7 @@ class Outages:
         self._breaker(dependency).went_down(why)
 
     def not_up_yet(self, dependency: Dependency) -> None:
-        """Hold what needs a dependency that has not come up yet; that is no outage."""
+        """Hold calls until a dependency starts for the first time. No outage is reported."""
         self._breaker(dependency).not_up_yet()
 
     async def until_probe(self, dependency: Dependency) -> None:

@@ -13,7 +13,6 @@ from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, StoreError
-from agentrl.parquet import write_rows
 from agentrl.store.admin import dataset
 from agentrl.store.client import Store
 
@@ -60,5 +59,5 @@ async def test_without_pyarrow_the_extra_is_named(
 def test_rows_with_gaps_become_a_table() -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     content = io.BytesIO()
-    write_rows([{"step": 1, "reward": None}, {"step": 2, "reward": 0.5}], content)
+    dataset.write_parquet([{"step": 1, "reward": None}, {"step": 2, "reward": 0.5}], content)
     assert parquet.read_table(io.BytesIO(content.getvalue())).to_pylist()[1] == {"step": 2, "reward": 0.5}

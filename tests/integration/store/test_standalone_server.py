@@ -1,4 +1,4 @@
-"""A mongod that is no member of a replica set is refused, with the commands that make it one."""
+"""A standalone mongod is refused; the error gives the commands that make it a replica set."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from agentrl.dashboard.run_data import read_steps
 from agentrl.dashboard.stores import open_run
 from agentrl.errors import ConfigError
-from agentrl.parquet import write_rows
+from agentrl.store.admin.dataset import write_parquet
 from agentrl.store.views.overview import StepPoint
 
 
@@ -58,7 +58,7 @@ async def _parquet(request: Request) -> Response:
         rows = rows_of(await read_steps(request, store))
     content = io.BytesIO()
     try:
-        await run_in_threadpool(write_rows, rows, content)
+        await run_in_threadpool(write_parquet, rows, content)
     except ConfigError as error:
         raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, f"{error.message}: {error.hint}") from error
     return _file(content.getvalue(), "application/vnd.apache.parquet", f"{store.run_name}.parquet")

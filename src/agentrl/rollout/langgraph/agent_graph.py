@@ -127,7 +127,10 @@ async def run_agent_graph(found: type, rollout: Rollout) -> Outcome:
 
 
 def _mask_before(messages: list[BaseMessage], prompt_tokens: int) -> list[int]:
-    """Return the mask of a prompt: 1 for the tokens that the policy sampled in an answer before."""
+    """Return the mask of a prompt: 1 for the tokens that the policy sampled in an answer before.
+
+    It is right for a conversation that only grows. Training does not read it.
+    """
     before = [mask for item in messages if (mask := item.response_metadata.get("loss_mask")) is not None]
     known: list[int] = before[-1] if before and len(before[-1]) <= prompt_tokens else []
     return known + [0] * (prompt_tokens - len(known))

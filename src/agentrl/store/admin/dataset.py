@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from agentrl.documents.images import text_of
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.task import task_key
-from agentrl.parquet import require_pyarrow
+from agentrl.errors import ConfigError
 from agentrl.store.admin.archive import require_empty
 from agentrl.store.admin.transfer import writing_folder
 from agentrl.store.connection import Connection, Json, Repository, database_call
@@ -39,6 +39,25 @@ import datasets
 rows = datasets.load_dataset("FOLDER", split="train")
 ```
 """
+
+
+def require_pyarrow() -> None:
+    """Raise ConfigError without pyarrow, before anything is read."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "Parquet needs pyarrow, which is not installed", hint='pip install "agentrl[parquet]"'
+        ) from error
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], file: BinaryIO) -> None:
+    """Write rows of the same keys; the types of the columns come from the values. Raises ConfigError."""
+    require_pyarrow()
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file, compression="zstd")
 
 
 class TrajectoryDataset(Repository):

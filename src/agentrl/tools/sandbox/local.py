@@ -17,8 +17,8 @@ from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from agentrl.atomic_folder import scratch_folder
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.scratch_folder import scratch_folder
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.launcher_process import LAUNCHER, encode_job
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
