@@ -86,6 +86,8 @@ def compile_layers(model: Any) -> None:
             f"the decoder of {type(model).__name__} has no list of layers to compile",
             hint="leave out --torch_compile",
         )
+    # Torch's cache does not tell vector widths apart: kernels for another one crash, or give wrong gradients.
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     for layer in layers:
         layer.compile(dynamic=True)
 
