@@ -6,7 +6,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "load a JSONL file of tasks; list what is loaded"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
-    "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, delete"),
+    "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
     "serve": ("agentrl.cli.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.sample", "a sampler: claims, runs and scores trajectories"),
     "gateway": ("agentrl.cli.gateway", "model APIs in front of rollouts, for any agent"),

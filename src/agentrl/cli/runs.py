@@ -1,4 +1,4 @@
-"""``agentrl runs``: list the runs of a server, tag them, note what they are for, delete them."""
+"""``agentrl runs``: list the runs of a server, tag them, note what they are for, rename and delete them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 
-_ACTIONS: Final = ("rm", "tag", "note")
+_ACTIONS: Final = ("rm", "rename", "tag", "note")
 _CHANGE: Final = re.compile(r"\+.*|-(?!h$)[^-].*", re.DOTALL)
 """A word that adds or removes a tag."""
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
 def parser() -> CommandParser:
     """Return the parser; each subcommand sets ``handler``, a coroutine function of the arguments."""
     outer = CommandParser(
-        prog="agentrl runs", description="Lists the runs of a MongoDB server; tags, notes and deletes them."
+        prog="agentrl runs", description="Lists the runs of a MongoDB server; tags, notes, renames and deletes them."
     )
     _database(outer, mongo_dir=".agentrl/mongo", seconds=30.0, uri=None)
     outer.add_argument("--json", action="store_true", help="print the list as one JSON value")
@@ -41,6 +41,9 @@ def parser() -> CommandParser:
     remove.add_argument("run_name", metavar="RUN", nargs="+", help="the runs to delete")
     remove.add_argument("--folders", action="store_true", help="delete their output folders too")
     remove.add_argument("--yes", action="store_true", help="do not ask")
+    rename = actions.add_parser("rename", help="rename a run that has ended, and its output folder")
+    rename.add_argument("run_name", metavar="RUN", help="the run")
+    rename.add_argument("new_name", metavar="NEW", help="its new name")
     tag = actions.add_parser(
         "tag", help="add and remove tags", usage="agentrl runs tag RUN [+TAG | -TAG] … [--flag VALUE …]"
     )
@@ -48,7 +51,7 @@ def parser() -> CommandParser:
     note = actions.add_parser("note", help="note what a run is for")
     note.add_argument("run_name", metavar="RUN")
     note.add_argument("text", metavar="TEXT", help="the note; an empty one removes it")
-    for action, handler in ((remove, rm_runs), (tag, tag_run), (note, note_run)):
+    for action, handler in ((remove, rm_runs), (rename, rename_run), (tag, tag_run), (note, note_run)):
         # a flag before the subcommand keeps its value
         _database(action, mongo_dir=argparse.SUPPRESS, seconds=argparse.SUPPRESS, uri=argparse.SUPPRESS)
         action.set_defaults(handler=handler)
@@ -121,6 +124,26 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
     print(f"deleted {what}")
     if arguments.folders and folder is None:
         print(f"{run.run_name}: this machine has no output folder of it")
+
+
+async def rename_run(arguments: argparse.Namespace) -> int:
+    """Rename the run, or finish a renaming that was killed."""
+    from agentrl.observe.progress import progress
+    from agentrl.store.admin.rename import Rename
+    from agentrl.store.client import open_connection
+
+    old, new = arguments.run_name, arguments.new_name
+    named = await open_connection(_run_config(arguments, new))  # refuses a name that differs in case only
+    await named.close()
+    connection = await open_connection(_run_config(arguments, old))
+    try:
+        with progress(f"renaming run {old}, documents") as work:
+            rename = Rename(connection, new, on_documents=work.advance)
+            folders = await rename.run(EngineConfig().alive_seconds)
+    finally:
+        await connection.close()
+    print(f"{old} → {new}" + "".join(f", folder {folder}" for folder in folders if folder.exists()))
+    return 0
 
 
 def _confirm(what: str) -> bool:

@@ -114,6 +114,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl runs rm math_1",
         "agentrl runs rm math_1 math_2 --folders --yes",
     ),
+    "agentrl runs rename": (
+        "agentrl runs rename math_1 math_baseline",
+        "agentrl runs rename math_1 math_baseline --db_connection_string mongodb://db:27017",
+    ),
     "agentrl runs tag": (
         "agentrl runs tag math +baseline",
         "agentrl runs tag math +best -candidate",

@@ -41,7 +41,9 @@ class RunFact(Root):
     id: str
     version: int | None = None
     importing: bool | None = None
-    """True during an import."""
+    """True during an import, and while a renamed run is copied."""
+    renaming: tuple[str, ...] = ()
+    """The old and the new name, in both databases, until a renaming has ended."""
     tags: tuple[str, ...] = ()
     note: str | None = None
 

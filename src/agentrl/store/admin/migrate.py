@@ -196,18 +196,30 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
 """In order; each starts from the version that the one before reaches."""
 
 
+def unfinished(name: str, schema: Json) -> StoreError | None:
+    """Return the error for a database that an import or a renaming left, by its schema document."""
+    old, new = schema.get("renaming") or (None, None)
+    if old == name or (old is not None and schema.get("importing")):
+        return StoreError(
+            f"renaming run {old!r} to {new!r} did not finish", hint=f"finish it: agentrl runs rename {old} {new}"
+        )
+    if schema.get("importing"):
+        return StoreError(
+            f"the import into run {name!r} did not finish",
+            hint="import again: it replaces the documents that exist",
+        )
+    return None
+
+
 async def stored_version(database: AsyncDatabase[Json]) -> int | None:
     """Return the schema version of a database; None without a run, 1 for a run that does not store it.
 
-    Raises StoreError after an unfinished import, which is marked by ``importing`` beside the version.
+    Raises StoreError after an unfinished import or renaming, which is marked beside the version.
     """
     holds_tasks = bool(await database.list_collection_names(filter={"name": TASK}))
     schema = await database.get_collection(RUN).find_one({"_id": SCHEMA})
-    if schema is not None and schema.get("importing"):
-        raise StoreError(
-            f"the import into run {database.name!r} did not finish",
-            hint="import again: it replaces the documents that exist",
-        )
+    if (problem := unfinished(database.name, schema or {})) is not None:
+        raise problem
     if schema is not None:
         return int(schema["version"])
     return 1 if holds_tasks else None

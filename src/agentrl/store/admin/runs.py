@@ -73,22 +73,22 @@ class RunAdmin(Repository):
             )
 
     @database_call
-    async def output_folder(self) -> Path | None:
+    async def output_folder(self, verb: str = "delete") -> Path | None:
         """Return the output folder of the run's trainer on this machine; None if there is none.
 
-        Raises ConfigError for a folder without weights or checkpoints, one that holds the working or the home
-        folder, a link, one that does not hold the newest weights that the run published, and one that another
-        run of the server has too.
+        ``verb`` says what is to be done with it. Raises ConfigError for a folder without weights or
+        checkpoints, one that holds the working or the home folder, a link, one that does not hold the newest
+        weights that the run published, and one that another run of the server has too.
         """
         database = self._connection.database
         stored: Json = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
         given = str(stored.get("values", {}).get("output_dir") or f"output/{database.name}")
         newest = await self._collection(VERSION).find_one({"train_step": {"$ne": None}}, sort=[("_id", -1)])
         try:
-            folder = _output_at(Path(given), None if newest is None else newest["location"])
+            folder = _output_at(Path(given), None if newest is None else newest["location"], verb)
         except OSError as error:
             raise ConfigError(
-                f"{given} cannot be read: {error.strerror}", hint="delete it by hand"
+                f"{given} cannot be read: {error.strerror}", hint=f"{verb} it by hand"
             ) from error
         if folder is None:
             return None
@@ -97,7 +97,7 @@ class RunAdmin(Repository):
                 continue
             same = {"_id": flags_key("train"), _OUTPUT: given}
             if await database.client[name][SETTINGS].find_one(same, {"_id": 1}) is not None:
-                raise ConfigError(f"{folder} is the output of run {name!r} too", hint="delete it by hand")
+                raise ConfigError(f"{folder} is the output of run {name!r} too", hint=f"{verb} it by hand")
         return folder
 
     @database_call
@@ -114,23 +114,23 @@ class RunAdmin(Repository):
         await self._collection(RUN).update_one({"_id": REMARKS}, {"$set": fields}, upsert=True)
 
 
-def _output_at(path: Path, published: str | None) -> Path | None:
+def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     """Return the absolute folder of a trainer's output; None if there is none. Raises as its caller.
 
     ``published`` is the folder of the newest weights.
     """
     if path.is_symlink():
-        raise ConfigError(f"{path} is a link", hint="delete what it points to by hand")
+        raise ConfigError(f"{path} is a link", hint=f"{verb} what it points to by hand")
     if not path.is_dir():
         return None
     folder = path.resolve()
     if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
-        raise ConfigError(f"{folder} holds more than a run's output", hint="delete its content by hand")
+        raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
     if not (folder / "weights").is_dir() and not any(folder.glob("checkpoint-*/state.json")):
-        raise ConfigError(f"{folder} has neither weights nor checkpoints", hint="delete it by hand")
+        raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
     if published is not None and not Path(published).resolve().is_relative_to(folder):
         raise ConfigError(
             f"{folder} does not hold the newest weights that the run published: {published}",
-            hint="start this command in the trainer's working folder, or delete the folder by hand",
+            hint=f"start this command in the trainer's working folder, or {verb} the folder by hand",
         )
     return folder

@@ -1,4 +1,4 @@
-"""Copy a run into a folder, as of one moment, and from a folder into an empty database."""
+"""Copy a run into a folder, as of one moment, and from a folder or a database into an empty database."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from bson.codec_options import CodecOptions
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, IndexModel
 from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
@@ -129,6 +131,23 @@ class Transfer(Repository):
             await runs.drop()
         return Imported(manifest=manifest, imports=imports)
 
+    async def copy(self, target: AsyncDatabase[Json]) -> None:
+        """Insert every document except the schema document into ``target``, which holds no others.
+
+        Raises StoreError if the numbers of documents differ then: another process writes.
+        """
+        for name in await self._stored_collections():
+            others = {"_id": {"$ne": SCHEMA}} if name == RUN else {}
+            source = (each async for each in self._pages(name) if name != RUN or each["_id"] != SCHEMA)
+            await self._insert(target[name], source)
+            here = await self._collection(name).count_documents(others)
+            there = await target[name].count_documents(others)
+            if there != here:
+                raise StoreError(
+                    f"{name} had {there:,} documents when it was copied, and has {here:,} now",
+                    hint="stop the processes of the run",
+                )
+
     async def _stored_collections(self) -> list[str]:
         listed = await self._connection.database.list_collections(filter={"type": "collection"})
         names = [entry["name"] async for entry in listed]
@@ -144,7 +163,9 @@ class Transfer(Repository):
             collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
         )
 
-    async def _pages(self, name: str, session: AsyncClientSession) -> AsyncIterator[RawBSONDocument]:
+    async def _pages(
+        self, name: str, session: AsyncClientSession | None = None
+    ) -> AsyncIterator[RawBSONDocument]:
         """Yield every document by ``_id``, with one query per page, so that each has its own time limit."""
         raw: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
         collection = self._collection(name).with_options(codec_options=raw)
@@ -179,28 +200,35 @@ class Transfer(Repository):
         """Insert a file's documents except the schema document, which is returned if the file has one."""
         if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
+        schema: list[Json] = []
+
+        async def documents() -> AsyncIterator[RawBSONDocument]:
+            with file.open("rb") as stream:
+                for number, line in enumerate(stream, start=1):
+                    raw = decode_line(line, file, number)
+                    if name == RUN and (document := bson.decode(raw, CODEC))["_id"] == SCHEMA:
+                        schema.append(document)
+                    else:
+                        yield RawBSONDocument(raw)
+
+        await self._insert(self._collection(name), documents())
+        return schema[-1] if schema else None
+
+    async def _insert(self, collection: AsyncCollection[Json], documents: AsyncIterator[Any]) -> None:
         for ending, index in _GRIDFS.items():
-            if name.endswith(ending):
-                await self._collection(name).create_indexes([index])
-        collection = self._collection(name)
-        schema: Json | None = None
+            if collection.name.endswith(ending):
+                await collection.create_indexes([index])
         batch: list[Any] = []
         size = 0
-        with file.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                raw = decode_line(line, file, number)
-                if name == RUN and (document := bson.decode(raw, CODEC))["_id"] == SCHEMA:
-                    schema = document
-                    continue
-                batch.append(RawBSONDocument(raw))
-                size += len(raw)
-                if size >= _BATCH_BYTES or len(batch) == _PAGE:
-                    await collection.insert_many(batch, bypass_document_validation=True)
-                    self._on_documents(len(batch))
-                    batch, size = [], 0
+        async for document in documents:
+            batch.append(document)
+            size += len(document.raw)
+            if size >= _BATCH_BYTES or len(batch) == _PAGE:
+                await collection.insert_many(batch, bypass_document_validation=True)
+                self._on_documents(len(batch))
+                batch, size = [], 0
         if batch:
             await collection.insert_many(batch, bypass_document_validation=True)
-        return schema
 
 
 def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:

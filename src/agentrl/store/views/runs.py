@@ -12,6 +12,7 @@ from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
+from agentrl.store.admin.migrate import unfinished
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
@@ -101,6 +102,8 @@ class Runs(Repository):
             if not await database.list_collection_names(filter={"name": TASK}):
                 return None
             schema = await database[RUN].find_one({"_id": SCHEMA}) or {"version": 1}
+            if (error := unfinished(name, schema)) is not None:
+                return replace(empty, problem=error.message)
             if schema["version"] != SCHEMA_VERSION:
                 known = f"this AgentRL reads {SCHEMA_VERSION}"
                 return replace(empty, problem=f"schema version {schema['version']}; {known}")
