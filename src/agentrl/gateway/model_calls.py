@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
+from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
@@ -31,6 +32,7 @@ from agentrl.errors import (
 from agentrl.gateway.answers import response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.gateway.grammar import grammar_of
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
 from agentrl.gateway.request import GatewayRequest, aside
@@ -203,14 +205,14 @@ class Answerer:
     ) -> tuple[Generation, SamplingParams]:
         """Return a generation and the parameters to store with it.
 
-        Where the request demands a tool call or a schema, the engine's grammar gives the schema if it has
-        one; else the model is asked again, up to ``ATTEMPTS`` times. A later answer is chosen by its text:
-        its parameters say so, and it is context. Nothing of these answers is streamed before it is chosen.
+        Where the request demands a tool call or a schema, the engine samples by a grammar if it has one;
+        else the model is asked again, up to ``ATTEMPTS`` times. A later answer is chosen by its text: its
+        parameters say so, and it is context. Nothing of these answers is streamed before it is chosen.
         """
         if not request.must_call and request.schema is None:
             return await engine.generate(prompt.ids, params, progress, **shown), params
-        if request.schema is not None and not request.tools and not self._thinks(prompt):
-            constrained = params.replace(extra={**params.extra, "json_schema": json.dumps(request.schema)})
+        if (grammar := await self._grammar(request, prompt)) is not None:
+            constrained = params.replace(extra={**params.extra, **grammar})
             with contextlib.suppress(EngineRefusedError):
                 return await engine.generate(prompt.ids, constrained, None, **shown), constrained
         sent = params
@@ -234,10 +236,16 @@ class Answerer:
             TrajectoryError,
         )
 
-    def _thinks(self, prompt: Prompt) -> bool:
-        """Return whether the prompt opens a thought, which a grammar would replace."""
+    async def _grammar(self, request: GatewayRequest, prompt: Prompt) -> dict[str, str] | None:
+        """Return the sampling parameter for the engine's grammar; None if the demand cannot be one."""
         end = self.chat_format.decode(prompt.ids[-8:])
-        return any(opens_thought(end, tags) for tags in REASONING_TAGS)
+        in_thought = any(opens_thought(end, tags) for tags in REASONING_TAGS)
+        shape = await asyncio.to_thread(lambda: self._call_shape)
+        return grammar_of(request, shape, in_thought=in_thought)
+
+    @cached_property
+    def _call_shape(self) -> CallShape | None:
+        return call_shape(self.chat_format)
 
     async def _store(
         self,

@@ -26,6 +26,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+REFUSAL = EngineRefusedError("the local engine does not support sampling parameter 'structural_tag'")
+"""What an engine without a grammar answers first."""
 
 
 async def _answer(run: GatewayRun, **body: Any) -> Any:
@@ -40,7 +42,7 @@ async def _answer(run: GatewayRun, **body: Any) -> Any:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_demanded_call_is_asked_for_again_and_is_context(store: Store, choice: Any) -> None:
-    run = GatewayRun(store, "Three.", "I think three.", ADD, "never asked")
+    run = GatewayRun(store, REFUSAL, "Three.", "I think three.", ADD, "never asked")
     answer = await _answer(run, tool_choice=choice)
     assert answer["finish_reason"] == "tool_calls"
     assert answer["message"]["tool_calls"][0]["function"]["name"] == "add"
@@ -50,14 +52,14 @@ async def test_a_demanded_call_is_asked_for_again_and_is_context(store: Store, c
 
 
 async def test_a_first_answer_that_calls_is_trained(store: Store) -> None:
-    run = GatewayRun(store, ADD)
+    run = GatewayRun(store, REFUSAL, ADD)
     await _answer(run, tool_choice="required")
     (call,) = await run.calls()
     assert mask_reason(call) is None
 
 
 async def test_a_stream_holds_back_what_is_not_chosen(store: Store) -> None:
-    run = GatewayRun(store, "Not this.", f"So: {ADD}")
+    run = GatewayRun(store, REFUSAL, "Not this.", f"So: {ADD}")
     text = await _answer(run, tool_choice="required", stream=True)
     assert "Not this" not in text
     assert "So:" in text
@@ -65,18 +67,18 @@ async def test_a_stream_holds_back_what_is_not_chosen(store: Store) -> None:
 
 
 async def test_without_a_call_the_last_answer_is_a_format_error(store: Store) -> None:
-    run = GatewayRun(store, "Three.")
+    run = GatewayRun(store, REFUSAL, "Three.")
     answer = await _answer(run, tool_choice="required")
     assert (answer["message"]["content"], answer["finish_reason"]) == ("Three.", "stop")
-    assert len(run.engine.prompts) == ATTEMPTS
+    assert len(run.engine.prompts) == 1 + ATTEMPTS
     (call,) = await run.calls()
     assert call.error == "no tool call, and the request demands one of add"
 
 
 async def test_a_greedy_answer_is_asked_for_once(store: Store) -> None:
-    run = GatewayRun(store, "Three.")
+    run = GatewayRun(store, REFUSAL, "Three.")
     await _answer(run, tool_choice="required", temperature=0)
-    assert len(run.engine.prompts) == 1
+    assert len(run.engine.prompts) == 1 + 1
 
 
 async def test_no_call_is_answered_where_none_is_allowed(store: Store) -> None:
@@ -98,9 +100,39 @@ async def test_an_engine_with_a_grammar_gets_the_schema(store: Store) -> None:
     assert str(mask_reason(call)).startswith("json_schema ")  # the fake's logprobs are the policy's
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_an_engine_with_a_grammar_gets_the_shape_of_a_call(store: Store, choice: Any) -> None:
+    other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    run = GatewayRun(store, ADD)
+    await _answer(run, tool_choice=choice, tools=[ADD_TOOL, other])
+    (call,) = await run.calls()
+    answer = json.loads(call.sampling_params["structural_tag"])["format"]
+    schema = ADD_TOOL["function"]["parameters"]
+    tag = {
+        "type": "tag",
+        "begin": '<tool_call>{"name": "add", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}</tool_call>",
+    }
+    if choice == "required":
+        assert answer["type"] == "or"
+        assert answer["elements"][0] == tag
+        assert answer["elements"][1]["begin"] == '<tool_call>{"name": "other", "arguments": '
+    else:
+        assert answer == tag
+    assert call.error is None
+
+
+async def test_a_schema_beside_tools_is_a_call_or_json(store: Store) -> None:
+    run = GatewayRun(store, '{"sum": 3}')
+    await _answer(run, response_format=FORMAT)
+    (call,) = await run.calls()
+    kinds = json.loads(call.sampling_params["structural_tag"])["format"]["elements"]
+    assert [kind["type"] for kind in kinds] == ["tag", "json_schema"]
+
+
 async def test_an_engine_without_a_grammar_is_asked_again(store: Store) -> None:
-    refusal = EngineRefusedError("the local engine does not support sampling parameter 'json_schema'")
-    run = GatewayRun(store, refusal, "Three.", '{"sum": "3"}', '{"sum": 3}')
+    run = GatewayRun(store, REFUSAL, "Three.", '{"sum": "3"}', '{"sum": 3}')
     answer = await _answer(run, response_format=FORMAT, tools=None)
     assert json.loads(answer["message"]["content"]) == {"sum": 3}
     (call,) = await run.calls()

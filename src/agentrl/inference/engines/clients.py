@@ -132,8 +132,9 @@ class VllmClient(EngineClient):
                 hint="serve the model with --engine sglang",
             )
         sampling = {_RENAMED.get(name, name): value for name, value in params.to_request().items()}
-        if (schema := sampling.pop("json_schema", None)) is not None:
-            sampling["structured_outputs"] = {"json": schema}
+        for name, vllms in (("json_schema", "json"), ("structural_tag", "structural_tag")):
+            if (grammar := sampling.pop(name, None)) is not None:
+                sampling["structured_outputs"] = {vllms: grammar}
         if sampling.get("ignore_eos"):
             sampling["stop_token_ids"] = []  # SGLang's ignore_eos ignores these too
         rest = {

@@ -1,0 +1,59 @@
+"""The grammar of what a request demands, with and without thoughts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agentrl.chat.call_shape import CallShape
+from agentrl.chat.parsers.reasoning import THINK
+from agentrl.gateway.grammar import grammar_of
+from agentrl.gateway.request import GatewayRequest
+
+SHAPE = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", None, "")
+THINKS = CallShape(SHAPE.before_name, SHAPE.before_arguments, SHAPE.end, THINK, "\n\n")
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {
+    "type": "tag",
+    "begin": '<call>{"name": "add", "arguments": ',
+    "content": {"type": "json_schema", "json_schema": {"type": "object"}},
+    "end": "}</call>",
+}
+
+
+def demanded(shape: CallShape | None, *, in_thought: bool = False, **demand: Any) -> Any:
+    request = GatewayRequest(model="policy", messages=[{"role": "user", "content": "?"}], **demand)
+    found = grammar_of(request, shape, in_thought=in_thought)
+    return found and {name: json.loads(value) for name, value in found.items()}
+
+
+def test_a_call_may_stand_behind_a_thought() -> None:
+    found = demanded(THINKS, tools=[TOOL], must_call=("add",))["structural_tag"]["format"]
+    thoughtful, plain = found["elements"]
+    assert plain == CALL
+    thought, space, call = thoughtful["elements"]
+    assert (thought["begin"], thought["end"], space["value"], call) == ("<think>", "</think>", "\n\n", CALL)
+    opened = demanded(THINKS, in_thought=True, tools=[TOOL], must_call=("add",))["structural_tag"]["format"]
+    assert opened["elements"][0] == {**thought, "begin": ""}
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_thought", "demand"),
+    [
+        (SHAPE, False, {"tools": [TOOL]}),
+        (None, False, {"tools": [TOOL], "must_call": ("add",)}),
+        (SHAPE, True, {"tools": [TOOL], "must_call": ("add",)}),
+        (None, True, {"tools": [], "schema": {"type": "object"}}),
+    ],
+)
+def test_what_no_grammar_can_be_written_for(
+    shape: CallShape | None, in_thought: bool, demand: dict[str, Any]
+) -> None:
+    assert demanded(shape, in_thought=in_thought, **demand) is None
+
+
+def test_a_schema_alone_is_the_engines_own() -> None:
+    for shape in (None, SHAPE):
+        assert demanded(shape, tools=[], schema={"type": "array"}) == {"json_schema": {"type": "array"}}
