@@ -6,7 +6,7 @@
 # The exit code is 1 if a check failed; the table says how to fix it.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
-cd "$(dirname "$0")/.."
+root=$(cd "$(dirname "$0")/.." && pwd)
 
-step bash scripts/setup.sh
-exec "${AGENTRL_VENV:-.venv}/bin/python" -m agentrl doctor "$@"
+step bash "$root/scripts/setup.sh"
+exec "$(venv_of "$root")/bin/python" -m agentrl doctor "$@"

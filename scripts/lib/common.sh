@@ -26,3 +26,11 @@ step() {
   trap - INT TERM
   return "$code"
 }
+
+# venv_of ROOT: print the folder of the virtual environment of the clone ROOT, to which a relative AGENTRL_VENV belongs.
+venv_of() {
+  case "${AGENTRL_VENV:-.venv}" in
+    /*) printf '%s' "$AGENTRL_VENV" ;;
+    *) printf '%s/%s' "$1" "${AGENTRL_VENV:-.venv}" ;;
+  esac
+}

@@ -15,7 +15,8 @@
 # Engines and the trainer get GPUs of their own, half each; --train_gpus 0-5 --engine_gpus 6,7 divides them otherwise,
 # and every --inf_tp_size of the engines' GPUs run one engine. One GPU is shared.
 #
-# The logs are in logs/RUN_NAME. A process that crashes is restarted, up to five times. If one ends because of its
+# Paths are relative to the folder in which you start the script. Modules of yours there are found, and .agentrl, logs
+# and output are made there. The logs are in logs/RUN_NAME. A process that crashes is restarted, up to five times. If one ends because of its
 # configuration, the reason is printed and all are stopped. SIGINT and SIGTERM stop all of them within 30 s.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -30,15 +31,13 @@ RUN_NAME=${1:-}
 [ -n "$RUN_NAME" ] || die "RUN_NAME is missing; usage: bash scripts/$(basename "$0") RUN_NAME [--flag VALUE …]"
 shift
 
-cd "$root"
-bin="${AGENTRL_VENV:-.venv}/bin"
 flags=()
 
 # The defaults are the quickstart's model and tasks; set both to use your own.
 choose_model_and_tasks() {
   local file_variable=$1 default_file=$2
   if [ -z "${MODEL_PATH:-}" ] && [ -z "${!file_variable:-}" ]; then
-    printf -v "$file_variable" '%s' "$default_file"
+    printf -v "$file_variable" '%s' "$root/$default_file"
     DEMO=1
     return
   fi
@@ -70,7 +69,7 @@ training_flags() {
 
 # launch train|eval: replace this script by the process that supervises the others.
 launch() {
-  step bash scripts/setup.sh
-  exec "$bin/python" -m agentrl launch "$1" \
+  step bash "$root/scripts/setup.sh"
+  exec "$(venv_of "$root")/bin/python" -m agentrl launch "$1" \
     --run_name "$RUN_NAME" --log_dir "logs/$RUN_NAME" --output_dir "output/$RUN_NAME" "${flags[@]}"
 }

@@ -46,12 +46,13 @@ from agentrl.errors import ConfigError
 from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.processes import thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
+from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
 from agentrl.tools.config import load_servers
 from agentrl.tools.specs import HttpSpec, ManagerSpec, ServerSpec
 
-SERVERS_FILE = Path("assets/mcp_servers.yml")
+SERVERS_FILE = shipped_files() / "mcp_servers.yml"
 ROLES = ("serve", "sample", "train")
 _DEMO_TOOLS = ("units", 8765)
 """The HTTP server of ``SERVERS_FILE``, which has to be started, and its port."""

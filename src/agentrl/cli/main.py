@@ -42,6 +42,8 @@ def _main(argv: Sequence[str] | None) -> int:
         from agentrl.cli.completion import complete
 
         complete()
+    if argv is None and not sys.flags.safe_path and os.path.isdir("."):
+        sys.path.append(os.getcwd())  # a scorer `my_file:name` is found here, as under `python -m agentrl`
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
