@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_policy import (
+    EOS,
     VOCAB,
     assert_close,
     assert_logprobs,
@@ -21,13 +23,18 @@ from engine_policy import (
     save_model,
 )
 from tcp_server import TcpServer
+from tokenizers import Tokenizer
 
+from agentrl.chat.call_shape import CallShape
+from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
+from agentrl.gateway.grammar import grammar_of
+from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
@@ -185,6 +192,35 @@ async def test_logprobs_of_a_shaped_call_are_what_it_says(served: Served, engine
             assert_close(drawn_from, made)
         elif made.logprobs_of == "policy":
             assert_logprobs(served.first, prompt(2), made, temperature=params.temperature)
+
+
+async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine: EngineClient) -> None:
+    """The model chooses one of the demanded calls; the logprobs are those of the grammar."""
+    shape = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", THINK, "\n")
+    schema = {
+        "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in "xyz"]
+    request = GatewayRequest(model="policy", messages=[], tools=tools, must_call=("x", "y"))
+    grammar = grammar_of(request, replace(shape, tags=None), in_thought=False)
+    assert grammar is not None
+    params = SamplingParams(max_new_tokens=500, stop_token_ids=(EOS,), extra=grammar)
+    if served.kind == "local":
+        with pytest.raises(EngineRefusedError, match="does not support sampling parameter 'structural_tag'"):
+            await engine.generate(prompt(11), params)
+        return
+    tokenizer = Tokenizer.from_file(str(Path(served.first) / "tokenizer.json"))
+    generation = await engine.generate(prompt(11), params)
+    text = tokenizer.decode(list(generation.output_ids))
+    assert re.fullmatch(r'<call>\{"name": "[xy]", "arguments": \{\s*"a"\s*:\s*(true|false)\s*\}\}</call>', text)
+    assert generation.finish_reason == "stop"
+    assert generation.logprobs_of == "sampled"
+    assert generation.logprobs[0] == pytest.approx(0.0, abs=1e-3)  # only "<" may come first
+    thinking = grammar_of(request, shape, in_thought=True)
+    assert thinking is not None
+    opened = await engine.generate(prompt(11), params.replace(max_new_tokens=8, extra=thinking))
+    assert opened.finish_reason == "length"  # a random thought goes on
 
 
 async def test_greedy_ids_are_those_of_the_plain_model(served: Served, engine: EngineClient) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
+from loaded_tasks import load_tasks
 
 from agentrl.cli.main import main
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import RunConfig, TaskConfig
 from agentrl.documents.status import TaskStatus
+from agentrl.errors import TaskFileError
 from agentrl.store.client import Store, run_exists
 
 pytestmark = pytest.mark.integration
@@ -62,3 +64,19 @@ def test_a_scorer_that_cannot_be_used_stops_the_load_and_begins_no_run(
     assert "scorers that cannot be used; nothing is loaded" in printed
     assert scorer.partition(":")[0] in printed
     assert not asyncio.run(run_exists(run_config))
+
+
+async def test_a_samplers_file_of_other_tasks_is_refused_too(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    for ids in (range(3), range(2, 5)):
+        lines = [{"id": number, "query": "?", "answer": "1", "scorer": "exact"} for number in ids]
+        file = tmp_path / f"{ids.start}.jsonl"
+        file.write_text("\n".join(json.dumps(line) for line in lines))
+    await load_tasks(store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2)
+    await load_tasks(store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2)
+    with pytest.raises(TaskFileError, match="begun with another file: it does not have 2 tasks of this one"):
+        await load_tasks(
+            store, run_config, TaskConfig(), str(tmp_path / "2.jsonl"), split="train", num_generations=2
+        )
+    assert (await store.tasks.counts("train"))[TaskStatus.CREATED] == 3

@@ -11,6 +11,10 @@ RIGHT_THRESHOLD = 0.5
 """Default of ``--right_threshold``."""
 
 
+_RESERVE = 1024
+"""Default of ``--prompt_reserve_tokens``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig(Flags):
     """The tasks, their epochs and the size of a group."""
@@ -117,8 +121,9 @@ class AgentConfig(Flags):
         unit="tokens",
     )
     prompt_reserve_tokens: int = flag(
-        1024,
-        "the context counts as full at --max_prompt_tokens minus this",
+        _RESERVE,
+        "the context counts as full at --max_prompt_tokens minus this; an eighth of --max_prompt_tokens if"
+        f" that is {_RESERVE} or less",
         within="[0, inf)",
         unit="tokens",
     )
@@ -148,6 +153,8 @@ class AgentConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prompt_reserve_tokens == _RESERVE >= self.max_prompt_tokens:
+            object.__setattr__(self, "prompt_reserve_tokens", self.max_prompt_tokens // 8)
         require(
             self.max_prompt_tokens > self.prompt_reserve_tokens,
             f"--max_prompt_tokens {self.max_prompt_tokens} leaves nothing beside"

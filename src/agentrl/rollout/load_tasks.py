@@ -45,14 +45,14 @@ async def read_task_file(
 async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
     """Load the tasks that were read from ``path`` into their split. Idempotent.
 
-    Raises TaskFileError if a loaded task has changed.
+    Raises TaskFileError if a loaded task has changed, and if the run was begun with another file.
 
     This process may import the Python paths in the file from now on; so may the other processes of the run,
     if this user may write the run's list.
     """
     for warning in result.warnings:
         logger.warning("%s", warning)
-    loaded, _ = await store_tasks(store, result)
+    loaded, _ = await store_tasks(store, result, append=False)
     allow_imports(_paths(result))
     logger.info(
         "tasks loaded",

@@ -88,7 +88,7 @@ class _Comparison:
             f"the run was begun with another file: it does not have {len(self.missing)} tasks of this one:"
             f" {shown}{more}",
             hint=f"`agentrl tasks load FILE --append` adds them{update}; or load the file that the run was"
-            " begun with, or use another --run_name",
+            " begun with, or use another --run_name (for an evaluation: another --eval_label)",
         )
 
 

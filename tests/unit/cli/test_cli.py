@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,19 @@ def _probe(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _PROBE, *words], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_the_installed_command_finds_modules_of_the_working_folder(tmp_path: Path) -> None:
+    own, programs = tmp_path / "own", tmp_path / "bin"
+    own.mkdir()
+    programs.mkdir()
+    (own / "my_scorer.py").write_text("print('found')\n")
+    lines = "import sys", "from agentrl.cli.main import main", "main()", "import my_scorer"
+    (programs / "agentrl").write_text("\n".join(lines))
+    for flags, found in (((), True), (("-P",), False)):
+        command = [sys.executable, *flags, str(programs / "agentrl"), "--version"]
+        result = subprocess.run(command, cwd=own, capture_output=True, text=True, timeout=60, check=False)
+        assert ("found" in result.stdout) == found, result.stderr
 
 
 @pytest.mark.parametrize("command", [None, *cli.COMMANDS])
