@@ -208,10 +208,10 @@ async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine:
     params = SamplingParams(max_new_tokens=500, stop_token_ids=(EOS,), extra=grammar)
     if served.kind == "local":
         with pytest.raises(EngineRefusedError, match="does not support sampling parameter 'structural_tag'"):
-            await engine.generate(prompt(11), params)
+            await engine.generate(prompt(11), params, "demanded")
         return
     tokenizer = Tokenizer.from_file(str(Path(served.first) / "tokenizer.json"))
-    generation = await engine.generate(prompt(11), params)
+    generation = await engine.generate(prompt(11), params, "demanded")
     text = tokenizer.decode(list(generation.output_ids))
     assert re.fullmatch(r'<call>\{"name": "[xy]", "arguments": \{\s*"a"\s*:\s*(true|false)\s*\}\}</call>', text)
     assert generation.finish_reason == "stop"
@@ -219,7 +219,7 @@ async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine:
     assert generation.logprobs[0] == pytest.approx(0.0, abs=1e-3)  # only "<" may come first
     thinking = grammar_of(request, shape, in_thought=True)
     assert thinking is not None
-    opened = await engine.generate(prompt(11), params.replace(max_new_tokens=8, extra=thinking))
+    opened = await engine.generate(prompt(11), params.replace(max_new_tokens=8, extra=thinking), "opened")
     assert opened.finish_reason == "length"  # a random thought goes on
 
 

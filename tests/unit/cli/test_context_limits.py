@@ -10,6 +10,7 @@ import pytest
 
 from agentrl.cli.context_limits import fitted_limits
 from agentrl.config.load import parse
+from agentrl.config.schema import AgentConfig
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 
@@ -65,3 +66,10 @@ def test_memory_limits_a_long_context(tmp_path: Path) -> None:
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max_prompt_tokens is 9000, and prompt and output have 8192"):
         limits(tmp_path, 8192, "--max_prompt_tokens", "9000")
+
+
+def test_the_reserve_fits_a_short_prompt_that_is_given() -> None:
+    assert AgentConfig(max_prompt_tokens=1024).prompt_reserve_tokens == 128
+    assert AgentConfig(max_prompt_tokens=1025).prompt_reserve_tokens == 1024
+    with pytest.raises(ConfigError, match="leaves nothing beside --prompt_reserve_tokens 600"):
+        AgentConfig(max_prompt_tokens=512, prompt_reserve_tokens=600)
