@@ -140,7 +140,7 @@ class Registry(Generic[T]):
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the {self._kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
-                hint="the path is module:name; its file must lie in the working folder or in one on PYTHONPATH",
+                hint="the path is module:name; its file must lie in the working folder or on PYTHONPATH",
             ) from error
         try:
             return self._convert(found)

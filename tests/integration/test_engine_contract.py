@@ -213,7 +213,9 @@ async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine:
     tokenizer = Tokenizer.from_file(str(Path(served.first) / "tokenizer.json"))
     generation = await engine.generate(prompt(11), params, "demanded")
     text = tokenizer.decode(list(generation.output_ids))
-    assert re.fullmatch(r'<call>\{"name": "[xy]", "arguments": \{\s*"a"\s*:\s*(true|false)\s*\}\}</call>', text)
+    assert re.fullmatch(
+        r'<call>\{"name": "[xy]", "arguments": \{\s*"a"\s*:\s*(true|false)\s*\}\}</call>', text
+    )
     assert generation.finish_reason == "stop"
     assert generation.logprobs_of == "sampled"
     assert generation.logprobs[0] == pytest.approx(0.0, abs=1e-3)  # only "<" may come first

@@ -73,8 +73,12 @@ async def test_a_samplers_file_of_other_tasks_is_refused_too(
         lines = [{"id": number, "query": "?", "answer": "1", "scorer": "exact"} for number in ids]
         file = tmp_path / f"{ids.start}.jsonl"
         file.write_text("\n".join(json.dumps(line) for line in lines))
-    await load_tasks(store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2)
-    await load_tasks(store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2)
+    await load_tasks(
+        store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2
+    )
+    await load_tasks(
+        store, run_config, TaskConfig(), str(tmp_path / "0.jsonl"), split="train", num_generations=2
+    )
     with pytest.raises(TaskFileError, match="begun with another file: it does not have 2 tasks of this one"):
         await load_tasks(
             store, run_config, TaskConfig(), str(tmp_path / "2.jsonl"), split="train", num_generations=2

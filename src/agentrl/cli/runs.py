@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
 def parser() -> CommandParser:
     """Return the parser; each subcommand sets ``handler``, a coroutine function of the arguments."""
     outer = CommandParser(
-        prog="agentrl runs", description="Lists the runs of a MongoDB server; tags, notes, renames and deletes them."
+        prog="agentrl runs",
+        description="Lists the runs of a MongoDB server; tags, notes, renames and deletes them.",
     )
     _database(outer, mongo_dir=".agentrl/mongo", seconds=30.0, uri=None)
     outer.add_argument("--json", action="store_true", help="print the list as one JSON value")

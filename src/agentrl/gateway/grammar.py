@@ -1,4 +1,4 @@
-"""Write what a request demands of its answer as a grammar of the engine: SGLang's and vLLM's structural tags."""
+"""Write what a request demands of its answer as a grammar for SGLang and vLLM: a structural tag."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ JSON_SCHEMA, STRUCTURAL_TAG = "json_schema", "structural_tag"
 Json = dict[str, Any]
 
 
-def grammar_of(request: GatewayRequest, shape: CallShape | None, *, in_thought: bool) -> dict[str, str] | None:
+def grammar_of(
+    request: GatewayRequest, shape: CallShape | None, *, in_thought: bool
+) -> dict[str, str] | None:
     """Return the sampling parameter by which the engine samples only what ``request`` demands.
 
     A demanded call is one call, and nothing but a thought stands before it. ``in_thought``: the prompt opens

@@ -64,7 +64,7 @@ def _class(name: str, where: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        hint = "the path is module.Class; its file must lie in the working folder or in one on PYTHONPATH"
+        hint = "the path is module.Class; its file must lie in the working folder or on PYTHONPATH"
         if module.partition(".")[0] == "verl":
             hint = "install verl, or name another class: agentrl.tools.sandbox.tool.PythonSandbox"
         raise ConfigError(f"{where}: class_name {name!r} cannot be imported: {error}", hint=hint) from error

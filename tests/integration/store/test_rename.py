@@ -1,12 +1,12 @@
-"""``agentrl runs rename`` on a real server: database, folders and settings move; a kill leaves no two halves."""
+"""``agentrl runs rename`` on a real server: all of a run moves, and a kill leaves no two halves."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +71,9 @@ async def filled(store: Store, run: RunConfig, folder: Path) -> Path:
     values = {"output_dir": str(output), "run_name": store.run_name}
     await store.settings.join("train", values, given=["output_dir"], packages={})
     tasks = folder / "tasks.jsonl"
-    tasks.write_text("".join(json.dumps({"id": f"t{n}", "query": "2+2?", "answer": "4"}) + "\n" for n in range(3)))
+    tasks.write_text(
+        "".join(json.dumps({"id": f"t{n}", "query": "2+2?", "answer": "4"}) + "\n" for n in range(3))
+    )
     await load_tasks(store, run, TaskConfig(), str(tasks), split="train", num_generations=2)
     version = PolicyVersion(id=1, step=1, location=str(weights.resolve()), files=(), train_step="1/1")
     await store.database["PolicyVersion"].insert_one(version.to_document())
@@ -107,7 +109,7 @@ async def renamed_whole(old: RunConfig, new: RunConfig, output: Path, before: di
         assert "audit_trajectories" in views
     state = json.loads((folder / "checkpoint-000001" / "state.json").read_text())
     assert state == {"run_name": new.run_name, "step": 1}
-    assert not output.exists()
+    assert not await asyncio.to_thread(output.exists)
 
 
 async def test_rename_moves_database_folder_and_settings(
@@ -128,10 +130,10 @@ async def test_a_killed_renaming_leaves_one_run_that_the_same_command_finishes(
 ) -> None:
     output, before = await filled(store, run_config, tmp_path), await contents(run_config)
     words = ["--db_connection_string", str(run_config.db_connection_string), "rename", run_config.run_name]
-    killed = subprocess.run(
-        [sys.executable, "-c", _KILLED, place, *words, new.run_name], cwd=tmp_path, timeout=120, check=False
+    killed = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _KILLED, place, *words, new.run_name, cwd=tmp_path
     )
-    assert killed.returncode == -signal.SIGKILL
+    assert await asyncio.wait_for(killed.wait(), 120) == -signal.SIGKILL
     for run in (run_config, new):
         if run is new and place == "drop":
             assert await run_exists(new)

@@ -201,7 +201,8 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
     old, new = schema.get("renaming") or (None, None)
     if old == name or (old is not None and schema.get("importing")):
         return StoreError(
-            f"renaming run {old!r} to {new!r} did not finish", hint=f"finish it: agentrl runs rename {old} {new}"
+            f"renaming run {old!r} to {new!r} did not finish",
+            hint=f"finish it: agentrl runs rename {old} {new}",
         )
     if schema.get("importing"):
         return StoreError(

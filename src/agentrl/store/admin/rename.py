@@ -37,7 +37,7 @@ Moves = Sequence[tuple[Path, Path]]
 
 
 class Rename(Repository):
-    """Renames the run of a connection. ``on_documents`` is called with the number of documents of each page."""
+    """Renames the run of a connection; ``on_documents`` gets the number of documents of each page."""
 
     def __init__(
         self, connection: Connection, new: str, *, on_documents: Callable[[int], None] | None = None
@@ -106,7 +106,7 @@ class Rename(Repository):
         await new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
 
     async def _moves(self, *, begun: bool) -> Moves:
-        """Return the run's folders. Raises ConfigError if one is not the run's alone, or the new one exists."""
+        """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
         flags = await self._old[SETTINGS].find_one({"_id": flags_key("train")}) or {}
         values = flags.get("values", {})
         output = Path(values.get("output_dir") or f"output/{self._names[0]}")
@@ -167,5 +167,6 @@ def _move(moves: Moves, run_name: str) -> None:
                 written.replace(state)
     except (OSError, ValueError) as error:
         raise StoreError(
-            f"a folder of the run cannot be renamed: {error}", hint="the run keeps its name; repair the folder"
+            f"a folder of the run cannot be renamed: {error}",
+            hint="the run keeps its name; repair the folder",
         ) from error
