@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
+from agentrl.harness.agent import RETURN_SECONDS
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
@@ -119,6 +121,21 @@ async def test_an_agent_that_is_a_client_gets_a_gateway_for_the_trial(
     names = await store.database.client.list_database_names()
     assert not [name for name in names if name.startswith("agentrl_try")]
     assert await store.database["DispatchedSamplingTask"].count_documents({}) == 0
+
+
+async def test_the_error_of_a_harness_is_its_own_and_told_at_once(
+    engine: str, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = tmp_path / "harness.yml"
+    harness.write_text("{command: 'echo no such option >&2; exit 3', isolation: limits}")
+    words = ("--model_name_or_path", str(tmp_path / "model"), "--agent_name", "command")
+    configs = flags(run_config, *words, "--agent_cfg_path", str(harness))
+    began = time.monotonic()
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=engine) == 1
+    assert time.monotonic() - began < RETURN_SECONDS
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "failed harness: the harness ended with exit code 3" in shown
+    assert "no such option" in shown
 
 
 @pytest.mark.parametrize("shows_tools", [True, False])

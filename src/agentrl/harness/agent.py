@@ -70,36 +70,38 @@ class CommandAgent:
                     seconds=config.limits.seconds,
                     secrets=secrets,
                 )
+                is_up = await _is_up(endpoint.base_url)  # here: the gateway of a trial ends with its endpoint
             run = _checked(run, rollout)
             await _keep(rollout, session, run, secrets)
             stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
             if stopped_by is None and run.ended in config.fail_on:
                 failure = _failure(prepared, run)
-                await _check_gateway(endpoint, failure)
+                if endpoint.result.stopped_by == "unavailable":
+                    raise EngineError(
+                        f"no engine answered a request of the harness; {failure}", outage=ENGINES
+                    )
+                if not is_up:
+                    raise EngineError(
+                        f"the gateway did not answer when the harness ended; {failure}", outage=ENGINES
+                    )
                 raise HarnessError(failure, hint=_HINTS.get(run.ended))
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
 
 
-async def _check_gateway(endpoint: Endpoint, failure: str) -> None:
-    """Raise EngineError, which uses up no attempt, if no engine or no gateway answered the harness.
-
-    One that only took long to answer was there. ``failure`` is what the harness itself says.
-    """
-    if endpoint.result.stopped_by == "unavailable":
-        raise EngineError(f"no engine answered a request of the harness; {failure}", outage=ENGINES)
+async def _is_up(url: str) -> bool:
+    """Return whether the gateway answers; wait for one that does not. One that only took long was there."""
     end = time.monotonic() + RETURN_SECONDS
     was_down = False
-    while (answers := await _answers(endpoint.base_url)) is not True and time.monotonic() < end:
+    while (answers := await _answers(url)) is not True and time.monotonic() < end:
         was_down |= answers is False
         await asyncio.sleep(_LOOK_SECONDS)
-    if was_down or not answers:
-        raise EngineError(f"the gateway did not answer when the harness failed; {failure}", outage=ENGINES)
+    return bool(answers) and not was_down
 
 
 async def _answers(url: str) -> bool | None:
-    """Return whether a gateway is up; it refuses the token, which is dead now. None: no answer in time."""
+    """Return whether a gateway is up, whatever it says of the token. None: no answer in time."""
     try:
         async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
             return (await client.get(f"{url}/models")).status_code < 500

@@ -143,7 +143,7 @@ def test_a_wrong_flag_is_named_with_what_mends_it(argv: list[str], parts: list[s
         (["--run_name", "admin"], "MongoDB's own databases"),
         (["--run_name", "Config"], "MongoDB's own databases"),
         (["--run_name", "LOCAL"], "MongoDB's own databases"),
-        (["--max_prompt_tokens", "10"], "--max_prompt_tokens"),
+        (["--max_prompt_tokens", "10", "--prompt_reserve_tokens", "10"], "--max_prompt_tokens"),
         (["--max_staleness", "-1"], "--max_staleness"),
     ],
 )
