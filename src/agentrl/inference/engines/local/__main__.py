@@ -64,7 +64,13 @@ def run_local_server(
         return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
 
     model = load(model_path)
-    cache = model.new_cache(max_total_tokens)
+    try:
+        cache = model.new_cache(max_total_tokens)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"a KV cache of --max_total_tokens {max_total_tokens} does not fit into memory: {error}",
+            hint="lower --max_total_tokens, or serve a smaller model",
+        ) from error
     scheduler = Scheduler(
         model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
     )
