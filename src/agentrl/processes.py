@@ -16,6 +16,9 @@ from agentrl.documents.run import ProcessIdentity
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+_TWO_A_CORE = Path("/sys/devices/system/cpu/smt/active")
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_MOST_CORES = 16
 _ENDED = ("Z", "X", "x")
 """States of a process in ``/proc/PID/stat`` that has ended."""
 
@@ -148,6 +151,20 @@ def thread_limits(threads: int = 1) -> dict[str, str]:
     With more threads than cores, the spinning of OpenMP slows every process down.
     """
     return {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def half_of_cores() -> int:
+    """Return the threads of each of two processes that compute at once on this machine, from 1 to 8.
+
+    Cores are the physical ones that this process may use, by its affinity and its container's CPU limit.
+    """
+    cores: float = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        cores /= 1 + int(_TWO_A_CORE.read_text(encoding="ascii"))
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no limit: "max 100000"
+        quota, period = _CPU_LIMIT.read_text(encoding="ascii").split()
+        cores = min(cores, int(quota) / int(period))
+    return max(1, int(min(cores, _MOST_CORES) / 2))
 
 
 def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:

@@ -52,7 +52,9 @@ LARGE = {
 LARGE_TOKENS = 32_768
 MODELS = ("dense", "moe", "lora", "frozen", "reference")
 _WHOLE_LAYERS = ("one", "fsdp", "hsdp", "cp")
-"""The layouts in which adapters are trained."""
+"""The layouts in which adapters are trained. The others are refused."""
+_MIXTURES = ("moe", "frozen", "reference")
+"""The models that ranks of ``ep`` train, as mixtures of experts. The others are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,32 +72,37 @@ class Case:
     planned: bool = False
     """Whether ``agentrl plan`` is asked too."""
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether the model is a mixture of experts: ``moe``, and each that ranks of ``ep`` train."""
+        return self.model == "moe" or self.layout.get("ep", 1) > 1
+
 
 def layouts(model: str, world: int) -> list[str]:
     """Return the names of the layouts of ``world`` ranks in which ``model`` is trained."""
     return [
         name
         for name in LAYOUTS[world]
-        if ("ep" not in name or model == "moe") and (model != "lora" or name in _WHOLE_LAYERS)
+        if ("ep" not in name or model in _MIXTURES) and (model != "lora" or name in _WHOLE_LAYERS)
     ]
 
 
-def model_config(model: str, layers: int = LAYERS) -> Any:
-    """Return the Hugging Face configuration of ``model``."""
+def model_config(case: Case, layers: int = LAYERS) -> Any:
+    """Return the Hugging Face configuration of the model of ``case``."""
     shape: dict[str, Any] = {
         "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": layers,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "vocab_size": VOCABULARY, "tie_word_embeddings": False,
     }  # fmt: skip
-    if model == "moe":
+    if case.is_mixture:
         mixture = {
             "num_experts": EXPERTS,
             "num_experts_per_tok": CHOSEN,
             "moe_intermediate_size": EXPERT_INNER,
         }
         return Qwen3MoeConfig(**shape, **mixture, norm_topk_prob=True)
-    if model in LARGE:
-        shape |= {**LARGE[model], "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+    if case.model in LARGE:
+        shape |= {**LARGE[case.model], "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
     return Qwen3Config(**shape, max_position_embeddings=LARGE_TOKENS)
 
 
@@ -104,7 +111,7 @@ def step_spec(case: Case, layers: int = 0) -> StepSpec:
     tokens = LARGE_TOKENS if case.model in LARGE else TOKENS
     frozen = r"embed_tokens|\.mlp\." if case.model == "frozen" else None
     return StepSpec(
-        config=model_config(case.model, layers or LAYERS),
+        config=model_config(case, layers or LAYERS),
         precision=Precision(products=torch.bfloat16),
         max_tokens=tokens,
         chain_tokens=tokens // 2,

@@ -94,7 +94,7 @@ def expected(case: Case) -> Collectives:
 
 
 def _stage_layers(layout: Layout, stage: int) -> range:
-    shape = ModelShape.of(cases.model_config("dense"))
+    shape = ModelShape.of(cases.model_config(Case(model="dense")))
     head = 0.5 * shape.hidden * shape.vocabulary * shape.layers / shape.layer_weights
     return assign_layers(LAYERS, layout.pp, head)[stage]
 
@@ -111,16 +111,14 @@ def _layer_groups(case: Case, layout: Layout) -> list[Group]:
     expert = 3 * HIDDEN * EXPERT_INNER
     holders = layout.ep * layout.tp
     found = []
-    dense = 0 if case.model == "moe" else 3 * HIDDEN * INNER // split
-    numbers += dense
-    if case.model == "moe":
-        numbers += _padded(EXPERTS, HIDDEN, ranks)
-    if case.model == "moe" and holders == 1:
+    dense_or_router = _padded(EXPERTS, HIDDEN, ranks) if case.is_mixture else 3 * HIDDEN * INNER // split
+    numbers += dense_or_router
+    if case.is_mixture and holders == 1:
         numbers += _padded(EXPERTS, expert, ranks)
-    elif case.model == "moe":
+    elif case.is_mixture:
         own = EXPERTS // holders * expert
-        found.append(Group(own, own, layout.dp_shard * layout.cp))
-    trained = numbers - dense if case.model == "frozen" else numbers
+        found.append(Group(own, own * (case.model != "frozen"), layout.dp_shard * layout.cp))
+    trained = numbers - dense_or_router if case.model == "frozen" else numbers
     if case.model == "lora":
         trained = _adapters(ranks)
         numbers += trained
@@ -151,16 +149,17 @@ def _add_layer(found: Collectives, case: Case, layout: Layout, *, trained: bool 
     # Forward: attention and MLP. Again: attention. Backward: queries, keys and values; gate and up, or the
     # rows of experts and their weights.
     sums = passes + 1 + (5 if trained else 0)
-    if case.model == "moe":
+    if case.is_mixture:
         sums -= 1
-        found.add("all_reduce bfloat16", layout.tp, BATCHES, 2 * tokens * CHOSEN)
+        # The gradients of the routing weights; without gradients, what experts return, which DTensor sums.
+        found.add("all_reduce bfloat16", layout.tp, BATCHES, 2 * tokens * CHOSEN if trained else states)
     sum_up = "all_reduce" if trained else "allreduce"  # with a gradient it is functional, not in place
     found.add(f"{sum_up} bfloat16", layout.tp, BATCHES * sums, states)
     keys = 2 * KV_HEADS // layout.tp * TOKENS * HEAD_DIM
     found.add("allgather bfloat16", layout.cp, BATCHES * 2 * passes, keys)
     found.add("reduce_scatter bfloat16", layout.cp, BATCHES * (2 if trained else 0), keys)
     rows = -(-tokens * CHOSEN // (layout.ep * layout.tp)) * layout.ep
-    found.add("alltoall_base bfloat16", layout.ep, BATCHES * 6, 2 * rows * HIDDEN)
+    found.add("alltoall_base bfloat16", layout.ep, BATCHES * (6 if trained else 2), 2 * rows * HIDDEN)
 
 
 def _add_ends(
@@ -201,6 +200,6 @@ def _add_norms(found: Collectives, case: Case, layout: Layout, layers: int) -> N
     found.add("allreduce float64", layout.shard, kinds, 8)
     found.add("allreduce float64", layout.tp, kinds - 1, 8)
     found.add("allreduce float64", layout.pp, 1, 8)
-    if case.model == "moe" and layout.ep * layout.tp > 1:
+    if case.is_mixture and case.model != "frozen" and layout.ep * layout.tp > 1:
         found.add("allreduce float64", layout.dp_shard * layout.cp, 1, 8)
         found.add("allreduce float64", layout.ep * layout.tp, 1, 8)

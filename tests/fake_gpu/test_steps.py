@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from tiny_models import tiny_model
 
+from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.mesh import Layout
-from fake_gpu.cases import BATCHES, LAYOUTS, MODELS, Case, layouts
+from agentrl.distributed.world import World
+from agentrl.errors import ConfigError
+from agentrl.model.precision import Precision
+from agentrl.train.build import Recipe, build_trainer
+from fake_gpu.cases import BATCHES, LAYOUTS, MODELS, RANK, Case, layouts
 from fake_gpu.closed_forms import Collectives, expected
 from fake_gpu.conftest import Steps
 
@@ -33,11 +41,19 @@ CEILINGS: dict[tuple[str, int], dict[str, int]] = {
     ("lora", 8): {"fsdp": 31, "hsdp": 32, "cp": 21},
     ("lora", 64): {"fsdp": 30, "hsdp": 30, "cp": 15},
     ("frozen", 1): {"one": 90},
-    ("frozen", 8): {"fsdp": 47, "hsdp": 57, "tp": 32, "cp": 36, "pp": 43, "tp×cp": 25},
-    ("frozen", 64): {"fsdp": 38, "hsdp": 42, "tp": 18, "cp": 21, "pp": 32, "tp×cp": 12},
+    ("frozen", 8): {
+        "fsdp": 47, "hsdp": 57, "tp": 32, "cp": 36, "pp": 43, "tp×cp": 25, "ep": 55, "ep×tp": 39,
+    },
+    ("frozen", 64): {
+        "fsdp": 38, "hsdp": 42, "tp": 18, "cp": 21, "pp": 32, "tp×cp": 12, "ep": 44, "ep×tp": 28,
+    },
     ("reference", 1): {"one": 124},
-    ("reference", 8): {"fsdp": 48, "hsdp": 60, "tp": 34, "cp": 39, "pp": 46, "tp×cp": 27},
-    ("reference", 64): {"fsdp": 39, "hsdp": 44, "tp": 19, "cp": 23, "pp": 34, "tp×cp": 13},
+    ("reference", 8): {
+        "fsdp": 48, "hsdp": 60, "tp": 34, "cp": 39, "pp": 46, "tp×cp": 27, "ep": 80, "ep×tp": 63,
+    },
+    ("reference", 64): {
+        "fsdp": 39, "hsdp": 44, "tp": 19, "cp": 23, "pp": 34, "tp×cp": 13, "ep": 48, "ep×tp": 31,
+    },
 }  # fmt: skip
 """MiB of a rank at the peak of a step, by model, world and layout: about 3 % above the measured ones."""
 
@@ -122,3 +138,30 @@ def _read_problems(step: dict[str, Any], listed: dict[str, int]) -> Iterator[str
     for place in sorted({*step["reads"], *listed}):
         if step["reads"].get(place, 0) != listed.get(place, 0):
             yield f"{place} reads {step['reads'].get(place, 0)} numbers, {listed.get(place, 0)} are listed"
+
+
+@pytest.mark.parametrize("world", [8, 64])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_that_no_step_runs_in_is_refused_by_name(model: str, world: int) -> None:
+    left_out = LAYOUTS[world].keys() - {*layouts(model, world)}
+    assert bool(left_out) is (model in ("dense", "lora"))
+    for name in left_out:
+        sizes = LAYOUTS[world][name]
+        flags = {f"{size}_size": ranks for size, ranks in sizes.items() if size != "dp_shard"}
+        with pytest.raises(ConfigError) as caught:
+            build(model, flags, sizes, world)
+        named = [flag for flag, ranks in flags.items() if f"--{flag} {ranks}" in caught.value.message]
+        assert named, f"{name}: {caught.value.message}"
+
+
+def build(model: str, flags: dict[str, int], sizes: dict[str, int], world: int) -> None:
+    """Build what trains ``model``, up to the check that refuses it."""
+    if model == "dense":
+        check_experts(tiny_model("qwen3"), Layout(**sizes))
+        return
+    recipe = Recipe(
+        model=ModelConfig(), loss=LossConfig(), optim=OptimConfig(), train=TrainConfig(**flags), seed=0,
+        adapter=AdapterConfig(lora_rank=RANK),
+    )  # fmt: skip
+    ranks = World(torch.device("cpu"), 0, world)
+    build_trainer(recipe, weights=None, total_steps=1, world=ranks, precision=Precision())

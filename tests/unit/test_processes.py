@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl.processes import exit_reason, run_child, start_child, stop_child, tail
+from agentrl import processes
+from agentrl.processes import exit_reason, half_of_cores, run_child, start_child, stop_child, tail
 
 LEAVES_A_WORKER = """
 import subprocess, sys
@@ -56,3 +57,30 @@ def test_stopping_a_child_kills_what_it_left_behind(tmp_path: Path, is_guarded: 
     while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "smt", "limit", "threads"),
+    [
+        (2, "0", "max 100000", 1),
+        (1, None, None, 1),
+        (8, "1", "max 100000", 2),
+        (8, "0", None, 4),
+        (64, "1", "400000 100000", 2),
+        (64, "1", "max 100000", 8),
+    ],
+)
+def test_two_processes_share_the_cores(
+    cpus: int,
+    smt: str | None,
+    limit: str | None,
+    threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    for name, content in (("_TWO_A_CORE", smt), ("_CPU_LIMIT", limit)):
+        monkeypatch.setattr(processes, name, tmp_path / name)
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    assert half_of_cores() == threads

@@ -44,7 +44,7 @@ from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
 from agentrl.inference.engines.commands import SHARED_MEMORY
-from agentrl.processes import thread_limits
+from agentrl.processes import half_of_cores, thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -211,9 +211,14 @@ def _run(plan: Plan) -> int:
     beside_last = plan.follows and placement is not None and not others and bool(engines)
     """Whether an evaluation that starts an engine of its own does so on the last engine's GPUs."""
 
-    def environment(numbers: Numbers) -> dict[str, str]:
-        """Return the environment of a process that sees the GPUs ``numbers`` of the placement."""
-        return _environment() | (placement.environment(numbers) if placement is not None else {})
+    def environment(numbers: Numbers, *, computes: bool = False) -> dict[str, str]:
+        """Return the environment of a process that sees the GPUs ``numbers`` of the placement.
+
+        One that ``computes`` on the CPU shares its cores with another one.
+        """
+        if placement is None:
+            return _environment(half_of_cores() if computes else 1)
+        return _environment() | placement.environment(numbers)
 
     def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
         log = plan.logs / f"{name}.out"
@@ -234,7 +239,7 @@ def _run(plan: Plan) -> int:
             elif beside_last and index == len(engines) - 1:
                 flags += share(_BESIDE_ENGINE)
             name = f"engine-{index}" if len(engines) > 1 else "engine"
-            start(name, _agentrl("serve", flags), environment(numbers), is_server=True)
+            start(name, _agentrl("serve", flags), environment(numbers, computes=True), is_server=True)
         for index in range(plan.samplers):
             start(f"sampler-{index}", _agentrl("sample", plan.flags), environment(others))
         if plan.follows:
@@ -243,7 +248,7 @@ def _run(plan: Plan) -> int:
             start("evaluation", _agentrl("eval", flags), environment(seen))
         if plan.main is not None:
             trainer = placement.trainer if placement is not None else ()
-            main = SupervisedProcess("main", plan.main, None, environment(trainer or others))
+            main = SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
             return supervisor.run_main(main, deadline=float("inf"))
         supervisor.run_helpers()
         return 0
@@ -392,8 +397,8 @@ def _agentrl(command: str, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "agentrl", command, *flags]
 
 
-def _environment() -> dict[str, str]:
-    return {**thread_limits(), **os.environ}
+def _environment(threads: int = 1) -> dict[str, str]:
+    return {**thread_limits(threads), **os.environ}
 
 
 def _report(run_name: str, text: str) -> None:

@@ -25,6 +25,7 @@ from agentrl.config.schema import (
 )
 from agentrl.errors import ConfigError
 from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.weights.stored_dtype import stored_bytes
 
 _PLAN_SECONDS = 60.0
 _OWN_SHARE = 0.85
@@ -61,7 +62,7 @@ class MemoryCheck:
 
     def _check_engines(self, placement: Placement) -> None:
         config = self.configs[EngineConfig]
-        weights = sum(file.stat().st_size for file in Path(self.model).glob("*.safetensors")) / _GIB
+        weights = stored_bytes(Path(self.model)) / _GIB
         memory = min(placement.gpus.memory_gib[number] for group in placement.engines for number in group)
         share = config.inf_mem_ratio or (SHARED_MEMORY if placement.is_shared else _OWN_SHARE)
         limit = memory * share

@@ -203,7 +203,8 @@ class EngineConfig(EngineListConfig):
     )
     max_total_tokens: int = flag(
         65536,
-        "size of the KV cache on a CPU; on a GPU, --inf_mem_ratio decides",
+        "size of the KV cache of the local engine, and of SGLang and vLLM on a CPU; on a GPU, --inf_mem_ratio"
+        " decides theirs",
         within="[1, inf)",
         unit="tokens",
         per_process=True,

@@ -81,6 +81,8 @@ def _refuse_other_trainers() -> None:
     ):
         if parse_flag_from_env(variable):
             raise _refused("distributed_type", name, "set distributed_type: FSDP with fsdp_version: 2")
+    if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+        raise _refused("debug", True, "leave it out, and export TORCH_DISTRIBUTED_DEBUG=DETAIL instead")
 
 
 def _precision() -> list[Setting]:
@@ -124,6 +126,10 @@ def _fsdp(model: ModelConfig) -> list[Setting]:
     _require(
         "FSDP_AUTO_WRAP_POLICY", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
         "leave it out, or set TRANSFORMER_BASED_WRAP",
+    )  # fmt: skip
+    _require(
+        "FSDP_MIN_NUM_PARAMS", "fsdp_min_num_params", "100000000",
+        "leave it out: decoder layers are sharded, one by one",
     )  # fmt: skip
     # With it, transformers' from_pretrained leaves the weights empty on all ranks but 0: accelerate's prepare
     # would fill them.

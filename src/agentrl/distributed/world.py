@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from agentrl.errors import ConfigError, TrainingError
+from agentrl.weights.stored_dtype import stored_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +30,16 @@ _COMMAND_TIMEOUT = datetime.timedelta(days=30)
 """Rank 0 waits for data between two commands. That it died is noticed at once, by its closed connection."""
 _CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 """Tensors of the device go over NCCL; objects, and weights that are on the host, over gloo."""
-_COLLECTIVE_TIMEOUT = datetime.timedelta(hours=1)
-"""Ranks wait for the slowest to read its part of a model, or to write it to a checkpoint: 100 GiB at 50 MiB/s
-take 34 minutes. Other waits are shorter: compiling FlexAttention, rank 0's writing of a published file, the
-difference between two micro-batches. torch's own limits, 10 and 30 minutes, would end a run on slow storage.
-A process that died needs no limit: its launcher ends the others at once.
+_LEAST_TIMEOUT = 3600.0
+"""Seconds that ranks wait for each other, at least: to compile FlexAttention, or between two micro-batches.
+
+torch's own limits, 10 and 30 minutes, would end a run on slow storage. A process that died needs no limit:
+its launcher ends the others at once.
 """
+_STORAGE_RATE = 100e6
+"""Bytes per second of the ranks' storage, at least: a disk over a network of 1 Gbit/s."""
+_CHECKPOINT_SHARE = 6
+"""A checkpoint has at most this many times the bytes of a bfloat16 model: float32 weights and two moments."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +90,12 @@ def single_process() -> World:
 
 
 @contextlib.contextmanager
-def launched_world() -> Iterator[World]:
-    """Join the processes that a launcher started for the length of the block."""
-    world = _join()
+def launched_world(model: Path | None = None) -> Iterator[World]:
+    """Join the processes that a launcher started for the length of the block.
+
+    ``model`` is the folder of the weights that they train: how long they wait for each other depends on it.
+    """
+    world = _join(_timeout(model))
     try:
         yield world
     finally:
@@ -104,12 +113,18 @@ def join_alone(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
-def _join() -> World:
+def _timeout(model: Path | None) -> datetime.timedelta:
+    """Return how long a collective may take: as long as the slowest rank needs to write a checkpoint."""
+    seconds = 0.0 if model is None else _CHECKPOINT_SHARE * stored_bytes(model) / _STORAGE_RATE
+    return datetime.timedelta(seconds=max(_LEAST_TIMEOUT, seconds))
+
+
+def _join(timeout: datetime.timedelta) -> World:
     """Join the processes of torchrun, ``accelerate launch`` or mpirun; without a launcher, a world of one."""
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         os.environ.setdefault("LOCAL_RANK", "0")  # without it, PartialState would start worlds of one
-    arguments: dict[str, Any] = {"timeout": _COLLECTIVE_TIMEOUT}
+    arguments: dict[str, Any] = {"timeout": timeout}
     if "LOCAL_RANK" in os.environ and torch.cuda.is_available() and not on_cpu:
         index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
         arguments |= {"backend": _CUDA_BACKEND, "device_id": torch.device("cuda", index)}

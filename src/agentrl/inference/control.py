@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from agentrl.errors import EngineError
 from agentrl.inference.generation import EngineRefusedError, known_format, policy_version
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
+from agentrl.weights.stored_dtype import stored_bytes
 
 _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
@@ -194,8 +195,7 @@ def load_seconds(folder: str | None) -> float:
     if folder is None:
         return 0.0
     try:
-        files = [path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin")]
-        return sum(path.stat().st_size for path in files) / _LOAD_RATE
+        return stored_bytes(Path(folder)) / _LOAD_RATE
     except OSError:
         return 0.0
 

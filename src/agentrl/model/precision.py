@@ -78,12 +78,15 @@ def choose_precision(
 
     ``auto`` is float32 for weights: AdamW on bfloat16 weights makes 1 to 10 percent of an update at learning
     rates of 1e-6 to 1e-5. For products it is bfloat16 where the device multiplies it faster: known of GPUs,
-    measured elsewhere in less than half a second. Logs a warning where the flags choose the slower one.
+    measured elsewhere in less than half a second. Logs a warning with the factor where the flags choose the
+    slower one.
     """
+    is_fast, reason = bfloat16_speed(device, hidden_size)
     if model.dtype == "bfloat16":
         logger.info("weights and products in bfloat16 (--dtype bfloat16)")
+        if not is_fast:
+            logger.warning("--dtype bfloat16 makes training slower here: %s; auto would be float32", reason)
         return Precision(torch.bfloat16, torch.bfloat16)
-    is_fast, reason = bfloat16_speed(device, hidden_size)
     choice = {"true": True, "false": False}.get(train.autocast_bf16, is_fast)
     if choice and not is_fast:
         logger.warning("--autocast_bf16 true makes training slower here: %s; auto would not set it", reason)
@@ -102,8 +105,10 @@ def bfloat16_speed(device: torch.device, width: int) -> tuple[bool, str]:
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        has_units = torch.cuda.is_bf16_supported(including_emulation=False)
-        return has_units, f"{name} {'multiplies' if has_units else 'only emulates'} bfloat16"
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return True, f"{name} multiplies bfloat16"
+        speed = measure_products(device, min(width, _WIDEST))
+        return False, f"{name} only emulates bfloat16: {speed}, {speed.factor:.2g} times as fast"
     if width < NARROWEST:
         return False, f"a model of hidden size {width} spends its time outside its products"
     speed = measure_products(device, min(width, _WIDEST))

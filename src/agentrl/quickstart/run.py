@@ -17,7 +17,7 @@ import yaml
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe import logging as run_logging
-from agentrl.processes import thread_limits
+from agentrl.processes import half_of_cores, thread_limits
 from agentrl.quickstart.dashboard import dashboard, wait_for_signal
 from agentrl.quickstart.pace import Pace
 from agentrl.quickstart.report import print_report, read_outcome
@@ -223,7 +223,8 @@ def _train(run: QuickstartRun, options: Options, model: Path, pace: Pace) -> tup
 
     def process(name: str, command: list[str], *, is_server: bool = False) -> SupervisedProcess:
         log = None if name == "trainer" else run.logs / f"{name}.out"
-        return SupervisedProcess(name, command, log, _environment(), is_server=is_server)
+        threads = half_of_cores() if name in ("trainer", "engine") else 1
+        return SupervisedProcess(name, command, log, _environment(threads), is_server=is_server)
 
     try:
         supervisor.start(process("units-server", servers.http_command, is_server=True))
@@ -257,9 +258,9 @@ def _agentrl(command: str, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", "agentrl", command, *flags]
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     # With one arena, memory that a thread has freed is used by the next one: trainer and engine stay smaller.
-    return {**os.environ, **thread_limits(), "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **thread_limits(threads), "MALLOC_ARENA_MAX": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _report(text: str) -> None:

@@ -51,7 +51,7 @@ def fine_tune(configs: Configs) -> None:
     """
     configs = with_launch_settings(configs)
     _check_flags(configs)
-    with launched_world() as world:
+    with launched_world(base_folder(configs[ModelConfig])) as world:
         if world.rank > 0:
             follow(world, partial(_build, configs, world))
         else:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 def run_trainer(configs: Configs) -> None:
     """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it."""
     configs = with_launch_settings(configs)
-    with launched_world() as world:
+    with launched_world(base_folder(configs[ModelConfig])) as world:
         if world.rank > 0:
             _follow(configs, world)
         else:

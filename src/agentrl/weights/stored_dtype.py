@@ -1,4 +1,4 @@
-"""Read in which dtype a model folder stores its weights, and write it into a configuration; without torch."""
+"""Read the dtype and the size of the weights in a model folder, and write the dtype; without torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def stored_dtype(folder: Path) -> str:
             counts[entry["dtype"]] += math.prod(entry["shape"])
     found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
     return found[0] if found else "float32"
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of the files of weights in ``folder``. Raises OSError if it cannot be read."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
 
 
 def write_dtype(folder: Path, dtype: str) -> None:

@@ -14,6 +14,7 @@ from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Gpus
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.supervise import SupervisedProcess
 
 
 @pytest.fixture
@@ -186,3 +187,26 @@ def test_tasks_may_name_python_tools_by_the_end_of_their_paths(
     with pytest.raises(ConfigError, match="name the tools reverse") as refused:
         plan_of(monkeypatch, "eval", *words, "--tools", "my_tools:turn")
     assert "--tools module:name" in str(refused.value.hint)
+
+
+def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, str] = {}
+
+    class NoSupervisor(launch.Supervisor):
+        def start(self, member: SupervisedProcess) -> None:
+            started[member.name] = member.env["OMP_NUM_THREADS"]
+
+        def run_main(self, member: SupervisedProcess, deadline: object) -> int:
+            self.start(member)
+            return 0
+
+    run = launch._run
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
+    plan = plan_of(monkeypatch, "train", *given)
+    monkeypatch.setattr(launch, "Supervisor", NoSupervisor)
+    monkeypatch.setattr(launch, "half_of_cores", lambda: 4)
+    assert run(plan) == 0
+    assert started == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

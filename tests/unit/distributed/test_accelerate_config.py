@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from tiny_models import tiny_model
@@ -200,6 +202,12 @@ def test_a_contradiction_names_both(
             "fsdp_cpu_ram_efficient_loading",
             "leave it out",
         ),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_min_num_params": 1000}},
+            "fsdp_min_num_params",
+            "decoder layers",
+        ),
+        ({"debug": True}, "debug", "TORCH_DISTRIBUTED_DEBUG"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, "dynamo_backend", "INDUCTOR"),
         (
             {"parallelism_config": {"parallelism_config_sp_size": 2}},
@@ -224,6 +232,20 @@ def test_what_the_trainer_does_not_have_is_refused_by_name(
     with pytest.raises(ConfigError, match=f"accelerate's {key}") as caught:
         launch(monkeypatch, tmp_path, **config)
     assert hint in str(caught.value.hint)
+
+
+def test_every_setting_is_in_the_table() -> None:
+    """Settings are the fields of accelerate's config file, and the launcher's flags of its sections."""
+    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text(encoding="utf-8")
+    table = page.partition("## Settings of Accelerate")[2].partition("\n## ")[0]
+    sections = ("fsdp_config", "parallelism_config", "dynamo_config")
+    settings = [field.name for field in fields(ClusterConfig) if field.name not in sections]
+    prefixes = ("fsdp_", "parallelism_config_", "dynamo_")
+    settings += [
+        action.dest for action in launch_command_parser()._actions if action.dest.startswith(prefixes)
+    ]
+    assert len(settings) > 40
+    assert [name for name in settings if f"`{name}" not in table] == []
 
 
 @pytest.mark.parametrize(

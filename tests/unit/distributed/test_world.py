@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_a_gpu_is_that_of_the_local_rank_and_objects_go_over_gloo(
         assert found.device == torch.device("cuda", 2)
     assert asked.pop("timeout") >= timedelta(hours=1)
     assert asked == {"cpu": False, "backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", 2)}
+
+
+@pytest.mark.parametrize(("gib", "hours"), [(16, 1.0), (470, 8.4)])
+def test_ranks_wait_as_long_as_a_checkpoint_of_the_model_takes(
+    gib: int, hours: float, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(gib << 30)  # sparse
+    with launched_world(tmp_path):
+        pass
+    assert asked["timeout"] / timedelta(hours=1) == pytest.approx(hours, abs=0.02)
 
 
 def test_processes_without_a_local_rank_are_not_worlds_of_one(

@@ -1,4 +1,4 @@
-"""The local engine's model on CPUs with and without instructions for 16-bit products."""
+"""The local engine's model: its device, and CPUs with and without instructions for 16-bit products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_policy import write_tiny_policy
+
+from agentrl.inference.engines.local import model
+from agentrl.inference.engines.local.__main__ import run_local_server
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
@@ -34,3 +38,21 @@ def test_an_ordinary_cpu_holds_weights_in_float32_and_packs_them(folder: Path, d
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["torch.float32", "_PackedLinear"]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "given", "device"), [(True, {}, "cuda"), (False, {}, "cpu"), (True, {"device": "cpu"}, "cpu")]
+)
+def test_the_engine_runs_on_the_gpu_that_it_sees(
+    has_gpu: bool, given: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):  # noqa: N818  (it only ends the server's start)
+        pass
+
+    def load(folder: str, *, dtype: torch.dtype | None, device: torch.device) -> None:
+        raise Loaded(device.type)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(model, "LocalModel", load)
+    with pytest.raises(Loaded, match=device):
+        run_local_server("folder", **given)  # type: ignore[arg-type]

@@ -50,10 +50,16 @@ def test_flags_win_and_a_slower_choice_warns_with_the_factor(
     assert "0.02 times as fast" in caplog.text
 
 
-def test_bfloat16_weights_need_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = choose(monkeypatch, 0.02, dtype="bfloat16")
+def test_bfloat16_weights_need_no_policy_and_warn_where_they_are_slower(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = choose(monkeypatch, 2.5, dtype="bfloat16")
     assert found == Precision(torch.bfloat16, torch.bfloat16)
     assert found.policy is None
+    assert not caplog.records
+    assert choose(monkeypatch, 0.02, dtype="bfloat16") == found
+    assert "--dtype bfloat16 makes training slower here" in caplog.text
+    assert "0.02 times as fast" in caplog.text
     assert Precision().policy is None
 
 
@@ -63,14 +69,20 @@ def test_mixed_precision_adds_gradients_up_in_float32() -> None:
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_a_gpu_is_asked_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_asked_and_measured_only_for_the_factor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(precision, "measure_products", lambda device, width: ProductSpeed(64, width, 8, 2))
     for is_supported in (True, False):
         monkeypatch.setattr(
             torch.cuda, "is_bf16_supported", lambda found=is_supported, *, including_emulation: found
         )
         found = choose_precision(ModelConfig(), TrainConfig(), torch.device("cuda", 0), 64)
         assert (found.products == torch.bfloat16) is is_supported
+    choose_precision(ModelConfig(), TrainConfig(autocast_bf16="true"), torch.device("cuda", 0), 64)
+    assert "Some GPU only emulates bfloat16" in caplog.text
+    assert "0.25 times as fast" in caplog.text
 
 
 def test_both_types_are_measured_once() -> None:

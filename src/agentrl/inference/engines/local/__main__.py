@@ -22,7 +22,7 @@ def run_local_server(
     host: str = "127.0.0.1",
     port: int = 30000,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     weight_version: str = "default",
     max_running_requests: int = 32,
     max_total_tokens: int = 65536,
@@ -32,6 +32,7 @@ def run_local_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
+    ``device`` is a torch device; auto: the first GPU that this process sees, or else the CPU.
     ``max_total_tokens`` is the size of the KV cache; it, ``max_model_len`` and the model limit the context.
     ``chunk_tokens`` limits the prompt tokens of one forward pass: a larger value is faster, a smaller one
     delays running requests less.
@@ -56,11 +57,20 @@ def run_local_server(
     if dtype not in kinds:
         raise ConfigError(f"unknown --dtype {dtype!r}", hint=f"choose one of {', '.join(kinds)}")
 
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+
     def load(folder: str) -> LocalModel:
         return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
 
     model = load(model_path)
-    cache = model.new_cache(max_total_tokens)
+    try:
+        cache = model.new_cache(max_total_tokens)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"a KV cache of --max_total_tokens {max_total_tokens} does not fit into memory: {error}",
+            hint="lower --max_total_tokens, or serve a smaller model",
+        ) from error
     scheduler = Scheduler(
         model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
     )
@@ -85,7 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="dtype of the weights: float32, bfloat16, float16, or auto, which the folder names; a CPU that"
         " multiplies it slowly holds them in float32",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, or a torch device such as cuda:0")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0",
+    )
     parser.add_argument("--weight_version", default="default", help="name of the initial weights")
     parser.add_argument("--max_running_requests", type=int, default=32, help="most sequences in a batch")
     parser.add_argument("--max_total_tokens", type=int, default=65536, help="size of the KV cache in tokens")
