@@ -283,6 +283,8 @@ async def measure(uri: str, model: str, names: list[str], sizes: Sizes) -> list[
                 rows += await contexts(bench, int(name[:-1]) * 1000, sizes)
             elif name == "first-token":
                 rows += await first_token(bench, sizes)
+        if "streams" in names and sizes == QUICK:
+            return rows + await streams(bench, sizes)
     if "streams" in names:
         async with opened(uri, model, 20.0) as bench:
             rows += await streams(bench, sizes)

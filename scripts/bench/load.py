@@ -3,7 +3,7 @@
     python scripts/bench/load.py                            SmolLM2-135M's shape, eight ranks, FSDP2
     python scripts/bench/load.py --shape 1.4B --ways shards
     python scripts/bench/load.py --shape moe --ep_size 4
-    python scripts/bench/load.py --quick                    a tiny shape, two ranks, by shards
+    python scripts/bench/load.py --quick                    a tiny shape, one rank, by shards
 
 Writes random bfloat16 weights, and starts the ranks once for each way: ``shards`` as the trainer loads, into
 float32; ``whole`` is the baseline, ``from_pretrained`` on every rank, which then keeps its part (one rank
@@ -163,7 +163,7 @@ def main() -> int:
     add_quick(parser)
     given = parser.parse_args()
     if given.quick:
-        given.shape, given.ranks, given.ways = "tiny", 2, ["shards"]
+        given.shape, given.ranks, given.ways = "tiny", 1, ["shards"]
     layout = TrainConfig(tp_size=given.tp_size, pp_size=given.pp_size, ep_size=given.ep_size)
     if "whole" in given.ways and given.tp_size * given.ep_size > 1:
         parser.error("whole: ranks load one after the other, and a split by tp or ep needs all of them")

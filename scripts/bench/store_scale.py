@@ -49,7 +49,7 @@ async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure reads per group and commands per trajectory: 1 and 32 samplers, 64 concurrent trajectories."""
     rows = []
-    for samplers in (1, 32):
+    for samplers in (1, 2 if quick else 32):
         options = {"samplers": samplers, "groups": 8 if quick else 64, "seconds": 0.2 if quick else 1.0}
         ours, theirs = await _alternate("finalizing", uri, options, against, rounds=1)
         for field, unit in (("reads", "reads of a group"), ("commands", "commands a trajectory")):
@@ -61,7 +61,7 @@ async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure the server's CPU time per renewed lease while 1 and 100 processes wait for changes."""
     rows = []
-    for waiting in (1, 4 if quick else 100):
+    for waiting in (4,) if quick else (1, 100):
         options = {"waiting": waiting}
         ours, theirs = await _alternate("streams", uri, options, against, rounds=1 if quick else 2)
         mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))

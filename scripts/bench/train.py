@@ -95,10 +95,8 @@ def merging(bench: Bench) -> list[Row]:
             }
         else:
             common["steps"] = 1 if model == "135M" else 2
-            found = {
-                way: bench.child(f"merging {model} {way}", way=way, **common)
-                for way in ("off", "trajectory", "group")
-            }
+            ways = ("off", "group") if bench.quick else ("off", "trajectory", "group")
+            found = {way: bench.child(f"merging {model} {way}", way=way, **common) for way in ways}
         rows += _merged_rows(model, found)
     return rows
 
@@ -250,7 +248,8 @@ def main() -> int:
     known = {"tiny": "tiny"} | ({"135M": str(SMOLLM)} if SMOLLM.is_dir() else {})
     if "135M" not in known:
         print(f"{SMOLLM} is missing: skipping 135M; `agentrl quickstart` downloads it", file=sys.stderr)
-    models = {name: known[name] for name in arguments.models if name in known}
+    wanted = ["tiny"] if arguments.quick else arguments.models
+    models = {name: known[name] for name in wanted if name in known}
     bench = Bench(arguments.quick, arguments.threads, models, arguments.trl, {})
     rows = [row for name in arguments.only for row in MEASURES[name](bench)]
     code = finish("A training step", rows, quick=arguments.quick)

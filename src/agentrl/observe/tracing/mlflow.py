@@ -78,15 +78,22 @@ class MlflowFileExporter(SpanExporter):
     """Writes to one experiment of a SQLite file, as the server does with what it receives."""
 
     def __init__(self, uri: str, experiment: str) -> None:
-        """``uri`` is ``sqlite:///PATH``. Raises ConfigError without the package mlflow."""
+        """Open the file ``uri``, ``sqlite:///PATH``, or create it, which takes seconds. Raises ConfigError."""
         if importlib.util.find_spec("mlflow") is None:
             raise ConfigError(
                 f"--trace writes to {uri} by the package mlflow, which is not installed",
                 hint="pip install 'mlflow>=3.6', or give an MLflow server: --trace mlflow://HOST:PORT",
             )
-        self._uri = uri
-        self._experiment = experiment
-        self._opened: tuple[Any, str] | None = None
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracing.client import TracingClient
+
+        try:
+            self._experiment = _experiment_in(uri, experiment)
+            self._client = TracingClient(uri)
+        except MlflowException as error:
+            raise ConfigError(
+                f"--trace {uri} cannot be opened: {error}", hint="give a file in a folder"
+            ) from error
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write a batch."""
@@ -94,19 +101,15 @@ class MlflowFileExporter(SpanExporter):
         from mlflow.exceptions import MlflowException
         from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-        found = [
-            Span.from_otel_proto(span)
-            for resource in encode_spans(spans).resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
         traces: dict[str, list[Any]] = defaultdict(list)
-        for span in found:
-            traces[span.trace_id].append(span)
+        for resource in encode_spans(spans).resource_spans:
+            for scope in resource.scope_spans:
+                for encoded in scope.spans:
+                    span = Span.from_otel_proto(encoded)
+                    traces[span.trace_id].append(span)
         try:
-            client, experiment = self._opened = self._opened or self._open()
             for of_trace in traces.values():
-                client.log_spans(experiment, of_trace)
+                self._client.log_spans(self._experiment, of_trace)
         except MlflowException as error:
             logger.error("%s", error)
             return SpanExportResult.FAILURE
@@ -115,22 +118,22 @@ class MlflowFileExporter(SpanExporter):
     def shutdown(self) -> None:
         """Do nothing: every batch is written when ``export`` returns."""
 
-    def _open(self) -> tuple[Any, str]:
-        """Return MLflow's client and the id of the experiment, which is created if it is missing."""
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracing.client import TracingClient
 
-        client = MlflowClient(tracking_uri=self._uri)
-        found = client.get_experiment_by_name(self._experiment)
-        if found is None:
-            try:
-                return TracingClient(self._uri), client.create_experiment(self._experiment)
-            except MlflowException:  # another process made it
-                found = client.get_experiment_by_name(self._experiment)
-                if found is None:
-                    raise
-        return TracingClient(self._uri), str(found.experiment_id)
+def _experiment_in(uri: str, name: str) -> str:
+    """Return the id of an experiment, which is created if it is missing."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another process made it
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
 
 
 def login_headers(environment: Mapping[str, str]) -> dict[str, str]:
