@@ -26,7 +26,7 @@ def test_every_benchmark_has_a_quick_form() -> None:
     programs = [
         path.stem
         for path in BENCH.glob("*.py")
-        if "__main__" in path.read_text() and "add_argument" in path.read_text() and "_" != path.stem[0]
+        if "__main__" in path.read_text() and "add_argument" in path.read_text() and path.stem[0] != "_"
     ]
     children = {"time_to_reward_trl"}
     assert sorted(set(programs) - children) == sorted(set(ALL) - {"harness"})

@@ -78,7 +78,7 @@ class MlflowFileExporter(SpanExporter):
     """Writes to one experiment of a SQLite file, as the server does with what it receives."""
 
     def __init__(self, uri: str, experiment: str) -> None:
-        """Open the file ``uri``, ``sqlite:///PATH``, or create it, which takes seconds. Raises ConfigError."""
+        """Open the file ``uri`` (``sqlite:///PATH``), or create it in some seconds. Raises ConfigError."""
         if importlib.util.find_spec("mlflow") is None:
             raise ConfigError(
                 f"--trace writes to {uri} by the package mlflow, which is not installed",
