@@ -127,7 +127,8 @@ def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:
     held_out = ["--eval_file", case.address(case.held_out, HELD_OUT_SEED), "--eval_samples", str(SAMPLES)]
     agentrl("eval", [*common, *held_out, "--eval_steps", str(every), "--idle_exit_seconds", "1"], work)
     last = asyncio.run(newest(run))
-    agentrl("eval", [*common, *held_out, "--eval_engine", "own", "--eval_version", str(last)], work)
+    if case.steps > 1:
+        agentrl("eval", [*common, *held_out, "--eval_engine", "own", "--eval_version", str(last)], work)
     result = asyncio.run(read(run, seed, seconds))
     print(f"seed {seed}: {result.points[0].score:.3f} -> {result.points[-1].score:.3f} after"
           f" {result.points[-1].step} steps, {seconds:.0f} s of training", flush=True)  # fmt: skip
@@ -138,6 +139,9 @@ def prepare_model(case: Case, seed: int, work: Path) -> Path:
     """Return the folder of the warmed-up model of a seed; make it first if it is missing."""
     folder = work / "models" / f"{case.name}-{seed}"
     if (folder / "config.json").is_file():
+        return folder
+    if not case.warm_up_steps:
+        build_tiny_model(folder, seed, corpus=corpus(case, seed), whole_numbers=case.whole_numbers)
         return folder
     began = time.monotonic()
     random_model = work / "models" / f"{case.name}-{seed}-random"

@@ -109,7 +109,7 @@ def quick_case(case: Case) -> Case:
     """Return the case with one step of two groups, and few tasks."""
     flags = (*case.flags, "--groups_per_step", "2", "--num_generations", "2", "--min_score_spread", "0",
              "--drop_zero_advantage", "false")  # fmt: skip
-    return replace(case, warm_up_steps=1, steps=1, held_out=4, training_tasks=8, flags=flags)
+    return replace(case, warm_up_steps=0, steps=1, held_out=4, training_tasks=8, flags=flags)
 
 
 CASES = {

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure claims per second and commands per claim: 1, 8 and 64 claimers in a process, and 32 clients."""
-    options = {"seconds": 0.3 if quick else 4.0}
+    options = {"seconds": 0.3, "tasks": 200} if quick else {"seconds": 4.0, "tasks": 4000}
     ours, theirs = await _alternate("admission", uri, options, against, rounds=1 if quick else 2)
     groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
     rows = []
@@ -118,8 +118,9 @@ async def _many_samplers(uri: str, source: Path, count: int, lasting: float, sec
     run = _run_name()
     groups = int(count / 8 * (3 + (seconds + _WARM_UP_SECONDS) / lasting))
     await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
-    options = {"run": run, "samplers": count // _PROCESSES, "seconds": lasting}
-    children = [await _start(source, "join", uri, options) for _ in range(_PROCESSES)]
+    processes = min(_PROCESSES, count // 4)
+    options = {"run": run, "samplers": count // processes, "seconds": lasting}
+    children = [await _start(source, "join", uri, options) for _ in range(processes)]
     client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
     try:
         await asyncio.gather(*(_expect(child, "ready") for child in children))
