@@ -145,6 +145,7 @@ def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: s
         folder = Path(scratch)
         (folder / "assets").symlink_to(ROOT / "assets")
         (folder / ".agentrl").mkdir()
+        (ROOT / ".agentrl/models").mkdir(parents=True, exist_ok=True)
         (folder / ".agentrl/models").symlink_to(ROOT / ".agentrl/models")
         command = [
             sys.executable, "-m", "agentrl", "quickstart",
