@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import agentrl
 from agentrl.errors import ConfigError
 from agentrl.tools.sandbox.docker import container_limits
 from agentrl.tools.sandbox.launcher_process import start_code
@@ -23,6 +22,8 @@ _ISOLATIONS: Final = ("auto", "namespaces", "limits", "docker")
 _KEYS: Final = {"isolation", "image", "network", "visible"}
 _DEFAULTS: Final = {"seconds": 86400, "cpu_seconds": 3600, "processes": 64, "open_files": 256}
 """Limits of a server, which lives as long as its trajectory; the others are those of programs."""
+_PACKAGE: Final = Path(__file__).parents[2]
+"""The folder of this package, which is not below the interpreter if it is installed from a clone."""
 _HINT: Final = "docs/tools.md lists the keys of 'sandbox'"
 
 
@@ -84,7 +85,7 @@ def _in_sandbox(
         )
     visible = [os.path.realpath(path) for path in require_texts(given.get("visible", ()), f"{where}.visible")]
     if spec.command == sys.executable:
-        own = (sys.prefix, sys.base_prefix, str(Path(agentrl.__file__).parent))
+        own = (sys.prefix, sys.base_prefix, str(_PACKAGE))
         visible += dict.fromkeys(path for part in own for path in (part, os.path.realpath(part)))
     job = {
         "code": "", "stdin": "", "python": "", "visible": visible, "directory": WORKDIR,
