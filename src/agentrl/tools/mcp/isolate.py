@@ -87,6 +87,7 @@ def _in_sandbox(
     if spec.command == sys.executable:
         own = (sys.prefix, sys.base_prefix, str(_PACKAGE))
         visible += dict.fromkeys(path for part in own for path in (part, os.path.realpath(part)))
+        spec = dataclasses.replace(spec, env={"PYTHONPATH": str(_PACKAGE.parent), **spec.env})
     job = {
         "code": "", "stdin": "", "python": "", "visible": visible, "directory": WORKDIR,
         "namespaces": isolation != "limits" and problem is None, "keep_files": False,
