@@ -1,12 +1,13 @@
 """Train the tiny model with slow tools, asynchronously and with --sync_sampling, and print both curves.
 
-    python scripts/bench/async_sampling.py [--steps 30] [--seeds 0 1 2] [--median 1.0] [--json FILE]
+    python scripts/bench/async_sampling.py [--quick] [--steps 30] [--seeds 0 1 2] [--median 1.0] [--json FILE]
 
 The calculator takes a simulated time of log-normal distribution (sigma 1, median --median seconds); model,
 engine, trainer and database are real. Each seed trains twice to --steps steps, in new processes. ``steps in
 the same time`` compares the asynchronous run with the steps of the synchronous one at the moment when the
 asynchronous one ended; both clocks start at the first claim. Exits with 1 if a target is missed: 2.5 times
-the steps, and final rewards whose means differ by no more than two standard errors.
+the steps, and final rewards whose means differ by no more than two standard errors. --quick trains one step,
+asynchronously.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Row, print_rows
+from harness import Row, add_quick, finish
 
 from agentrl.config.schema import RunConfig
 from agentrl.processes import thread_limits
 from agentrl.quickstart.servers.arithmetic import evaluate
-from agentrl.quickstart.tiny import prepare_tiny_model
+from agentrl.quickstart.tiny import build_tiny_model, prepare_tiny_model
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import SupervisedProcess, Supervisor
@@ -45,6 +46,10 @@ MODES = {
     "async": ["--max_staleness", "4", "--max_concurrent_samples_per_process", "256"],
     "sync": ["--sync_sampling", "--max_staleness", "0", "--max_concurrent_samples_per_process", "256"],
 }
+QUICK = (
+    "--num_generations", "2", "--groups_per_step", "1", "--max_turns", "2", "--min_score_spread", "0",
+    "--drop_zero_advantage", "false",
+)  # fmt: skip
 _CONFIG = "assets/configs/quickstart-tiny.yml"
 _MINUTES = 40.0
 _WIDTH = 60
@@ -87,11 +92,11 @@ class Curve:
 def train(mode: str, seed: int, options: argparse.Namespace, folder: Path, mongo: Path) -> Curve:
     """Train one run to its steps, and return its curve."""
     name = f"bench_{mode}_{seed}_{uuid.uuid4().hex[:6]}"
-    model = prepare_tiny_model(0, print)
+    model = build_tiny_model(folder / "model", 0) if options.quick else prepare_tiny_model(0, print)
     common = [
         "--config", _CONFIG, "--run_name", name, "--log_dir", str(folder / name), "--mongo_dir", str(mongo),
         "--model_name_or_path", str(model), "--seed", str(seed), "--tools", "async_sampling:calculator",
-        *MODES[mode],
+        *MODES[mode], *(QUICK if options.quick else ()),
     ]  # fmt: skip
     environment = {
         **os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", MEDIAN_SECONDS: str(options.median),
@@ -174,7 +179,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--median", type=float, default=1.0, help="median time of a tool call, in seconds")
     parser.add_argument("--json", type=Path)
+    add_quick(parser)
     options = parser.parse_args(argv)
+    if options.quick:
+        options.steps, options.seeds, options.median = 1, [0], 0.01
     curves: list[dict[str, Curve]] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
         folder = Path(scratch)
@@ -182,20 +190,24 @@ def main(argv: list[str]) -> int:
         mongo.up()
         try:
             for seed in options.seeds:
-                found = {mode: train(mode, seed, options, folder, folder / "mongo") for mode in MODES}
+                modes = ["async"] if options.quick else [*MODES]
+                found = {mode: train(mode, seed, options, folder, folder / "mongo") for mode in modes}
+                found.setdefault("sync", found["async"])
                 curves.append(found)
                 print_curves(seed, found)
         finally:
             mongo.down()
     table = rows(curves)
-    print_rows(f"asynchronous sampling, tool calls of {options.median:g} s (log-normal)", table)
+    code = finish(
+        f"asynchronous sampling, tool calls of {options.median:g} s (log-normal)", table, quick=options.quick
+    )
     if options.json is not None:
         plain: dict[str, Any] = {
             "rows": [row.plain() for row in table],
             "curves": [{mode: vars(curve) for mode, curve in each.items()} for each in curves],
         }
         options.json.write_text(json.dumps(plain, indent=2), encoding="utf-8")
-    return int(any(row.passed is False for row in table))
+    return code
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Compare our exchange of tokens between experts with transformers' ``AllToAllEP``: bytes and CPU seconds.
 
     python scripts/bench/experts.py                 tp 2, ep 2, and ep 2 with tp 2, on gloo ranks
+    python scripts/bench/experts.py --quick         ep 2 alone
 
 Both run the experts of one Qwen3-MoE layer (64 experts, 8 for each token) forward and backward on the same
 tokens and routes, and their results and gradients are compared. Bytes are those that a rank sends to
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from harness import add_quick
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group,
@@ -112,7 +114,7 @@ def run_rank(rank: int, ep: int, tp: int, folder: str, results: Any) -> None:
 
 def run_layout(ep: int, tp: int) -> tuple[dict[str, tuple[float, float]], float]:
     """Return {way: (bytes sent, CPU seconds)} of rank 0, and the largest relative difference between them."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # the ranks share what is imported
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -120,7 +122,7 @@ def run_layout(ep: int, tp: int) -> tuple[dict[str, tuple[float, float]], float]
         ]
         for process in ranks:
             process.start()
-        found: tuple[dict[str, tuple[float, float]], float] = results.get(timeout=60)
+        found: tuple[dict[str, tuple[float, float]], float] = results.get(timeout=300)
         for process in ranks:
             process.join(60)
     return found
@@ -128,12 +130,14 @@ def run_layout(ep: int, tp: int) -> tuple[dict[str, tuple[float, float]], float]
 
 def main() -> int:
     """Print a line for each layout; return 1 if the two ways differ."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_quick(parser)
+    layouts = {"ep 2": LAYOUTS["ep 2"]} if parser.parse_args().quick else LAYOUTS
     print(
         f"{TOKENS} tokens a rank, hidden size {HIDDEN}, {EXPERTS} experts, {CHOSEN} for each token, float32"
     )
     worst = 0.0
-    for name, (ep, tp) in LAYOUTS.items():
+    for name, (ep, tp) in layouts.items():
         figures, apart = run_layout(ep, tp)
         (ours, our_cpu), (theirs, their_cpu) = figures["ours"], figures["transformers"]
         print(

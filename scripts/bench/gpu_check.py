@@ -2,6 +2,7 @@
 
     python scripts/bench/gpu_check.py [--out FILE] [--minutes N] [--only PART ...] [--model DIR]
     python scripts/bench/gpu_check.py --fake     the same program without a GPU
+    python scripts/bench/gpu_check.py --quick    the smallest run of it, without a GPU
 
 The parts run one after another in processes of their own (gpu_check_child.py), each with a time limit:
 
@@ -272,7 +273,10 @@ def main() -> int:
         "--engine", choices=("local", "sglang", "vllm"), help="default: sglang; local if fake"
     )
     parser.add_argument("--model", help="model of the engine part (default: random weights)")
+    parser.add_argument("--quick", action="store_true", help="--fake --layers 1 --only tests 0.6B engine")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.fake, arguments.layers, arguments.only = True, 1, ["tests", "0.6B", "engine"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the children end, and the folder is removed
     began, started = datetime.now(UTC), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="agentrl-gpu-check-") as scratch:

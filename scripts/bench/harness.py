@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -66,6 +69,23 @@ def print_rows(what: str, rows: list[Row]) -> None:
         reached = "–" if row.ratio is None else f"{row.ratio:.3g}"
         table.add_row(row.what, row.ours, row.baseline, reached, limit, verdicts[row.passed])
     Console(width=_WIDTH, markup=False, highlight=False).print(table)
+
+
+def add_quick(parser: argparse.ArgumentParser) -> None:
+    """Add ``--quick``, which every benchmark has: the smallest run of all its code."""
+    parser.add_argument(
+        "--quick", action="store_true", help="a run of seconds, whose targets of speed do not count"
+    )
+
+
+def finish(what: str, rows: list[Row], *, quick: bool, file: Path | None = None) -> int:
+    """Print the rows, write them to ``file``, and return 1 if one failed. In the quick form only rows that
+    prove equal work have a target."""
+    rows = [replace(row, target=None) for row in rows] if quick else rows
+    print_rows(what, rows)
+    if file is not None:
+        file.write_text(json.dumps([row.plain() for row in rows], indent=2), encoding="utf-8")
+    return int(any(row.passed is False for row in rows))
 
 
 async def alternate(ours: Timed, baseline: Timed, rounds: int) -> tuple[list[float], list[float]]:

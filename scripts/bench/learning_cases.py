@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,14 @@ _COMMON = (
     "--max_concurrent_samples_per_process", "64", "--prompt_reserve_tokens", "16",
     "--preferred_sampling_params", '{"temperature": 1.0, "top_p": 1.0}',
 )  # fmt: skip
+
+
+def quick_case(case: Case) -> Case:
+    """Return the case with one step of two groups, and few tasks."""
+    flags = (*case.flags, "--groups_per_step", "2", "--num_generations", "2", "--min_score_spread", "0",
+             "--drop_zero_advantage", "false")  # fmt: skip
+    return replace(case, warm_up_steps=0, steps=1, held_out=4, training_tasks=8, flags=flags)
+
 
 CASES = {
     "gcd": Case(

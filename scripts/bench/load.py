@@ -3,6 +3,7 @@
     python scripts/bench/load.py                            SmolLM2-135M's shape, eight ranks, FSDP2
     python scripts/bench/load.py --shape 1.4B --ways shards
     python scripts/bench/load.py --shape moe --ep_size 4
+    python scripts/bench/load.py --quick                    a tiny shape, one rank, by shards
 
 Writes random bfloat16 weights, and starts the ranks once for each way: ``shards`` as the trainer loads, into
 float32; ``transformers`` is its own sharded reader, ``from_pretrained(distributed_config=)``, for FSDP2 and
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import add_quick
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
@@ -40,6 +42,10 @@ from agentrl.model.load import empty_model, load_model
 
 MIB, GIB = 2**20, 2**30
 SHAPES: dict[str, Any] = {
+    "tiny": LlamaConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
     "135M": LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True,
@@ -165,7 +171,10 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     for name in ("tp_size", "pp_size", "ep_size"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    add_quick(parser)
     given = parser.parse_args()
+    if given.quick:
+        given.shape, given.ranks, given.ways = "tiny", 1, ["shards"]
     layout = TrainConfig(tp_size=given.tp_size, pp_size=given.pp_size, ep_size=given.ep_size)
     if "whole" in given.ways and given.tp_size * given.ep_size > 1:
         parser.error("whole: ranks load one after the other, and a split by tp or ep needs all of them")

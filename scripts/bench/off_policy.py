@@ -1,6 +1,6 @@
 """Compare off-policy corrections: train a tiny policy on stale data and plot its reward.
 
-    OMP_NUM_THREADS=1 python scripts/bench/off_policy.py [--steps N] [--seeds N] [--processes N] [--plot FILE]
+    OMP_NUM_THREADS=1 python scripts/bench/off_policy.py [--quick] [--steps N] [--seeds N] [--processes N]
 
 A two-layer model with random weights learns to continue counting from a digit, modulo six. Every step samples
 8 prompts × 8 trajectories from the weights of `staleness` optimizer steps ago. It trains them once with the
@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any, cast
 
 import torch
+from harness import add_quick
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -260,7 +261,11 @@ def main() -> int:
     parser.add_argument(
         "--plot", type=Path, default=PLOT, help=f"write the plot to this file (default: {PLOT})"
     )
+    add_quick(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        train("tis", 1, 0, 2)
+        return 0
     if arguments.steps < LAST * EVALUATED_EVERY:
         parser.error(f"--steps {arguments.steps} is too small: give at least {LAST * EVALUATED_EVERY}")
     results = train_all(arguments.steps, arguments.seeds, arguments.processes)

@@ -3,6 +3,7 @@
     python scripts/bench/plan.py                                 tiny and 135M models, six layouts each
     python scripts/bench/plan.py --models tiny --layouts fsdp2 tp2
     python scripts/bench/plan.py --tokens 512
+    python scripts/bench/plan.py --quick                         the tiny model, one layout
 
 Each layout trains two steps in its processes, with random weights of the model's configuration. Measured is
 the second step of the rank that needs most: the parameters and moments that are alive before it, plus the
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import add_quick
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.distributed.apply import parallelize
@@ -167,7 +169,10 @@ def main() -> int:
     parser.add_argument("--layouts", nargs="+", choices=list(CASES), help="default: six by model")
     parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: by model)")
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
+    add_quick(parser)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.models, arguments.layouts, arguments.tokens = ["tiny"], ["tp2"], 1024
 
     cases = [(model, name) for model in arguments.models for name in arguments.layouts or DEFAULT[model]]
     sizes = {model: arguments.tokens or TOKENS[model] for model in arguments.models}

@@ -1,6 +1,6 @@
 """Measure the prompt tokens that engines compute again, over trajectories of 10 turns on two real engines.
 
-    python scripts/bench/prefix_cache.py [--engines local sglang] [--json FILE]
+    python scripts/bench/prefix_cache.py [--quick] [--engines local sglang] [--json FILE]
 
 Groups of trajectories with a common prompt run on two engines of one kind: first with AgentRL's routing, then
 with each turn on an engine at random, after the caches are flushed. A prompt token is computed again if an
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import Row, print_rows
+from harness import Row, add_quick, finish
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.sampling import SamplingParams
@@ -39,7 +38,6 @@ from agentrl.inference.router import EngineRouter
 from agentrl.quickstart.tiny import build_tiny_model
 
 ENGINES = 2
-GROUPS, GENERATIONS, TURNS = 8, 4, 10
 CONCURRENCY = 16
 PROMPT, GENERATED, RESULT = 300, 16, 60
 """Tokens of a group's prompt, of a turn, and of the tool result after it."""
@@ -49,6 +47,23 @@ VOCABULARY = 256
 _START_SECONDS = 300.0
 
 Generate = Callable[[list[int]], Awaitable[Generation]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    groups: int = 8
+    generations: int = 4
+    turns: int = 10
+
+    @property
+    def trajectories(self) -> list[tuple[int, int]]:
+        """Return (group, number) of each trajectory."""
+        return [(group, number) for group in range(self.groups) for number in range(self.generations)]
+
+
+QUICK = Sizes(groups=2, generations=2, turns=2)
 
 
 @dataclass
@@ -68,10 +83,10 @@ class Counts:
         self.engines.add(made.engine_url)
 
 
-async def trajectory(generate: Generate, group: int, number: int, counts: Counts) -> None:
+async def trajectory(generate: Generate, group: int, number: int, turns: int, counts: Counts) -> None:
     """Run the turns of one trajectory; only the group's first one has a prompt that is new."""
     ids, known = random_ids(f"prompt {group}", PROMPT), PROMPT if number else 0
-    for turn in range(TURNS):
+    for turn in range(turns):
         made = await generate(ids)
         counts.add(ids, known, made)
         ids = [*ids, *made.output_ids]
@@ -84,18 +99,18 @@ def random_ids(seed: str, count: int) -> list[int]:
     return random.Random(seed).choices(range(10, VOCABULARY), k=count)
 
 
-async def routed(router: EngineRouter, counts: Counts) -> None:
+async def routed(router: EngineRouter, sizes: Sizes, counts: Counts) -> None:
     """Run all trajectories with AgentRL's routing."""
 
     async def one(group: int, number: int) -> None:
         async with limit, router.session(f"{group}-{number}", f"{group}") as session:
-            await trajectory(lambda ids: session.generate(ids, PARAMS), group, number, counts)
+            await trajectory(lambda ids: session.generate(ids, PARAMS), group, number, sizes.turns, counts)
 
     limit = asyncio.Semaphore(CONCURRENCY)
-    await asyncio.gather(*(one(group, number) for group in range(GROUPS) for number in range(GENERATIONS)))
+    await asyncio.gather(*(one(group, number) for group, number in sizes.trajectories))
 
 
-async def at_random(clients: Sequence[EngineClient], counts: Counts) -> None:
+async def at_random(clients: Sequence[EngineClient], sizes: Sizes, counts: Counts) -> None:
     """Run all trajectories with each turn on an engine at random."""
     draw = random.Random(0)
 
@@ -105,10 +120,10 @@ async def at_random(clients: Sequence[EngineClient], counts: Counts) -> None:
             return await draw.choice(clients).generate(ids, PARAMS, rid)
 
         async with limit:
-            await trajectory(generate, group, number, counts)
+            await trajectory(generate, group, number, sizes.turns, counts)
 
     limit = asyncio.Semaphore(CONCURRENCY)
-    await asyncio.gather(*(one(group, number) for group in range(GROUPS) for number in range(GENERATIONS)))
+    await asyncio.gather(*(one(group, number) for group, number in sizes.trajectories))
 
 
 PARAMS = SamplingParams(max_new_tokens=GENERATED, extra={"ignore_eos": True})
@@ -132,7 +147,7 @@ async def running(kind: str, folder: Path) -> AsyncIterator[list[EngineClient]]:
         yield clients
 
 
-async def measure(kind: str, folder: Path) -> tuple[Counts, Counts]:
+async def measure(kind: str, folder: Path, sizes: Sizes) -> tuple[Counts, Counts]:
     """Return the counts with AgentRL's routing, and with random routing, on the same engines."""
     async with running(kind, folder) as clients:
         services = [
@@ -153,11 +168,11 @@ async def measure(kind: str, folder: Path) -> tuple[Counts, Counts]:
 
         ours, baseline = Counts(), Counts()
         router = EngineRouter(live)
-        await routed(router, ours)
+        await routed(router, sizes, ours)
         await router.close()
         for client in clients:
             await client.flush_cache()
-        await at_random(clients, baseline)
+        await at_random(clients, sizes, baseline)
         return ours, baseline
 
 
@@ -181,19 +196,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--engines", nargs="*", choices=["local", "sglang"], default=["local", "sglang"])
     parser.add_argument("--json", type=Path)
+    add_quick(parser)
     options = parser.parse_args(argv)
+    sizes = QUICK if options.quick else Sizes()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         build_tiny_model(Path(folder) / "model", 0)
         for kind in options.engines:
             try:
-                rows += rows_of(kind, *asyncio.run(measure(kind, Path(folder))))
+                rows += rows_of(kind, *asyncio.run(measure(kind, Path(folder), sizes)))
             except ConfigError as error:
                 print(f"{kind} is skipped: {error}; {error.hint}")
-    print_rows("prefix cache (baseline: each turn on an engine at random)", rows)
-    if options.json is not None:
-        options.json.write_text(json.dumps([each.plain() for each in rows], indent=2), encoding="utf-8")
-    return int(any(each.passed is False for each in rows))
+    what = "prefix cache (baseline: each turn on an engine at random)"
+    return finish(what, rows, quick=options.quick, file=options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure what per-token temperatures and the entropy gradient add to the cost of logprobs.
 
-    python scripts/bench/projection.py [--tokens N] [--vocabulary N] [--hidden N] [--rounds N]
+    python scripts/bench/projection.py [--quick] [--tokens N] [--vocabulary N] [--hidden N] [--rounds N]
 
 Times forward and backward of ``token_logprobs``, on the GPU if there is one. Every round runs each variant
 once. A ratio is the median over the rounds of variant ÷ baseline. Seconds are CPU seconds of the process, or
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, print_rows
+from harness import Row, add_quick, finish
 
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead
@@ -69,11 +69,14 @@ def seconds(run: Callable[[], None]) -> float:
 def main() -> int:
     """Run the benchmark and print its table. Return 1 if a ratio misses its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_quick(parser)
     parser.add_argument("--tokens", type=int, default=2048, help="default: 2048")
     parser.add_argument("--vocabulary", type=int, default=32768, help="vocabulary size (default: 32768)")
     parser.add_argument("--hidden", type=int, default=576, help="hidden size (default: 576)")
     parser.add_argument("--rounds", type=int, default=7, help="default: 7")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tokens, arguments.vocabulary, arguments.hidden, arguments.rounds = 64, 512, 32, 1
     runs = variants(arguments.tokens, arguments.vocabulary, arguments.hidden)
     for run in runs.values():
         seconds(run)
@@ -87,8 +90,8 @@ def main() -> int:
         )
         for name, limit in LIMITS.items()
     ]  # fmt: skip
-    print_rows(f"logprobs of {arguments.tokens} tokens over {arguments.vocabulary} ids", rows)
-    return int(any(row.passed is False for row in rows))
+    what = f"logprobs of {arguments.tokens} tokens over {arguments.vocabulary} ids"
+    return finish(what, rows, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python scripts/bench/selection.py [--tasks tiny|mixed] [--steps 30] [--seeds 0 1 2] [--json FILE]
     python scripts/bench/selection.py --simulate
+    python scripts/bench/selection.py --quick      one simulation, and two groups of a model without a warm-up
 
 One process alternates between sampling, training and evaluation. It uses the model, tasks, groups and
 learning rate of ``agentrl quickstart --tiny``, and chooses groups with the code of admission
@@ -20,6 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -28,6 +31,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from harness import add_quick
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import cross_entropy
@@ -42,7 +46,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
 from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
-from agentrl.quickstart.tiny import prepare_tiny_model
+from agentrl.quickstart.tiny import build_tiny_model, prepare_tiny_model
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarize
@@ -352,7 +356,7 @@ def show_simulation(seeds: int = 20) -> None:
             )
 
 
-def main() -> None:
+def main() -> int:
     """Measure both selections with every seed and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", type=Path, help="model folder (default: that of quickstart --tiny)")
@@ -361,13 +365,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--json", type=Path, help="write the runs to this file too")
     parser.add_argument("--simulate", action="store_true", help="draw scores without a model")
+    add_quick(parser)
     options = parser.parse_args()
     if options.simulate:
         show_simulation()
-        return
+        return 0
     torch.set_num_threads(1)
-    model = options.model or prepare_tiny_model(0, print)
     train, held_out = questions_of(options.tasks)
+    if options.quick:
+        show_simulation(seeds=1)
+        with tempfile.TemporaryDirectory() as folder:
+            model = build_tiny_model(Path(folder) / "model", 0)
+            policy, tasks = Policy(model, 0), Tasks(train[:16], PASS_RATE, 0)
+            sample_groups(policy, tasks, Run(PASS_RATE, 0), 2)
+            score(policy, held_out[:4])
+        return 0
+    model = options.model or prepare_tiny_model(0, print)
     runs = []
     for seed in options.seeds:
         for selection in (ORDER, PASS_RATE):
@@ -377,6 +390,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps([asdict(item) for item in runs]), encoding="utf-8")
     show(runs, options.steps)
+    return 0
 
 
 def show(runs: Sequence[Run], steps: int) -> None:
@@ -397,4 +411,4 @@ def show(runs: Sequence[Run], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

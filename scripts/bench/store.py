@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from harness import Row, print_rows
+from harness import Row, add_quick, finish
 from store_fixtures import server
 from store_operations import claim_latency, claim_rate, reading, size, writing
 from store_scale import admission, finalizing, samplers, streams
@@ -42,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="run fewer rounds; 50,000 Tasks, not 1,000,000")
+    add_quick(parser)
     parser.add_argument(
         "--only", nargs="+", choices=[*MEASURES, *COMPARED], default=[*MEASURES, *COMPARED],
         help="run only these benchmarks",
@@ -63,12 +62,7 @@ def main() -> int:
                 rows += asyncio.run(MEASURES[name](uri, arguments.quick))
             else:
                 rows += asyncio.run(COMPARED[name](uri, arguments.quick, against))
-    print_rows("The store", rows)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps([row.plain() for row in rows], indent=2) + "\n", encoding="utf-8"
-        )
-    return int(any(row.passed is False for row in rows))
+    return finish("The store", rows, quick=arguments.quick, file=arguments.json)
 
 
 if __name__ == "__main__":

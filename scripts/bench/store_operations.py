@@ -44,7 +44,7 @@ _INDEX = [("status", 1), ("epoch", 1), ("order", 1)]
 
 async def claim_rate(uri: str, quick: bool) -> list[Row]:
     """Time 64 concurrent claimers against bare findOneAndUpdate, by queue order and by ``_id``."""
-    claims = 64 * (8 if quick else 32)
+    claims = 64 * (1 if quick else 32)
     async with run_database(uri, "claims") as store:
         bare = store.database["bare"]
         await bare.create_index(_INDEX)
@@ -67,7 +67,7 @@ async def claim_rate(uri: str, quick: bool) -> list[Row]:
                 claims, lambda number: _bare_claim(store, {"_id": documents[number]["_id"]}, number)
             )
 
-        rounds = 2 if quick else 6
+        rounds = 1 if quick else 6
         rows = []
         for what, baseline, target in (
             ("claims/s, 64 claimers : findOneAndUpdate on a sorted queue", queue, 0.6),
@@ -85,7 +85,7 @@ async def claim_rate(uri: str, quick: bool) -> list[Row]:
 
 async def claim_latency(uri: str, quick: bool) -> list[Row]:
     """Compare the 99th percentile of claim latency among 1,000,000 Tasks and among 1,000."""
-    many = 50_000 if quick else 1_000_000
+    many = 2_000 if quick else 1_000_000
     async with run_database(uri, "many") as large, run_database(uri, "few") as small:
         await _fill(large, many)
         await _fill(small, 1000)
@@ -96,7 +96,7 @@ async def claim_latency(uri: str, quick: bool) -> list[Row]:
             latencies[name] += values
             return percentile(values, 0.99)
 
-        rounds = 4 if quick else 20
+        rounds = 1 if quick else 20
         mine, other = await alternate(lambda: sample(large, "large"), lambda: sample(small, "small"), rounds)
         p99 = {name: percentile(values, 0.99) for name, values in latencies.items()}
         return [
@@ -221,7 +221,7 @@ async def writing(uri: str, quick: bool) -> list[Row]:
             mine, other = await alternate(
                 lambda: _written(store, concurrent, _write_ours),  # noqa: B023
                 lambda: _written(store, concurrent, _write_bare),  # noqa: B023
-                2 if quick else rounds,
+                1 if quick else rounds,
             )
         rows.append(
             Row(
@@ -251,7 +251,7 @@ async def reading(uri: str, quick: bool) -> list[Row]:
                 await collection.find({"_id": {"$in": ids}}).to_list()
                 return seconds() / _FETCHED
 
-        mine, other = await alternate(ours, bare, 10 if quick else 60)
+        mine, other = await alternate(ours, bare, 2 if quick else 60)
     return [
         Row(
             what="reading training data, 20k tokens : bare reads",

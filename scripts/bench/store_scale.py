@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure claims per second and commands per claim: 1, 8 and 64 claimers in a process, and 32 clients."""
-    options = {"seconds": 1.5 if quick else 4.0}
+    options = {"seconds": 0.3, "tasks": 200} if quick else {"seconds": 4.0, "tasks": 4000}
     ours, theirs = await _alternate("admission", uri, options, against, rounds=1 if quick else 2)
     groups = dict.fromkeys(("1 claimer", "8 claimers", "64 claimers"), "groups of 8")
     rows = []
@@ -49,8 +49,8 @@ async def admission(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure reads per group and commands per trajectory: 1 and 32 samplers, 64 concurrent trajectories."""
     rows = []
-    for samplers in (1, 32):
-        options = {"samplers": samplers, "groups": 32 if quick else 64, "seconds": 1.0}
+    for samplers in (1, 2 if quick else 32):
+        options = {"samplers": samplers, "groups": 8 if quick else 64, "seconds": 0.2 if quick else 1.0}
         ours, theirs = await _alternate("finalizing", uri, options, against, rounds=1)
         for field, unit in (("reads", "reads of a group"), ("commands", "commands a trajectory")):
             mine, other = ([found[field] for found in side] for side in (ours, theirs))
@@ -61,7 +61,7 @@ async def finalizing(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure the server's CPU time per renewed lease while 1 and 100 processes wait for changes."""
     rows = []
-    for waiting in (1, 100):
+    for waiting in (4,) if quick else (1, 100):
         options = {"waiting": waiting}
         ours, theirs = await _alternate("streams", uri, options, against, rounds=1 if quick else 2)
         mine, other = ([found["microseconds"] for found in side] for side in (ours, theirs))
@@ -72,10 +72,10 @@ async def streams(uri: str, quick: bool, against: Path | None) -> list[Row]:
 async def samplers(uri: str, quick: bool, against: Path | None) -> list[Row]:
     """Measure 1,000 samplers on one server, each with its own client and one 60 s trajectory at a time.
 
-    ``quick`` takes 200 samplers and 20 s. Measuring starts once as many trajectories have begun as there are
+    ``quick`` takes 8 samplers and 2 s. Measuring starts once as many trajectories have begun as there are
     samplers.
     """
-    count, lasting, seconds = (200, 20.0, 8.0) if quick else (1000, 60.0, 40.0)
+    count, lasting, seconds = (8, 2.0, 2.0) if quick else (1000, 60.0, 40.0)
     found = [await _many_samplers(uri, source, count, lasting, seconds) for source in _sources(against)]
     ours, theirs = found[0], found[1] if against else None
     rows = []
@@ -118,8 +118,9 @@ async def _many_samplers(uri: str, source: Path, count: int, lasting: float, sec
     run = _run_name()
     groups = int(count / 8 * (3 + (seconds + _WARM_UP_SECONDS) / lasting))
     await _result(await _start(source, "prepare", uri, {"run": run, "groups": groups}))
-    options = {"run": run, "samplers": count // _PROCESSES, "seconds": lasting}
-    children = [await _start(source, "join", uri, options) for _ in range(_PROCESSES)]
+    processes = min(_PROCESSES, count // 4)
+    options = {"run": run, "samplers": count // processes, "seconds": lasting}
+    children = [await _start(source, "join", uri, options) for _ in range(processes)]
     client: AsyncMongoClient[Json] = AsyncMongoClient(uri)
     try:
         await asyncio.gather(*(_expect(child, "ready") for child in children))

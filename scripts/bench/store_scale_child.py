@@ -24,14 +24,24 @@ import pymongo.monitoring
 from pymongo import AsyncMongoClient
 from store_fixtures import SPLIT, make_call, make_tasks
 
-from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    GroupConfig,
+    RunConfig,
+    SamplingConfig,
+    ToolConfig,
+)
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
+from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store, open_store
 from agentrl.store.connection import Connection
+from agentrl.tools.pool import ToolPool
 
 _LEASE = 60.0
 _MAX_GROUPS_OPEN = 100_000
@@ -68,26 +78,31 @@ class Commands(pymongo.monitoring.CommandListener):
 COMMANDS = Commands()
 
 
-class Worker:
-    """Simulate trajectories with one model call and no engine. Each lasts ``seconds`` on average."""
+class SimulatedWorker(Worker):
+    """Simulates trajectories with one model call and no engine. Each lasts ``seconds`` on average."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._store = store
+        nothing: Any = None
+        super().__init__(
+            store=store, router=nothing, tools=ToolPool(ToolConfig()), chat_format=nothing,
+            params=SamplingParams(), seed=0, agent=AgentConfig(), sampling=SamplingConfig(),
+            claims=ClaimConfig(lease_seconds=_LEASE),
+        )  # fmt: skip
         self._seconds = seconds
         self._is_first = True
         self.scored = 0
 
     async def run(self, claim: Claim) -> bool:
         """Write one trajectory from Record to score."""
-        records, least = self._store.records, 0.0 if self._is_first else 0.5
+        records, least = self.store.records, 0.0 if self._is_first else 0.5
         self._is_first = False
         await records.create(claim)
         await records.advance(claim, RecordStatus.RUNNING)
         await asyncio.sleep(self._seconds * random.uniform(least, least + 1))
-        await self._store.model_calls.add(claim, make_call(claim.record_id, 0, context=64, output=8))
+        await self.store.model_calls.add(claim, make_call(claim.record_id, 0, context=64, output=8))
         await records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
         await records.advance(claim, RecordStatus.SCORING)
-        await self._store.claims.score(claim, float(random.random() < 0.5))
+        await self.store.claims.score(claim, float(random.random() < 0.5))
         self.scored += 1
         return True
 
@@ -97,7 +112,9 @@ def run_config(uri: str, name: str) -> RunConfig:
     return RunConfig(run_name=name, db_connection_string=uri, db_timeout_seconds=_TIMEOUT)
 
 
-def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, generations: int) -> Sampler:
+def make_sampler(
+    store: Store, worker: SimulatedWorker, owner: str, concurrency: int, generations: int
+) -> Sampler:
     """Return a sampler whose group limit is never reached."""
 
     async def allowed() -> int:
@@ -107,7 +124,7 @@ def make_sampler(store: Store, worker: Worker, owner: str, concurrency: int, gen
     config = SamplerConfig(
         split=SPLIT, owner=owner, concurrency=concurrency, claims=ClaimConfig(lease_seconds=_LEASE), plan=plan
     )
-    return Sampler(store, worker, GroupFinalizer(store, GroupConfig(), split=SPLIT, seed=0), config, allowed)  # type: ignore[arg-type]
+    return Sampler(store, worker, GroupFinalizer(store, GroupConfig(), split=SPLIT, seed=0), config, allowed)
 
 
 async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +136,9 @@ async def admission(uri: str, options: dict[str, Any]) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             run = run_config(uri, f"{options['run']}_{clients}_{claimers}")
             stores = [await stack.enter_async_context(await open_store(run)) for _ in range(clients)]
-            await stores[0].tasks.load(make_tasks(4000 if generations == 8 else 8000, generations))
+            await stores[0].tasks.load(
+                make_tasks(options["tasks"] * (1 if generations == 8 else 2), generations)
+            )
             before = COMMANDS.total()
             claims, seconds = await _claim_for(stores, claimers, options["seconds"])
             found[name] = {"rate": claims / seconds, "commands": (COMMANDS.total() - before) / claims}
@@ -156,7 +175,7 @@ async def finalizing(uri: str, options: dict[str, Any]) -> dict[str, Any]:
         stores = [await stack.enter_async_context(await open_store(run)) for _ in range(samplers)]
         await stores[0].tasks.load(make_tasks(groups))
         COMMANDS.sent.clear()
-        workers = [Worker(store, options["seconds"]) for store in stores]
+        workers = [SimulatedWorker(store, options["seconds"]) for store in stores]
         made = [
             make_sampler(store, worker, f"s{number}", 64 // samplers, 8)
             for number, (store, worker) in enumerate(zip(stores, workers, strict=True))
@@ -223,7 +242,7 @@ async def join(uri: str, options: dict[str, Any]) -> dict[str, Any]:
             await store.trainer_lease.read()
 
     await asyncio.gather(*map(connect, stores))
-    workers = [Worker(store, options["seconds"]) for store in stores]
+    workers = [SimulatedWorker(store, options["seconds"]) for store in stores]
     running = []
     for number, (store, worker) in enumerate(zip(stores, workers, strict=True)):
         store.claims.claim = _timed(store.claims.claim, claimed)  # type: ignore[method-assign]

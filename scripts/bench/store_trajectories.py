@@ -34,7 +34,7 @@ _OPEN = {"status": {"$in": ["created", "running"]}}
 
 async def whole(uri: str, quick: bool) -> list[Row]:
     """Time 64 concurrent trajectories, and count the groups that end without a complete set of scores."""
-    tasks = 64 if quick else 128
+    tasks = 8 if quick else 128
     missing = {"ours": 0, "original": 0}
     async with run_database(uri, "whole") as store, run_database(uri, "original") as other_store:
         original = Original(other_store.database, GENERATIONS)
@@ -53,7 +53,7 @@ async def whole(uri: str, quick: bool) -> list[Row]:
             missing["original"] += await original.groups_with_a_score_missing()
             return seconds / (tasks * GENERATIONS)
 
-        rounds = 2 if quick else 6
+        rounds = 1 if quick else 6
         mine, other = await alternate(ours, theirs, rounds)
     groups = (rounds + 1) * tasks
     return [

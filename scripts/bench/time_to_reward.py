@@ -1,6 +1,6 @@
 """Compare the seconds to a reward of the quickstart and of TRL's GRPOTrainer: same model, tasks and cores.
 
-    python scripts/bench/time_to_reward.py [--seeds 0] [--steps 12] [--trl_setting best] [--plot F] [--json F]
+    python scripts/bench/time_to_reward.py [--quick] [--seeds 0] [--steps 12] [--trl_setting best] [--plot F]
 
 Both train SmolLM2-135M-Instruct on ``assets/tasks/calculator_train.jsonl`` with groups of eight, one after
 the other, on the same two cores. TRL is installed from PyPI into a venv of its own, ``.agentrl/venvs/trl``;
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import add_quick
 from rich.console import Console
 from rich.table import Table
 from time_to_reward_trl import SETTINGS
@@ -138,16 +139,17 @@ def _kind(command: Sequence[str]) -> str:
     return next((kind for part, kind in named.items() if part in words), "other")
 
 
-def run_agentrl(seed: int, steps: int, environment: Mapping[str, str]) -> Run:
-    """Run the quickstart in an empty folder and read its steps from its database."""
+def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: str) -> Run:
+    """Run the quickstart in an empty folder, with more ``flags``; read its steps from its database."""
     with tempfile.TemporaryDirectory(prefix="time-to-reward-") as scratch:
         folder = Path(scratch)
         (folder / "assets").symlink_to(ROOT / "assets")
         (folder / ".agentrl").mkdir()
+        (ROOT / ".agentrl/models").mkdir(parents=True, exist_ok=True)
         (folder / ".agentrl/models").symlink_to(ROOT / ".agentrl/models")
         command = [
             sys.executable, "-m", "agentrl", "quickstart",
-            *("--steps", str(steps), "--seed", str(seed), "--minutes", "30"),
+            *("--steps", str(steps), "--seed", str(seed), "--minutes", "30", *flags),
         ]  # fmt: skip
         run = Run(AGENTRL, seed)
         began, meter = _run(command, run, folder, environment, scratch)
@@ -324,7 +326,12 @@ def main() -> int:
     parser.add_argument("--only", choices=("agentrl", "trl"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
+    add_quick(parser)
     given = parser.parse_args()
+    if given.quick:
+        run = run_agentrl(0, 1, {**os.environ, "HF_HUB_OFFLINE": "1"}, "--tiny")
+        print_runs([run], Console(width=160))
+        return 0 if len(run.steps) == 1 else 1
     model = prepare_smollm(lambda text: print(f"time_to_reward: {text}", flush=True))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     common = {**os.environ, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}

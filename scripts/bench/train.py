@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Row, print_rows
+from harness import Row, add_quick, finish
 from train_workload import SMOLLM, Group
 
 CHILD = Path(__file__).with_name("train_child.py")
@@ -35,7 +35,7 @@ TURNS = {
     "135M": Group(trajectories=8, turns=12, prompt=1536, output=32, observation=32),
 }
 QUICK_TURNS = {
-    "tiny": Group(trajectories=8, turns=6, prompt=512, output=16, observation=16),
+    "tiny": Group(trajectories=3, turns=2, prompt=64, output=8, observation=8),
     "135M": Group(trajectories=3, turns=3, prompt=128, output=16, observation=16),
 }
 SAME_GRADIENT = 1e-3
@@ -95,10 +95,8 @@ def merging(bench: Bench) -> list[Row]:
             }
         else:
             common["steps"] = 1 if model == "135M" else 2
-            found = {
-                way: bench.child(f"merging {model} {way}", way=way, **common)
-                for way in ("off", "trajectory", "group")
-            }
+            ways = ("off", "group") if bench.quick else ("off", "trajectory", "group")
+            found = {way: bench.child(f"merging {model} {way}", way=way, **common) for way in ways}
         rows += _merged_rows(model, found)
     return rows
 
@@ -197,7 +195,7 @@ def logprobs(bench: Bench) -> list[Row]:
     The baseline is the size of the hidden states (that is, of their gradient) plus one chunk.
     """
     sizes = {
-        "tokens": 2048 if bench.quick else 32768, "vocabulary": 151936, "hidden": 64, "chunk": 1024,
+        "tokens": 256 if bench.quick else 32768, "vocabulary": 151936, "hidden": 64, "chunk": 1024,
         "vocab_chunk": 8192,
     }  # fmt: skip
     found = bench.child("logprobs", way="logprobs", sizes=sizes)
@@ -234,7 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="use smaller groups: a minute or two")
+    add_quick(parser)
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="run only these benchmarks"
     )
@@ -250,14 +248,15 @@ def main() -> int:
     known = {"tiny": "tiny"} | ({"135M": str(SMOLLM)} if SMOLLM.is_dir() else {})
     if "135M" not in known:
         print(f"{SMOLLM} is missing: skipping 135M; `agentrl quickstart` downloads it", file=sys.stderr)
-    models = {name: known[name] for name in arguments.models if name in known}
+    wanted = ["tiny"] if arguments.quick else arguments.models
+    models = {name: known[name] for name in wanted if name in known}
     bench = Bench(arguments.quick, arguments.threads, models, arguments.trl, {})
     rows = [row for name in arguments.only for row in MEASURES[name](bench)]
-    print_rows("A training step", rows)
+    code = finish("A training step", rows, quick=arguments.quick)
     if arguments.json:
         content = {"rows": [row.plain() for row in rows], "measured": bench.raw}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return int(any(row.passed is False for row in rows))
+    return code
 
 
 if __name__ == "__main__":

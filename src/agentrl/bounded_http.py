@@ -1,20 +1,28 @@
-"""Bound the connections of an HTTP server: clients that send no request are disconnected."""
+"""Serve HTTP until a signal, with bounded connections: clients that send no request are disconnected."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
+import signal
+import socket
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from agentrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 15.0
 """Time for the header of a request to arrive."""
 _LOG_SECONDS: Final = 60.0
+_BACKLOG: Final = 2048
 
 
 def connection_limit() -> int:
@@ -75,3 +83,61 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
                 extra={"closed": BoundedProtocol._closed, "why": why, "open": len(self.connections)},
             )
             BoundedProtocol._logged, BoundedProtocol._closed = time.monotonic(), 0
+
+
+def bind(host: str, port: int, what: str) -> socket.socket:
+    """Return a listening socket for ``what``; port 0 is any free one. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{what} cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="choose another --port, leave it out for a free one, or give an address of this machine as"
+            " --host",
+        ) from error
+    return listener
+
+
+async def serve_until_signal(app: Any, listener: socket.socket, stop: Callable[[], None]) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM; ``stop`` is called before it shuts down."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=30,
+        http=BoundedProtocol,
+    )
+    await _Server(config, stop).serve([listener])
+
+
+class _Server(uvicorn.Server):
+    """A server that calls ``stop`` as soon as it is asked to stop."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Call ``stop``, then end the server."""
+        self._stop()
+        await super().shutdown(sockets)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at SIGINT and SIGTERM; the process exits with 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)

@@ -33,7 +33,7 @@ def check(tmp_path: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     torch.version.cuda is not None, reason="this build of torch has a device guard of its own"
 )
 def test_a_page_has_memory_beside_the_plan_and_parity_around_an_update(tmp_path: Path) -> None:
-    code, page = check(tmp_path, "--layers", "1", "--only", "tests", "0.6B", "engine")
+    code, page = check(tmp_path, "--quick")
     assert code == 0, page
     assert "| tests | not run: " in page
     memory = re.search(r"^\| 0\.6B \| 1 of 28 \|.* (\S+) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)

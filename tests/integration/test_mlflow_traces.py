@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -28,9 +29,6 @@ VENV = Path(os.environ.get("AGENTRL_MLFLOW_VENV") or Path(__file__).parents[2] /
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        not (VENV / "bin" / "mlflow").exists(), reason=f"no MLflow in {VENV}: bash scripts/setup_mlflow.sh"
-    ),
 ]
 
 
@@ -71,22 +69,14 @@ def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
+@pytest.mark.skipif(
+    not (VENV / "bin" / "mlflow").exists(), reason=f"no MLflow in {VENV}: bash scripts/setup_mlflow.sh"
+)
 async def test_a_trajectory_is_seen_in_mlflow(store: Store, mlflow: str) -> None:
-    engine = ScriptedEngine(format_of(), ADD, "<answer>3</answer>")
-    worker = Worker(
-        store=store, router=engine, tools=FakeTools(), chat_format=engine.chat_format,
-        params=SamplingParams(), seed=7, agent=AgentConfig(), sampling=SamplingConfig(),
-        claims=ClaimConfig(),
-    )  # fmt: skip
-    await store.tasks.load([gateway_task(slots=1)])
-    claim = await store.claims.claim(split="train", owner="me", lease_seconds=600)
-    assert claim is not None
-    address = mlflow.replace("http", "mlflow") + "/my traces"
-    with tracing(trace_flags(address, "--trace_content", "true"), "sample"):
-        assert await worker.run(claim)
-    record = await store.records.get(claim.record_id)
+    record_id, trace_id = await trajectory(store, mlflow.replace("http", "mlflow") + "/my traces")
+    record = await store.records.get(record_id)
     assert record is not None
-    trace = await read(mlflow, f"tr-{record.trace_id}")
+    trace = await read(mlflow, f"tr-{trace_id}")
     info, spans = trace["trace_info"], trace["spans"]
     assert info["state"] == "OK"
     assert info["tags"]["agentrl.run"] == "traced"
@@ -103,6 +93,39 @@ async def test_a_trajectory_is_seen_in_mlflow(store: Store, mlflow: str) -> None
     assert "3" in str(attribute(tool, "mlflow.spanOutputs"))
     found = await experiment(mlflow, "my traces")
     assert info["trace_location"]["mlflow_experiment"]["experiment_id"] == found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="the package mlflow is not installed")
+async def test_a_trajectory_is_written_into_a_file_without_a_server(store: Store, tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    record_id, trace_id = await trajectory(store, uri)
+    from mlflow.tracing.client import TracingClient
+
+    trace = TracingClient(uri).get_trace(f"tr-{trace_id}")
+    assert trace.info.state == "OK"
+    assert trace.info.trace_metadata["mlflow.trace.session"] == record_id
+    assert sorted(span.name for span in trace.data.spans) == [
+        "chat train-model", "chat train-model", "execute_tool add", "invoke_agent react", "score exact",
+    ]  # fmt: skip
+
+
+async def trajectory(store: Store, address: str) -> tuple[str, str]:
+    """Run a traced trajectory; return its Record's id and its trace's."""
+    engine = ScriptedEngine(format_of(), ADD, "<answer>3</answer>")
+    worker = Worker(
+        store=store, router=engine, tools=FakeTools(), chat_format=engine.chat_format,
+        params=SamplingParams(), seed=7, agent=AgentConfig(), sampling=SamplingConfig(),
+        claims=ClaimConfig(),
+    )  # fmt: skip
+    await store.tasks.load([gateway_task(slots=1)])
+    claim = await store.claims.claim(split="train", owner="me", lease_seconds=600)
+    assert claim is not None
+    with tracing(trace_flags(address, "--trace_content", "true"), "sample"):
+        assert await worker.run(claim)
+    record = await store.records.get(claim.record_id)
+    assert record is not None
+    assert record.trace_id is not None
+    return record.id, record.trace_id
 
 
 async def read(url: str, trace: str) -> dict[str, Any]:

@@ -25,11 +25,11 @@ pytestmark = pytest.mark.integration
 async def test_records_are_trained_by_score(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     base = write_tiny_policy(tmp_path / "base")
-    good = await from_records(run_config, "train", 1.0, base)
+    good, _ = await from_records(run_config, "train", 1.0, base)
     assert [item.score for item in good] == [1.0] * 3
     assert {item.trainable_tokens for item in good} == {8}
     assert unpack_ids(good[0].input_ids).tolist()[:2] == [10, 20]
-    assert len(await from_records(run_config, "train", 0.0, base)) == 5
+    assert len((await from_records(run_config, "train", 0.0, base))[0]) == 5
     with pytest.raises(ConfigError, match="0 Records of split train with a score of 2"):
         await from_records(run_config, "train", 2.0, base)
 

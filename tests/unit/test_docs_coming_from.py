@@ -13,15 +13,24 @@ NAMED = {
         "minirl_example.sh", "grpo_example.sh", "eval_example.sh", "import models, sampler",
         "tests/mongo_connection_test.py", "tests/dtensor_bench.py", "src/databases/deploy/mongo",
         "src/databases/deploy/sglang", "agent_config.yml", "--mcp_manager_url", "register_scorer()",
-        "AsyncSampler", "logs/as/RUN_train_RANK.log", "output/RUN/", "src/configs.py",
+        "AsyncSampler", "logs/as/RUN_train_RANK.log", "output/RUN/", "src/configs.py", "evaluate_record()",
+        "MCP-Docker", "pip install -r requirements.txt --no-build-isolation",
+        "assets/agent_config_example.yml",
+        "assets/fsdp2_dst.yml", "src/rollout/mcp/scorer.py", "_rewarding.py", "Mongo Compass", "`/v1`",
     ),
     "verl": (
         "data.return_raw_chat", "`rollout.mode` `async`", "agent_name", "single_turn_agent", "tool_agent",
         "rollout.trace.backend", "rollout.multi_turn.tool_config_path", "rollout.name",
+        "examples/data_preprocess/gsm8k_tool_agent_loop.py", "examples/grpo_trainer/",
+        "examples/sglang_multiturn/",
+        "mlflow ui --backend-store-uri sqlite:////tmp/mlruns.db", "Failed to decode tool call", "AgentLoop",
+        "AsyncLLMServerManager", "ChatModel", "recipe/langgraph_agent", "recipe/stream_mode",
     ),
     "ChatLearn": (
         "runtime_args.task_type", "runtime_args.rollout_backend", "use_rollout_manager",
-        "policy.is_sync_mode", "@register", "build_graph", "`run`", "agent_cfg_path",
+        "policy.is_sync_mode", "@register", "build_graph", "`run`", "agent_cfg_path", "cfg.xxx",
+        "math_lighteval_agent.py", "prompt_dataset", "math_eval.yaml", "chatlearn:torch",
+        "train_fsdp_sglang_qwen3_8b_grpo_agentic_math_task.sh",
     ),
 }  # fmt: skip
 """What the guides of each system name, beside its flags."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.chat.parsers import ParsedMessage
+from agentrl.documents.images import ImageSpan
 
 Message = dict[str, Any]
 """One chat message, as in an OpenAI request; ``reasoning_content`` holds an assistant's thought."""
@@ -36,10 +37,14 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class TokenizedConversation:
-    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of trained assistant messages."""
+    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of trained assistant messages.
+
+    ``images`` are the tokens that stand for images.
+    """
 
     input_ids: NDArray[np.int64]
     is_trainable: NDArray[np.bool_]
+    images: tuple[ImageSpan, ...] = ()
 
 
 def split_train(messages: Sequence[Message]) -> tuple[list[Message], list[bool]]:

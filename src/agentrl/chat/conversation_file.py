@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.chat_format import TRAIN, ChatFormat, Message, TokenizedConversation, split_train
-from agentrl.errors import TaskFileError, TrajectoryError
+from agentrl.chat.conversation_images import show_images
+from agentrl.documents.images import Image
+from agentrl.errors import ImageError, TaskFileError, TrajectoryError
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys under which files hold a message's reasoning; templates read one of the first two."""
@@ -17,25 +19,30 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _WEIGHT = "weight"
 
 
-def read_conversations(path: Path, chat_format: ChatFormat) -> list[TokenizedConversation]:
-    """Render the ``messages`` (and ``tools``) of every line.
+def read_conversations(
+    path: Path, chat_format: ChatFormat
+) -> tuple[list[TokenizedConversation], dict[str, Image]]:
+    """Render the ``messages`` (and ``tools``) of every line; return them, and their images by hash.
 
     An assistant message with ``train: false`` or ``weight: 0`` is context: it is not in the mask. Raises
     TaskFileError with file, line and reason: not JSON, no messages, no assistant message to train, or a
     template that does not render the start of a conversation as a prefix of the whole.
     """
-    conversations = []
+    conversations: list[TokenizedConversation] = []
+    images: dict[str, Image] = {}
     for number, line in _lines(path):
         try:
             item = json.loads(line)
-            conversations.append(chat_format.tokenize(_messages(item), item.get("tools")))
-        except (ValueError, TrajectoryError) as error:
+            messages, shown = show_images(_messages(item), item.get("images"), path.parent)
+            conversations.append(chat_format.tokenize(messages, item.get("tools")))
+        except (ValueError, TrajectoryError, ImageError) as error:
             raise TaskFileError(
                 f"{path}:{number}: {error}", hint='a line is {"messages": [{"role": …, "content": …}, …]}'
             ) from error
+        images |= {image.id: image for image in shown}
     if not conversations:
         raise TaskFileError(f"{path} holds no conversation", hint="give a JSONL file with one on each line")
-    return conversations
+    return conversations, images
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import numpy as np
+
 from agentrl.chat.adapt import Adaptation, in_call_order
 from agentrl.chat.chat_format import (
     ChatFormat,
@@ -15,6 +17,7 @@ from agentrl.chat.chat_format import (
 )
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.vision import Vision, require_text_only
+from agentrl.documents.images import has_images
 from agentrl.errors import TrajectoryError
 
 KeptThoughts = Literal["all", "tool_cycle", "none"]
@@ -181,9 +184,18 @@ class ProvenFormat:
         return self.base.decode(ids)
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
-        """Return a whole conversation and a mask of what the assistant says."""
-        require_text_only(messages, "fine-tuning on conversations")
-        return self.base.tokenize(self._adapted(messages), tools)
+        """Return a whole conversation, a mask of what the assistant says, and its images."""
+        adapted = self._adapted(messages)
+        plain = self.base.tokenize(adapted, tools)
+        if self.vision is None or not has_images(adapted):
+            return plain
+        counts = self.vision.repeats(plain.input_ids.tolist(), adapted)
+        ids, trained = np.repeat(plain.input_ids, counts), np.repeat(plain.is_trainable, counts)
+        return TokenizedConversation(
+            input_ids=ids,
+            is_trainable=trained & (ids != self.vision.image_token),
+            images=self.vision.locate(ids.tolist(), adapted),
+        )
 
     def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
         """Return whether a thought of the last prompt or output is not in the next prompt.

@@ -61,6 +61,11 @@ class Vision:
 
         Raises TrajectoryError if the template does not write one placeholder for each image.
         """
+        counts = self.repeats(ids, messages)
+        return [token for token, count in zip(ids, counts, strict=True) for _ in range(count)]
+
+    def repeats(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """Return how many tokens each of the rendered ``ids`` stands for; see ``expand``."""
         refs = image_refs(messages)
         found = sum(token == self.image_token for token in ids)
         if found != len(refs):
@@ -69,10 +74,7 @@ class Vision:
                 hint="give a template that shows images in these roles by --chat_template FILE",
             )
         images = iter(refs)
-        expanded: list[int] = []
-        for token in ids:
-            expanded += [token] * (self.tokens(next(images)) if token == self.image_token else 1)
-        return expanded
+        return [self.tokens(next(images)) if token == self.image_token else 1 for token in ids]
 
     def locate(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
         """Return the tokens of each image of ``messages`` in ``ids``, which ``expand`` returned."""

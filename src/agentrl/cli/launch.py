@@ -50,7 +50,7 @@ from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
 from agentrl.tools.config import load_servers
-from agentrl.tools.specs import HttpSpec, ManagerSpec, ServerSpec
+from agentrl.tools.specs import HttpSpec, McpSpec
 
 SERVERS_FILE = shipped_files() / "mcp_servers.yml"
 ROLES = ("serve", "sample", "train")
@@ -288,7 +288,7 @@ def _roles(variables: Mapping[str, str]) -> set[str]:
     return roles
 
 
-def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | None:
+def _default_servers(configs: Configs, *, is_demo: bool) -> Sequence[McpSpec] | None:
     """Return the tool servers of ``SERVERS_FILE`` if the run uses that file, else None.
 
     It is used by the demo, and if the tasks name tools that no path of ``--tools`` ends with, and no other
@@ -311,7 +311,7 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     if not named and not is_demo:
         return None
     servers = load_servers(SERVERS_FILE)
-    missing = sorted(named - {server.name for server in servers if not isinstance(server, ManagerSpec)})
+    missing = sorted(named - {server.name for server in servers})
     if missing:
         raise ConfigError(
             f"tasks of {path} name the tools {', '.join(missing)}, and none of --tools or of the tool servers"
@@ -322,7 +322,7 @@ def _default_servers(configs: Configs, *, is_demo: bool) -> list[ServerSpec] | N
     return servers
 
 
-def _demo_server(servers: Sequence[ServerSpec]) -> list[str] | None:
+def _demo_server(servers: Sequence[McpSpec]) -> list[str] | None:
     """Return the command of the demo's HTTP tool server; None if it is not used or already runs."""
     name, port = _DEMO_TOOLS
     url = f"http://127.0.0.1:{port}/mcp"

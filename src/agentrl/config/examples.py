@@ -13,6 +13,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl tasks load tasks.jsonl --run_name math",
         "agentrl tasks list --run_name math",
     ),
+    "agentrl tools": (
+        "agentrl tools manager --mcp_servers_file servers.yml",
+        "agentrl tools manager --mcp_servers_file servers.yml --host 0.0.0.0 --port 8000 --max_nodes 64",
+    ),
     "agentrl db": (
         "agentrl db check --run_name math",
         "agentrl db migrate --run_name math",

@@ -16,8 +16,8 @@ class TraceConfig(Flags):
     trace: str | None = flag(
         None,
         "where spans go: otlp://HOST:PORT (OTLP over gRPC; otlps:// with TLS), http://HOST:PORT or https://"
-        " (OTLP over HTTP), mlflow (the server of MLFLOW_TRACKING_URI) or mlflow://HOST:PORT/EXPERIMENT"
-        " (default: nowhere)",
+        " (OTLP over HTTP), mlflow (the server of MLFLOW_TRACKING_URI), mlflow://HOST:PORT/EXPERIMENT or"
+        " sqlite:///FILE (MLflow without a server; default: nowhere)",
         per_process=True,
     )
     trace_content: bool = flag(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
-import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
-
-from agentrl.bounded_http import BoundedProtocol
+from agentrl.bounded_http import bind, serve_until_signal
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
@@ -24,7 +20,6 @@ DEFAULT_PORT = 8900
 _PORTS_TRIED = 20
 _TOKEN_BYTES = 32
 _MIN_TOKEN = 16
-_BACKLOG = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +33,6 @@ class ServeConfig:
     token_file: Path | None = None
     """File with the token; None makes one, which only this process and its terminal have."""
     hosts: tuple[str, ...] = ()
-
-
-class _Server(uvicorn.Server):
-    """A server that ends the event streams as soon as it is asked to stop."""
-
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._stop = stop
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, then the server."""
-        self._stop()
-        await super().shutdown(sockets)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop at SIGINT and SIGTERM; the process exits with 0."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
 
 
 async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
@@ -81,21 +51,8 @@ async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
             cookie=f"agentrl_token_{port}",
         )
     )
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=30,
-            http=BoundedProtocol,
-        ),
-        app.state.updates.stop,
-    )
     announce(_address(config.host, port, token if config.token_file is None else None))
-    await server.serve([listener])
+    await serve_until_signal(app, listener, app.state.updates.stop)
 
 
 def _address(host: str, port: int, token: str | None) -> str:
@@ -138,25 +95,8 @@ def _is_public(file: Path) -> bool:
 def _listen(config: ServeConfig) -> socket.socket:
     """Return a listening socket: on the port that was given, else on the first free one from 8900 on."""
     if config.port is not None:
-        return _bind(config.host, config.port)
+        return bind(config.host, config.port, "the dashboard")
     for port in range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED):
         with contextlib.suppress(ConfigError):
-            return _bind(config.host, port)
-    return _bind(config.host, 0)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"the dashboard cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="choose another --port, leave it out for a free one, or give an address of this machine as"
-            " --host",
-        ) from error
-    return listener
+            return bind(config.host, port, "the dashboard")
+    return bind(config.host, 0, "the dashboard")

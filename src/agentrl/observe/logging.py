@@ -53,6 +53,7 @@ Item = logging.LogRecord | threading.Event | None
 _FILE_BYTES = 64 * 2**20
 _FILES_KEPT = 3
 _QUIET = {
+    "alembic": logging.WARNING,
     "asyncio": logging.WARNING,
     "filelock": logging.WARNING,
     "httpcore": logging.WARNING,

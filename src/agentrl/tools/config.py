@@ -15,15 +15,16 @@ import yaml
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
+from agentrl.tools.mcp.isolate import isolated
 from agentrl.tools.options import OPTION_KEYS, read_options
-from agentrl.tools.specs import WORKDIR, HttpSpec, ManagerSpec, Scope, ServerSpec, StdioSpec
+from agentrl.tools.specs import WORKDIR, HttpSpec, ManagerSpec, McpSpec, Scope, ServerSpec, StdioSpec
 from agentrl.tools.values import require_text, require_text_map, require_texts
 
-_STDIO_KEYS = frozenset({"command", "args", "env", "cwd"})
+_STDIO_KEYS = frozenset({"command", "args", "env", "cwd", "sandbox"})
 _HTTP_KEYS = frozenset({"url", "headers", "headers_env", "transport"})
 _HINT = (
-    "write 'servers:' with entries 'NAME: {command, args, env, cwd}' or 'NAME: {url, headers, headers_env}';"
-    " docs/tools.md lists every key"
+    "write 'servers:' with entries 'NAME: {command, args, env, cwd, sandbox}' or 'NAME: {url, headers,"
+    " headers_env}'; docs/tools.md lists every key"
 )
 _VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _TRANSPORTS = {
@@ -47,7 +48,7 @@ def configured_servers(config: ToolConfig) -> list[ServerSpec]:
     return specs
 
 
-def load_servers(path: str | Path) -> list[ServerSpec]:
+def load_servers(path: str | Path) -> list[McpSpec]:
     """Read the servers of a file, in order: ours in YAML, or the ``mcpServers`` JSON of other MCP clients.
 
     ``${VARIABLE}`` and ``${VARIABLE:-default}`` are replaced by environment variables; ``command: python``
@@ -82,7 +83,7 @@ def _content(path: Path) -> Any:
         raise ConfigError(f"{path} is not YAML: {error}", hint="correct that line") from error
 
 
-def _foreign_servers(servers: Mapping[str, Any], where: str) -> list[ServerSpec]:
+def _foreign_servers(servers: Mapping[str, Any], where: str) -> list[McpSpec]:
     """Read another client's servers: keys that only that client knows are ignored, disabled servers too."""
     known = _STDIO_KEYS | _HTTP_KEYS | OPTION_KEYS
     specs = []
@@ -103,7 +104,7 @@ def _foreign_servers(servers: Mapping[str, Any], where: str) -> list[ServerSpec]
     return specs
 
 
-def _spec(name: str, entry: Any, where: str) -> ServerSpec:
+def _spec(name: str, entry: Any, where: str) -> McpSpec:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not a mapping", hint=_HINT)
     if ("command" in entry) == ("url" in entry):
@@ -118,7 +119,7 @@ def _spec(name: str, entry: Any, where: str) -> ServerSpec:
 
 def _stdio(name: str, entry: Mapping[str, Any], where: str) -> StdioSpec:
     command = require_text(entry["command"], f"{where}.command")
-    return StdioSpec(
+    spec = StdioSpec(
         name=name,
         command=sys.executable if command == "python" else command,
         args=require_texts(entry.get("args", ()), f"{where}.args"),
@@ -126,6 +127,7 @@ def _stdio(name: str, entry: Mapping[str, Any], where: str) -> StdioSpec:
         cwd=None if entry.get("cwd") is None else require_text(entry["cwd"], f"{where}.cwd"),
         options=read_options(entry, where, default_scope=Scope.TRAJECTORY),
     )
+    return isolated(spec, entry["sandbox"], f"{where}.sandbox") if "sandbox" in entry else spec
 
 
 def _http(name: str, entry: Mapping[str, Any], where: str) -> HttpSpec:

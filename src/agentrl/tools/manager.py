@@ -16,14 +16,15 @@ from agentrl.tools.specs import Limits, ManagerSpec, Options
 
 
 class ManagedServer:
-    """One server of a manager. All servers use the manager's HTTP client; it keeps no trajectory's state."""
+    """One server of a manager. All servers use the manager's HTTP client."""
 
-    def __init__(self, name: str, manager: ManagerClient, gate: CallGate) -> None:
-        """``gate`` bounds the calls."""
+    def __init__(self, name: str, manager: ManagerClient, gate: CallGate, *, has_nodes: bool) -> None:
+        """``gate`` bounds the calls. ``has_nodes``: the manager keeps the state of each trajectory."""
         self.name = name
         self.schemas: list[Schema] = []
         self._manager = manager
         self._gate = gate
+        self._has_nodes = has_nodes
 
     async def open(self) -> None:
         """List the tools: ``GET /server/NAME/tools``. Raises ToolServerError."""
@@ -54,6 +55,11 @@ class ManagedServer:
         images = await asyncio.to_thread(images_in, encoded) if encoded else ()
         return Reply(text=_text(content), error=_is_error(answer), images=images)
 
+    async def end(self, trajectory: str) -> None:
+        """End the state that the manager keeps of a trajectory."""
+        if self._has_nodes:
+            await self._manager.end(self.name, trajectory)
+
     async def close(self) -> None:
         """Close the manager's HTTP client. Idempotent."""
         await self._manager.close()
@@ -65,9 +71,10 @@ class ManagedSession:
     def __init__(self, server: ManagedServer, trajectory: Trajectory) -> None:
         self._server = server
         self._trajectory = trajectory.id
+        self._has_called = False
 
     async def open(self) -> None:
-        """Do nothing: the manager keeps no state of a trajectory."""
+        """Do nothing: the manager begins a trajectory's state with its first call."""
 
     async def list(self) -> Sequence[Schema]:
         """Return the server's schemas, sorted by name."""
@@ -75,10 +82,14 @@ class ManagedSession:
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
         """Call one tool. Raises ToolServerError."""
+        self._has_called = True
         return await self._server.call(tool, arguments, self._trajectory)
 
     async def close(self) -> None:
-        """Do nothing: the manager keeps no state of a trajectory."""
+        """End the trajectory's state, if there is one. Idempotent."""
+        has_called, self._has_called = self._has_called, False
+        if has_called:
+            await self._server.end(self._trajectory)
 
 
 async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[ManagedServer]:
@@ -102,7 +113,12 @@ async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[Managed
         raise
     base = Limits(timeout_seconds=config.tool_timeout_seconds)
     return [
-        ManagedServer(name, manager, CallGate(Options(), base, connections=config.max_tool_connections))
+        ManagedServer(
+            name,
+            manager,
+            CallGate(Options(), base, connections=config.max_tool_connections),
+            has_nodes=answer.get("nodes") is True,
+        )
         for name in (names if spec.server == "all" else [spec.server])
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,15 @@ from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
 from agentrl.tools.redact import redact_address, redact_secrets
 from agentrl.tools.specs import ManagerSpec
 
+logger = logging.getLogger(__name__)
+
 _CONTROL_SECONDS = 30.0
+_END_SECONDS = 5.0
 _SPARE_CONNECTIONS = 8
 _EXCERPT = 300
 _LOGIN, _BUSY = (401, 403), (429, 503)
-_TRAJECTORY_HEADER = "X-AgentRL-Trajectory"
+TRAJECTORY_HEADER = "X-AgentRL-Trajectory"
+"""The header with the id of the trajectory that a request belongs to."""
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
 _LOGIN_HINT = "check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names"
 
@@ -71,7 +76,7 @@ class ManagerClient:
         Raises TimeoutError after ``seconds``, and ToolServerError if the manager refuses all calls now.
         """
         await self._check(server)
-        path, headers = f"/tool/{server}.{tool}", {_TRAJECTORY_HEADER: trajectory}
+        path, headers = f"/tool/{server}.{tool}", {TRAJECTORY_HEADER: trajectory}
         async with self._slots:
             try:
                 answer = await self._send("POST", path, server, dict(arguments), seconds, headers)
@@ -86,6 +91,16 @@ class ManagerClient:
             self._suspect = True
             return ManagerAnswer(answer.status, f"{tool} failed: its server answered HTTP {answer.status}")
         return answer
+
+    async def end(self, server: str, trajectory: str) -> None:
+        """End the trajectory's node of a server. The manager ends idle nodes itself, so errors are logged."""
+        path = f"/server/{server}/node"
+        try:
+            await self._send("DELETE", path, server, None, _END_SECONDS, {TRAJECTORY_HEADER: trajectory})
+        except (httpx.HTTPError, TimeoutError, ToolServerError) as error:
+            logger.warning(
+                "a node of the MCP manager is not ended", extra={"server": server, "why": str(error)}
+            )
 
     def error(
         self,

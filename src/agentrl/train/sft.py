@@ -34,7 +34,7 @@ from agentrl.model.load import base_folder
 from agentrl.model.precision import Precision
 from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
-from agentrl.train.sft_data import from_conversations, from_records
+from agentrl.train.sft_data import Images, from_conversations, from_records
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
 
@@ -98,7 +98,7 @@ def _check_output(configs: Configs) -> None:
 def _fine_tune(configs: Configs, world: World) -> None:
     settings, train, seed = configs[SFTConfig], configs[TrainConfig], configs[RunConfig].seed
     started = time.perf_counter()
-    data = _read(configs)
+    data, images = _read(configs)
     steps = train.max_steps
     if steps <= 0:
         steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
@@ -108,7 +108,9 @@ def _fine_tune(configs: Configs, world: World) -> None:
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
     batches = _batches(len(data), settings.batch_size, seed)
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
-        result = controller.train([data[index] for index in chosen])
+        batch = [data[index] for index in chosen]
+        named = {image.sha256 for item in batch for image in item.images}
+        result = controller.train(batch, None, {key: images[key] for key in named} or None)
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
@@ -147,7 +149,7 @@ def _loss(shared: LossConfig) -> LossConfig:
     )
 
 
-def _read(configs: Configs) -> list[DBRecordData]:
+def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:
     run, settings, model = configs[RunConfig], configs[SFTConfig], configs[ModelConfig]
     base = base_folder(model)
     if settings.sft_from_records is not None:

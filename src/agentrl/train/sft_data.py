@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from agentrl.chat.chat_format import ChatFormat, TokenizedConversation
 from agentrl.chat.conversation_file import read_conversations
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.convert import to_training_data
+from agentrl.documents.images import Image
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
@@ -29,16 +30,24 @@ _TOKENIZER = "tokenizer.json"
 _ADVANTAGE = 1.0
 
 
-def from_conversations(path: Path, chat_format: ChatFormat) -> list[DBRecordData]:
-    """Return each conversation of a JSONL file as a chain; TaskFileError names a line that is invalid."""
-    return [
-        _one_chain(f"{path.name}:{number}", conversation)
-        for number, conversation in enumerate(read_conversations(path, chat_format), 1)
-    ]
+Images = Mapping[str, Image]
+"""The images of training data, by hash."""
 
 
-async def from_records(run: RunConfig, split: str, min_score: float, base: Path) -> list[DBRecordData]:
-    """Return the trajectories of a run with a score of ``min_score`` or more, with their sampled ids.
+def from_conversations(path: Path, chat_format: ChatFormat) -> tuple[list[DBRecordData], Images]:
+    """Return each conversation of a JSONL file as a chain, and the images that they show.
+
+    TaskFileError names a line that is invalid.
+    """
+    conversations, images = read_conversations(path, chat_format)
+    chains = [_one_chain(f"{path.name}:{number}", each) for number, each in enumerate(conversations, 1)]
+    return chains, images
+
+
+async def from_records(
+    run: RunConfig, split: str, min_score: float, base: Path
+) -> tuple[list[DBRecordData], Images]:
+    """Return the trajectories of a run with a score of ``min_score`` or more: sampled ids, and images.
 
     Every generated token of a well-formed model call is trained. Raises ConfigError if there is no such
     trajectory, or if the run's model had another tokenizer than the one in ``base``.
@@ -49,7 +58,9 @@ async def from_records(run: RunConfig, split: str, min_score: float, base: Path)
         await _check_tokenizer(store, run.run_name, base)
         records = await store.records.scored(split, min_score)
         found = [await _one_record(store, record) for record in records]
-    data = [item for item in found if item is not None]
+        data = [item for item in found if item is not None]
+        named = {image.sha256 for item in data for image in item.images}
+        images = await store.images.get(named) if named else {}
     if not data:
         raise ConfigError(
             f"run {run.run_name} has {len(records)} Records of split {split} with a score of {min_score:g} or"
@@ -57,7 +68,7 @@ async def from_records(run: RunConfig, split: str, min_score: float, base: Path)
             hint="lower --sft_min_score, or see `agentrl audit records` for the run's scores",
         )
     logger.info("%d of %d Records of run %s are trained", len(data), len(records), run.run_name)
-    return data
+    return data, images
 
 
 def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
@@ -73,7 +84,7 @@ def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
     return DBRecordData(
         id=name, record=name, task=name, split="sft", score=1.0, advantage=_ADVANTAGE, min_version=0,
         max_version=0, tokens=length, trainable_tokens=trainable, turns=len(spans),
-        nodes=(Node(start=0, end=length),), spans=spans,
+        nodes=(Node(start=0, end=length),), spans=spans, images=conversation.images,
         input_ids=pack_ids(conversation.input_ids.tolist()), behavior_logprobs=pack_floats([0.0] * trainable),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ def write(path: Path, *lines: object) -> Path:
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED_TEMPLATE])
 def test_what_the_assistant_says_is_trained_with_its_end(tmp_path: Path, template: str) -> None:
     tokenizer = tiny_tokenizer(template)
-    [conversation] = read_conversations(
+    [conversation], _ = read_conversations(
         write(tmp_path / "c.jsonl", {"messages": MESSAGES}), tiny_format(template)
     )
     trained = conversation.input_ids[conversation.is_trainable].tolist()
@@ -46,7 +46,7 @@ def test_a_message_that_is_not_trained_is_context(
     shown[3] = {**shown[3], **said}
     path = write(tmp_path / "c.jsonl", {"messages": shown}, {"messages": MESSAGES})
     chat_format = tiny_format(template)
-    conversation, whole = read_conversations(path, chat_format)
+    (conversation, whole), _ = read_conversations(path, chat_format)
     assert conversation.input_ids.tolist() == whole.input_ids.tolist()
     trained = conversation.input_ids[conversation.is_trainable].tolist()
     assert tiny_tokenizer(template).decode(trained) == "four<|im_end|>"
@@ -63,13 +63,13 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
     said = "Grüße, 你好 👋\n\n"
     messages = [*MESSAGES, {"role": "user", "content": said}, {"role": "assistant", "content": said}]
     path = write(tmp_path / "c.jsonl", {"messages": messages})
-    [conversation] = read_conversations(path, tiny_format(MARKED_TEMPLATE))
+    [conversation], _ = read_conversations(path, tiny_format(MARKED_TEMPLATE))
     expected = tiny_tokenizer(MARKED_TEMPLATE).apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     assert conversation.input_ids.tolist() == expected["input_ids"]
     assert conversation.is_trainable.astype(int).tolist() == expected["assistant_masks"]
-    [by_prefixes] = read_conversations(path, tiny_format())
+    [by_prefixes], _ = read_conversations(path, tiny_format())
     assert by_prefixes.input_ids.tolist() == expected["input_ids"]
     assert by_prefixes.is_trainable.tolist() == conversation.is_trainable.tolist()
 
@@ -77,8 +77,8 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
 def test_an_empty_assistant_block_marks_nothing(tmp_path: Path) -> None:
     template = "{% generation %}{% endgeneration %}" + MARKED_TEMPLATE
     path = write(tmp_path / "c.jsonl", {"messages": MESSAGES})
-    [marked] = read_conversations(path, tiny_format(MARKED_TEMPLATE))
-    [conversation] = read_conversations(path, tiny_format(template))
+    [marked], _ = read_conversations(path, tiny_format(MARKED_TEMPLATE))
+    [conversation], _ = read_conversations(path, tiny_format(template))
     assert conversation.is_trainable.tolist() == marked.is_trainable.tolist()
 
 
@@ -95,7 +95,7 @@ def test_reasoning_has_one_name_in_templates(tmp_path: Path, key: str) -> None:
     )
     messages = [{"role": "assistant", "content": "four", key: "two and two"}]
     chat_format = tiny_format(template)
-    [conversation] = read_conversations(write(tmp_path / "c.jsonl", {"messages": messages}), chat_format)
+    [conversation], _ = read_conversations(write(tmp_path / "c.jsonl", {"messages": messages}), chat_format)
     assert "two and twofour" in chat_format.decode(conversation.input_ids.tolist())
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentrl.bounded_http import _Server
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
-from agentrl.dashboard.serve import ServeConfig, _listen, _Server, _token, serve
+from agentrl.dashboard.serve import ServeConfig, _listen, _token, serve
 from agentrl.dashboard.static_files import asset
 from agentrl.errors import ConfigError
 

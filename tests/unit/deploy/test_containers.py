@@ -80,7 +80,11 @@ def test_what_the_processes_agree_on() -> None:
     gateway = flags_of(SERVICES["gateway"]["command"][1:], "gateway")[GatewayConfig]
     assert SERVICES["gateway"]["ports"] == [f"127.0.0.1:8790:{gateway.gateway_port}"]
     file = Path(str(sampler[ToolConfig].mcp_servers_file).replace("/config/", f"{DEPLOY}/compose/"))
-    assert [server.name for server in load_servers(file)] == ["calculator", "units"]
+    assert [server.name for server in load_servers(file)] == ["units"]
+    words = SERVICES["manager"]["command"]
+    assert sampler[ToolConfig].mcp_manager_url == f"http://manager:{words[words.index('--port') + 1]}/mcpapi"
+    nodes = Path(words[words.index("--mcp_servers_file") + 1].replace("/config/", f"{DEPLOY}/compose/"))
+    assert [server.name for server in load_servers(nodes)] == ["calculator"]
 
 
 def test_an_engine_is_reached_by_its_host_name() -> None:
@@ -109,9 +113,9 @@ def test_root_runs_only_where_files_are_given_away() -> None:
 
 
 def test_tool_servers_reach_neither_the_database_nor_the_internet() -> None:
-    assert SERVICES["tools"]["networks"] == ["tools"]
+    assert SERVICES["tools"]["networks"] == SERVICES["manager"]["networks"] == ["tools"]
     members = {name for name, service in SERVICES.items() if "tools" in service.get("networks", ())}
-    assert members == {"tools", "sampler"}
+    assert members == {"tools", "manager", "sampler"}
     internal = {name for name, network in COMPOSE["networks"].items() if network.get("internal")}
     assert internal == {"database", "models", "tools"}
     assert {name for name, service in SERVICES.items() if "host" in service.get("networks", ())} == {

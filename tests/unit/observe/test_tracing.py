@@ -18,7 +18,7 @@ from otlp_collector import Collector, trace_flags, traced
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.tracing.content import TEXT_LIMIT, render, render_messages
 from agentrl.observe.tracing.destination import Destination, read_destination
-from agentrl.observe.tracing.mlflow import login_headers
+from agentrl.observe.tracing.mlflow import MlflowFileExporter, login_headers
 from agentrl.observe.tracing.open import tracing
 from agentrl.observe.tracing.sender import Sender
 from agentrl.observe.tracing.tracer import OtelTracer
@@ -48,9 +48,18 @@ def test_mlflow_alone_is_the_server_of_its_environment() -> None:
     assert read_destination("mlflow", environment) == Destination(
         protocol="mlflow", url="https://mlflow.example:443/base", experiment="mine"
     )
-    for uri in ("", "sqlite:///mlflow.db"):
+    for uri in ("", "postgresql://host/mlflow"):
         with pytest.raises(ConfigError, match=r"needs an MLflow server.*\n.*mlflow://127.0.0.1:5000"):
             read_destination("mlflow", {"MLFLOW_TRACKING_URI": uri})
+    file = Destination(protocol="sqlite", url="sqlite:///a.db", experiment="mine")
+    named = {"MLFLOW_TRACKING_URI": "sqlite:///a.db", "MLFLOW_EXPERIMENT_NAME": "mine"}
+    assert read_destination("mlflow", named) == read_destination("sqlite:///a.db", named) == file
+
+
+def test_a_file_of_mlflow_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="package mlflow, which is not installed"):
+        MlflowFileExporter("sqlite:///a.db", "mine")
     assert login_headers({"MLFLOW_TRACKING_TOKEN": "t"}) == {"authorization": "Bearer t"}
     both = {"MLFLOW_TRACKING_USERNAME": "u", "MLFLOW_TRACKING_PASSWORD": "p"}
     assert login_headers(both) == {"authorization": "Basic dTpw"}

@@ -26,10 +26,10 @@ def test_what_the_assistant_says_becomes_spans(tmp_path: Path, template: str) ->
     chat_format = tiny_format(template)
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(json.dumps({"messages": messages}) for messages in (MESSAGES, MESSAGES[:2])))
-    data = from_conversations(path, chat_format)
+    data, _ = from_conversations(path, chat_format)
     assert [(item.id, len(item.spans)) for item in data] == [("c.jsonl:1", 2), ("c.jsonl:2", 1)]
     forest = forest_from_data(data, vocab_size=259)
-    expected = read_conversations(path, chat_format)
+    expected, _ = read_conversations(path, chat_format)
     assert np.array_equal(forest.input_ids, np.concatenate([item.input_ids for item in expected]))
     assert np.array_equal(forest.target, np.flatnonzero(np.concatenate([c.is_trainable for c in expected])))
     assert forest.trajectories == 2

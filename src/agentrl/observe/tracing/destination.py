@@ -11,9 +11,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from agentrl.errors import ConfigError
 from agentrl.observe.redact import redact
 
-Protocol = Literal["grpc", "http", "mlflow"]
+Protocol = Literal["grpc", "http", "mlflow", "sqlite"]
 
-_FORMS = "use otlp://HOST:PORT, http://HOST:PORT, mlflow or mlflow://HOST:PORT/EXPERIMENT"
+_FORMS = "use otlp://HOST:PORT, http://HOST:PORT, mlflow, mlflow://HOST:PORT/EXPERIMENT or sqlite:///FILE"
 _SCHEMES: Mapping[str, tuple[Protocol, str]] = {
     "otlp": ("grpc", "http"),
     "otlps": ("grpc", "https"),
@@ -22,6 +22,7 @@ _SCHEMES: Mapping[str, tuple[Protocol, str]] = {
     "mlflow": ("mlflow", "http"),
     "mlflows": ("mlflow", "https"),
 }
+_SQLITE = "sqlite:///"
 _PORTS: Mapping[str, int] = {"grpc": 4317, "http": 4318, "mlflow": 5000}
 _TRACES_PATH = "/v1/traces"
 EXPERIMENT = "agentrl"
@@ -30,20 +31,22 @@ EXPERIMENT = "agentrl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where spans go. ``url`` is an endpoint of OTLP, or the base URL of an MLflow server."""
+    """Where spans go: ``url`` is an endpoint of OTLP, the base URL of an MLflow server or its SQLite file."""
 
     protocol: Protocol
     url: str
     experiment: str = EXPERIMENT
 
     def __str__(self) -> str:
-        return f"MLflow at {self.url}" if self.protocol == "mlflow" else self.url
+        return f"MLflow at {self.url}" if self.protocol in ("mlflow", "sqlite") else self.url
 
 
 def read_destination(value: str, environment: Mapping[str, str] = os.environ) -> Destination:
     """Return the destination that ``--trace`` names. Raises ConfigError."""
     if value == "mlflow":
         return _mlflow_of(environment)
+    if value.startswith(_SQLITE):
+        return Destination(protocol="sqlite", url=value, experiment=_experiment("", environment))
     parts = urlsplit(value)
     if parts.scheme not in _SCHEMES:
         raise ConfigError(f"--trace is {redact(value)!r}", hint=_FORMS)
@@ -62,12 +65,14 @@ def read_destination(value: str, environment: Mapping[str, str] = os.environ) ->
 def _mlflow_of(environment: Mapping[str, str]) -> Destination:
     name = "MLFLOW_TRACKING_URI"
     uri = environment.get(name, "")
+    if uri.startswith(_SQLITE):
+        return Destination(protocol="sqlite", url=uri, experiment=_experiment("", environment))
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
-        found = f"is {parts.scheme}:…, which is not the URL of a server" if uri else "is not set"
+        found = f"is {parts.scheme}:…, which is neither" if uri else "is not set"
         raise ConfigError(
-            f"--trace mlflow needs an MLflow server, and {name} {found}",
-            hint="start `mlflow server`, and give --trace mlflow://127.0.0.1:5000",
+            f"--trace mlflow needs an MLflow server or sqlite:///FILE, and {name} {found}",
+            hint="start `mlflow server`, and give --trace mlflow://127.0.0.1:5000; or --trace sqlite:///mlflow.db",
         )
     base = _base(parts, parts.scheme, 443 if parts.scheme == "https" else 80, name) + parts.path.rstrip("/")
     return Destination(protocol="mlflow", url=base, experiment=_experiment("", environment))

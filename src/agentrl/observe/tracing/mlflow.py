@@ -1,17 +1,22 @@
-"""Send spans to the OTLP endpoint of an MLflow server (3.6 or newer); the package mlflow is not needed."""
+"""Send spans to MLflow 3.6 or newer: to the OTLP endpoint of a server, or into a SQLite file without one."""
 
 from __future__ import annotations
 
 import base64
+import importlib.util
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import quote
 
 import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from agentrl.errors import ConfigError
 
 logger = logging.getLogger("opentelemetry.exporter.mlflow")
 """Below the loggers whose messages ``Sender`` collects."""
@@ -20,7 +25,10 @@ _API = "/api/2.0/mlflow/experiments"
 
 
 class MlflowExporter(SpanExporter):
-    """Exports to one experiment, which is looked up, or created, with the first batch that MLflow takes."""
+    """Exports to one experiment of a server; the package mlflow is not needed.
+
+    The experiment is looked up, or created, with the first batch that MLflow takes.
+    """
 
     def __init__(self, url: str, experiment: str, *, timeout: float) -> None:
         """``url`` is the server's; ``timeout`` limits one request and one batch, in seconds."""
@@ -64,6 +72,68 @@ class MlflowExporter(SpanExporter):
             found = requests.get(found.url, headers=self._headers, timeout=self._timeout)  # another made it
         found.raise_for_status()
         return str(found.json()["experiment"]["experiment_id"])
+
+
+class MlflowFileExporter(SpanExporter):
+    """Writes to one experiment of a SQLite file, as the server does with what it receives."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        """Open the file ``uri`` (``sqlite:///PATH``), or create it in some seconds. Raises ConfigError."""
+        if importlib.util.find_spec("mlflow") is None:
+            raise ConfigError(
+                f"--trace writes to {uri} by the package mlflow, which is not installed",
+                hint="pip install 'mlflow>=3.6', or give an MLflow server: --trace mlflow://HOST:PORT",
+            )
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracing.client import TracingClient
+
+        try:
+            self._experiment = _experiment_in(uri, experiment)
+            self._client = TracingClient(uri)
+        except MlflowException as error:
+            raise ConfigError(
+                f"--trace {uri} cannot be opened: {error}", hint="give a file in a folder"
+            ) from error
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Write a batch."""
+        from mlflow.entities import Span
+        from mlflow.exceptions import MlflowException
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+        traces: dict[str, list[Any]] = defaultdict(list)
+        for resource in encode_spans(spans).resource_spans:
+            for scope in resource.scope_spans:
+                for encoded in scope.spans:
+                    span = Span.from_otel_proto(encoded)
+                    traces[span.trace_id].append(span)
+        try:
+            for of_trace in traces.values():
+                self._client.log_spans(self._experiment, of_trace)
+        except MlflowException as error:
+            logger.error("%s", error)
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Do nothing: every batch is written when ``export`` returns."""
+
+
+def _experiment_in(uri: str, name: str) -> str:
+    """Return the id of an experiment, which is created if it is missing."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another process made it
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
 
 
 def login_headers(environment: Mapping[str, str]) -> dict[str, str]:

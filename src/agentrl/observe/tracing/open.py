@@ -65,6 +65,10 @@ def _exporter(destination: Destination) -> SpanExporter:
         from agentrl.observe.tracing.mlflow import MlflowExporter
 
         return MlflowExporter(destination.url, destination.experiment, timeout=EXPORT_SECONDS)
+    if destination.protocol == "sqlite":
+        from agentrl.observe.tracing.mlflow import MlflowFileExporter
+
+        return MlflowFileExporter(destination.url, destination.experiment)
     if destination.protocol == "http":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
 

@@ -66,18 +66,9 @@ class DockerSandbox:
 
     def start_command(self, name: str) -> list[str]:
         """Return the arguments of ``docker`` that start the container."""
-        limits = self._limits
-        # The owner is named because some versions of runc replace the mode by that of the image's folder.
-        size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
         return [
-            "run", "--detach", "--rm", "--name", name, "--network", "none", "--read-only",
-            "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{_USER}:{_USER}",
-            "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
-            "--pids-limit", str(limits.processes + 4), "--cpus", "1",
-            "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
-            "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
-            "--tmpfs", f"/work:{size}", "--tmpfs", f"/tmp:{size}", "--workdir", "/work",
-            "--env", "HOME=/work", "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "PYTHONUNBUFFERED=1",
+            "run", "--detach", "--name", name, *container_limits(self._limits, network="none"),
+            "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "PYTHONUNBUFFERED=1",
             self._image, "python3", "-c", _FIRST_PROCESS,
         ]  # fmt: skip
 
@@ -139,6 +130,24 @@ class DockerSandbox:
             seconds=seconds,
             memory_mb=0.0,
         )
+
+
+def container_limits(limits: SandboxLimits, *, network: str) -> list[str]:
+    """Return the arguments of ``docker run`` for a container that is removed at its end, with ``limits``.
+
+    Programs may write to ``/work``, where they start, and to ``/tmp``; both are in memory.
+    """
+    # The owner is named because some versions of runc replace the mode by that of the image's folder.
+    size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
+    return [
+        "--rm", "--network", network, "--read-only",
+        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{_USER}:{_USER}",
+        "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
+        "--pids-limit", str(limits.processes + 4), "--cpus", "1",
+        "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
+        "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
+        "--tmpfs", f"/work:{size}", "--tmpfs", f"/tmp:{size}", "--workdir", "/work", "--env", "HOME=/work",
+    ]  # fmt: skip
 
 
 async def _docker(*arguments: str, stdin: bytes = b"") -> None:

@@ -22,6 +22,8 @@ from agentrl.tools.sandbox.plain import PlainRun, descendants
 from agentrl.tools.sandbox.program import Job, Streams
 
 _POLL_SECONDS: Final = 0.05
+_SLOW_POLL_SECONDS: Final = 0.5
+"""Of servers, of which hundreds may be idle."""
 _SAVE_SECONDS: Final = 15.0
 _CHUNK: Final = 65536
 LENGTH_BYTES: Final = 8
@@ -182,6 +184,30 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     }
 
 
+def run_attached(job: Job) -> tuple[int, str | None]:
+    """Run the program on this process's own streams to its end; return its exit code and what ended it.
+
+    The latter is None, an exceeded limit or an error. Raises OSError if it cannot start.
+    """
+    streams = Streams(stdin=os.dup(0), stdout=os.dup(1), stderr=os.dup(2))
+    started = time.monotonic()
+    run: _Run = _NamespaceRun(job, streams, None) if job.namespaces else PlainRun(job, streams)
+    alive, _held = os.pipe()
+    ended: dict[str, Any] = {}
+    try:
+        for descriptor in (streams.stdin, streams.stdout, streams.stderr):
+            os.close(descriptor)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)  # the client sees the end of the program's streams
+        os.dup2(null, 1)
+        exceeded, _ = _watch(run, [], started, job, alive, poll=_SLOW_POLL_SECONDS)
+    finally:
+        ended = run.end(keep_files=False)
+    if exceeded is not None:
+        return 1, f"its limit of {exceeded}"
+    return ended.get("status", 1), ended.get("error")
+
+
 class _NamespaceRun:
     """The program in namespaces; its first process reports on a pipe."""
 
@@ -236,14 +262,19 @@ class _NamespaceRun:
 
 
 def _watch(
-    run: _Run, captures: list[Capture], started: float, job: Job, connection: int
+    run: _Run,
+    captures: list[Capture],
+    started: float,
+    job: Job,
+    connection: int,
+    poll: float = _POLL_SECONDS,
 ) -> tuple[str | None, int]:
     """Wait for the end of the program or of its limits; return the limit exceeded and the largest memory."""
     deadline = started + float(job.limits["seconds"])
     memory, peak = job.mebibytes << 20, 0
     while True:
         open_pipes = [capture.descriptor for capture in captures if not capture.closed]
-        wait = min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+        wait = min(poll, max(0.0, deadline - time.monotonic()))
         readable, _, _ = select.select([run.waits_on, connection, *open_pipes], [], [], wait)
         if connection in readable:
             return "connection", peak

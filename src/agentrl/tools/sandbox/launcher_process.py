@@ -17,9 +17,6 @@ from agentrl.errors import ToolServerError
 from agentrl.tools.sandbox.launcher import LENGTH_BYTES
 
 _SOURCE: Final = str(Path(__file__).resolve().parents[3])
-_START: Final = (
-    f"import sys; sys.path.insert(0, {_SOURCE!r}); from agentrl.tools.sandbox.launcher import main; main()"
-)
 _STOP_SECONDS: Final = 5.0
 _ATTEMPTS: Final = 2
 
@@ -73,7 +70,7 @@ class LauncherProcess:
         own, passed = socket.socketpair()
         with contextlib.closing(passed):
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START],
+                [sys.executable, "-I", "-S", "-c", start_code("launcher")],
                 stdin=passed.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -82,6 +79,14 @@ class LauncherProcess:
             )
         self._control = own
         return own
+
+
+def start_code(module: str) -> str:
+    """Return the code by which a bare interpreter (``-I -S``) runs ``main`` of a module of this package."""
+    return (
+        f"import sys; sys.path.insert(0, {_SOURCE!r});"
+        f" from agentrl.tools.sandbox.{module} import main; main()"
+    )
 
 
 def encode_job(job: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -73,7 +74,7 @@ class PlainRun:
                 status = os.waitstatus_to_exitcode(code)
         report = os.read(self._status, 65536)
         if report:
-            return {"error": report.decode()}
+            return {"error": str(json.loads(report)["error"])}
         kept = not self._job.command or (keep_files and self._save())
         return {"status": -int(signal.SIGKILL) if status is None else status, "kept": kept}
 

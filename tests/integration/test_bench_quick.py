@@ -1,0 +1,42 @@
+"""The quick form of every benchmark runs, and ends with 0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "scripts" / "bench"
+CHILDREN = {"time_to_reward_trl"}
+"""Programs that a benchmark starts."""
+SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in BENCH.glob("*.py")}
+PROGRAMS = sorted(
+    name for name, text in SOURCES.items() if "ArgumentParser(" in text and name not in CHILDREN
+)
+ELSEWHERE = {
+    "gpu_check": "test_gpu_check.py runs it",
+    "time_to_reward": "it runs the quickstart, as tests/acceptance does",
+}
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_benchmark_has_a_quick_form(name: str) -> None:
+    assert "add_quick(" in SOURCES[name] or '"--quick"' in SOURCES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ELSEWHERE])
+def test_the_quick_form_runs(name: str, tmp_path: Path) -> None:
+    if name == "learning":
+        pytest.importorskip("reasoning_gym")
+    paths = {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(BENCH / f"{name}.py"), "--quick"], cwd=ROOT, env={**os.environ, **paths},
+        capture_output=True, text=True, timeout=390, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, f"{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
