@@ -20,7 +20,7 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
-from agentrl.documents.base import Document
+from agentrl.documents.base import Document, follow_clock
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.driver_errors import ENCODING_ERRORS, encoding_error, store_error, uri_error
 from agentrl.store.retry import OutageLog, retry_while_unavailable
@@ -67,10 +67,14 @@ class Connection:
         return self.database[name]
 
     async def check(self) -> None:
-        """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions."""
+        """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions.
+
+        From then on the times that this process stores and shows follow the server's clock.
+        """
         try:
-            hello = await self.client.admin.command("hello")
             version = (await self.client.admin.command("buildInfo"))["version"]
+            hello = await self.client.admin.command("hello")
+            follow_clock(hello["localTime"])
         except PyMongoError as error:
             raise self.error("connecting", error) from error
         if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
