@@ -66,8 +66,9 @@ def running() -> subprocess.Popen[str]:
     return process
 
 
-def of(pid: int, containers: Path) -> list[str]:
-    return [path.name for path in containers.iterdir() if f"-{pid}." in path.name]
+def names(containers: Path, of: int | None = None) -> set[str]:
+    """Return the names of the containers, or of those of a process."""
+    return {path.name for path in containers.iterdir() if of is None or f"-{of}." in path.name}
 
 
 async def test_the_next_container_removes_those_of_killed_processes(containers: Path) -> None:
@@ -77,12 +78,11 @@ async def test_the_next_container_removes_those_of_killed_processes(containers: 
     killed, living = running(), running()
     killed.kill()
     killed.communicate(timeout=30)
-    assert (len(of(killed.pid, containers)), len(of(living.pid, containers))) == (1, 1)
+    assert (len(names(containers, killed.pid)), len(names(containers, living.pid))) == (1, 1)
     sandbox = DockerSandbox(SandboxLimits(), image="python:3.12")
     try:
         own = await sandbox._container()
-        kept = of(living.pid, containers)
-        assert {path.name for path in containers.iterdir()} == {*others, *kept, own}
+        assert names(containers) == {*others, *names(containers, living.pid), own}
     finally:
         await sandbox.close()
         living.communicate("", timeout=30)
@@ -97,5 +97,5 @@ async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Pat
         await session.fill({})
         with pytest.raises(ToolServerError, match="docker run failed"):
             await session.run("true", {}, seconds=20)
-    assert list(containers.iterdir()) == []
+    assert names(containers) == set()
     assert container_names.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")
