@@ -24,9 +24,12 @@ HOME: Final = "home"
 TEMPORARY: Final = "tmp"
 _STEERING: Final = re.compile(
     r"(^|/)((conftest|sitecustomize|usercustomize)\.py|\.?pytest\.ini|tox\.ini|entry_points\.txt|[^/]+\.(pth|pyc)"
-    r"|__pycache__|\.git/(hooks|config))(/|$)"
+    r"|__pycache__|\.git/(hooks|config|config\.worktree|commondir))(/|$)|(^|/)\.git$"
 )
-"""Files of a working directory that run code of their own, or choose what is run, when tests are started."""
+"""Files of a working directory that run code of their own, or choose what is run, when tests are started.
+
+A file or link ``.git`` is one: it leads to a repository elsewhere. A folder ``.git`` is work.
+"""
 _OWNER: Final = 1000
 """The user in the sandbox."""
 _CLONE_SECONDS: Final = 300.0
@@ -80,11 +83,14 @@ def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
         return steers or not named.isdisjoint((name, *_parents(name)))
 
     with tarfile.open(before) as source:
-        back = {name for name in map(os.path.normpath, source.getnames()) if is_restored(name)}
+        is_dir = {os.path.normpath(member.name): member.isdir() for member in source}
+    back = {name for name in is_dir if is_restored(name)}
     leading = set().union(*map(_parents, back | named))
+    files = {name for name in back if not is_dir[name]}
 
     def is_kept(name: str, is_folder: bool) -> bool:
-        return not is_restored(name) and (is_folder or name not in leading)
+        is_own = not is_restored(name) or (is_folder and name.endswith("/.git"))
+        return is_own and (is_folder or name not in leading) and files.isdisjoint((name, *_parents(name)))
 
     fresh = archive.with_suffix(".restored")
     with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
