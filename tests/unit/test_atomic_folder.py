@@ -94,6 +94,7 @@ def test_leftovers_of_a_writer_elsewhere_are_removed_when_they_are_old(tmp_path:
     assert remove_leftovers(tmp_path) == [name]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
 def test_the_clock_of_this_host_does_not_age_the_folder_of_a_writer_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
@@ -134,6 +135,7 @@ def maker() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
+@pytest.mark.attack
 def test_the_next_start_removes_what_a_killed_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from agentrl.store.admin.image_retention import ImageRetention
 from agentrl.store.client import Store, open_store
 from agentrl.store.views.run_status import RunStatuses
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.attack]
 
 NEAR = timedelta(seconds=2 * run.LEASE)
 

@@ -71,6 +71,7 @@ def names(containers: Path, of: int | None = None) -> set[str]:
     return {path.name for path in containers.iterdir() if of is None or f"-{of}." in path.name}
 
 
+@pytest.mark.attack
 async def test_the_next_container_removes_those_of_killed_processes(containers: Path) -> None:
     others = {"agentrl-sampler-1", "agentrl-sandbox-7.7.00000000.00000000", "mine-agentrl-sandbox"}
     for name in others:
