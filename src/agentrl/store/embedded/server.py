@@ -242,7 +242,7 @@ class EmbeddedMongo:
 
 def disk_problem(directory: Path) -> StoreError | None:
     """Return the error of a disk that is too full for the server, which then ends; None if it has room."""
-    free = shutil.disk_usage(directory).free
+    free = shutil.disk_usage(directory).free if directory.is_dir() else _FREE_BYTES
     if free >= _FREE_BYTES:
         return None
     return StoreError(
