@@ -173,9 +173,10 @@ async def run_exists(run: RunConfig) -> bool:
 @asynccontextmanager
 async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
     """Yield a checked connection; close it if the block raises."""
-    uri, folder = run.db_connection_string, None
-    if uri is None:
-        uri, folder = await asyncio.to_thread(_embedded_server, run.mongo_dir)
+    given = run.db_connection_string
+    uri, folder = (
+        (given, None) if given is not None else await asyncio.to_thread(_embedded_server, run.mongo_dir)
+    )
     connection = Connection(uri, run.run_name, run.db_timeout_seconds, folder)
     try:
         await connection.call(connection.check, doing)
