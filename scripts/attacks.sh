@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Run the tests that try what an attacker would, and name each with its outcome: tricks that pass a harness's hidden
-# tests, requests that hold a gateway, half-open connections, a dashboard without its token, exports that name code.
+# Run the tests that try what an attacker or a broken machine would, and name each with its outcome: tricks that pass a
+# harness's hidden tests, requests that hold a gateway, half-open connections, a dashboard without its token, exports that
+# name code, folders and containers of killed processes, changed documents, numbers and texts that nothing can hold,
+# git bundles that unpack to any size, clocks that differ by ten minutes, a disk that fills, caches without a bound.
 #
-#   bash scripts/attacks.sh             about a minute on two cores
+#   bash scripts/attacks.sh             three minutes on two cores
 #   bash scripts/attacks.sh -k harness  pass arguments to pytest
 #
 # The exit code is 0 if all attacks fail. Tests that need something this machine lacks are skipped with the reason.

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
-import re
-import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from agentrl.documents.run import ProcessIdentity
-from agentrl.processes import has_ended, identify
+from agentrl.processes import has_ended, identify, owned_name, owner_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +21,6 @@ SCRATCH = "agentrl-"
 """Prefix of the names of scratch folders."""
 ABANDONED_SECONDS = 3600.0
 """Age of the last change after which a temporary folder is removed when its writer cannot be observed."""
-_OWNER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
-"""The end of an owned name: pid, start time, machine and a random part."""
 
 
 @contextlib.contextmanager
@@ -89,7 +81,7 @@ def scratch_folder(kind: str) -> Path:
     """
     root = Path(tempfile.gettempdir())
     _remove_scratch_of_ended(root)
-    folder = root / _owned_name(f"{SCRATCH}{kind}")
+    folder = root / owned_name(f"{SCRATCH}{kind}")
     folder.mkdir(mode=0o700)
     return folder
 
@@ -97,49 +89,27 @@ def scratch_folder(kind: str) -> Path:
 @cache
 def _remove_scratch_of_ended(root: Path) -> None:
     for folder in sorted(root.glob(f"{SCRATCH}*")):
-        owner = _owner_of(folder.name)
+        owner = owner_of(folder.name)
         if owner is None or not has_ended(owner) or folder.lstat().st_uid != os.getuid():
             continue
         shutil.rmtree(folder, ignore_errors=True)
         logger.info("removed %s, left by a process that was killed", folder)
 
 
-def _owned_name(name: str) -> str:
-    """Return ``name`` with an end that tells every process of this machine which one made it."""
-    process = identify(os.getpid())
-    token = secrets.token_hex(4)
-    if process is None:
-        return f"{name}-{os.getpid()}.{token}"
-    return f"{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
-
-
-def _owner_of(name: str) -> ProcessIdentity | None:
-    """Return the process that made an owned name; None if it cannot be observed from here."""
-    here, owner = identify(os.getpid()), _OWNER.search(name)
-    if here is None or owner is None or owner[3] != _machine(here):
-        return None
-    return replace(here, pid=int(owner[1]), started=int(owner[2]))
-
-
 def _is_abandoned(folder: Path) -> bool:
-    owner = _owner_of(folder.name)
+    owner = owner_of(folder.name)
     if owner is not None:
         return owner == identify(os.getpid()) or has_ended(owner)
     try:
         changed = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    except FileNotFoundError:
+        with tempfile.TemporaryFile(dir=folder.parent) as fresh:  # a file server has a clock of its own
+            return os.fstat(fresh.fileno()).st_mtime - changed > ABANDONED_SECONDS
+    except OSError:
         return False
-    return time.time() - changed > ABANDONED_SECONDS
 
 
 def _temporary_name(name: str) -> str:
-    return f"{TEMPORARY}{_owned_name(name)}"
-
-
-def _machine(process: ProcessIdentity) -> str:
-    """Return a short hash of the kernel boot and the pid namespace of ``process``."""
-    text = f"{process.boot_id} {process.pid_namespace}"
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{TEMPORARY}{owned_name(name)}"
 
 
 def _replace(temporary: Path, target: Path) -> None:

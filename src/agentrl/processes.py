@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
+import re
+import secrets
 import signal
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.documents.run import ProcessIdentity
@@ -21,6 +24,8 @@ _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _MOST_CORES = 16
 _ENDED = ("Z", "X", "x")
 """States of a process in ``/proc/PID/stat`` that has ended."""
+_OWNER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
+"""The end of an owned name: pid, start time, machine and a random part."""
 
 # Runs the command and exits with its exit code. When the parent ends, the kernel sends SIGHUP to this shell,
 # which then kills its process group, itself included: workers of a killed server may outlive the server.
@@ -255,6 +260,29 @@ def is_observable(process: ProcessIdentity) -> bool:
     return here is not None and (here.boot_id, here.pid_namespace) == (
         process.boot_id, process.pid_namespace
     )  # fmt: skip
+
+
+def owned_name(name: str) -> str:
+    """Return a new name, whose end tells every process of this machine that this process made it."""
+    process = identify(os.getpid())
+    token = secrets.token_hex(4)
+    if process is None:
+        return f"{name}-{os.getpid()}.{token}"
+    return f"{name}-{process.pid}.{process.started}.{_machine(process)}.{token}"
+
+
+def owner_of(name: str) -> ProcessIdentity | None:
+    """Return the process that made an owned name; None if it cannot be observed from here."""
+    here, owner = identify(os.getpid()), _OWNER.search(name)
+    if here is None or owner is None or owner[3] != _machine(here):
+        return None
+    return replace(here, pid=int(owner[1]), started=int(owner[2]))
+
+
+def _machine(process: ProcessIdentity) -> str:
+    """Return a short hash of the kernel boot and the pid namespace of ``process``."""
+    text = f"{process.boot_id} {process.pid_namespace}"
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _start_ticks(pid: int) -> int | None:

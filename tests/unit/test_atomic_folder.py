@@ -94,6 +94,21 @@ def test_leftovers_of_a_writer_elsewhere_are_removed_when_they_are_old(tmp_path:
     assert remove_leftovers(tmp_path) == [name]
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_the_clock_of_this_host_does_not_age_the_folder_of_a_writer_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    young, old = (tmp_path / f".tmp-v{number}-7.7.00000000.00000000" for number in (1, 2))
+    young.mkdir()
+    old.mkdir()
+    real = time.time
+    os.utime(old, (real() - ABANDONED_SECONDS - 60,) * 2)
+    monkeypatch.setattr(time, "time", lambda: real() + ahead)
+    assert remove_leftovers(tmp_path) == [old.name]
+    assert list(tmp_path.iterdir()) == [young]
+
+
 def test_two_writers_never_share_a_temporary_folder(tmp_path: Path) -> None:
     assert begin_folder(tmp_path / "v000001") != begin_folder(tmp_path / "v000001")
     here = identify(os.getpid())
@@ -120,6 +135,7 @@ def maker() -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
+@pytest.mark.attack
 def test_the_next_start_removes_what_a_killed_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from functools import cache
 from types import UnionType
@@ -13,10 +14,40 @@ from typing import Any, Self, Union, cast, get_args, get_origin, get_type_hints
 from agentrl.errors import StoreError
 
 
+@dataclasses.dataclass(slots=True)
+class _Clock:
+    """The clock of this process. Another host's clock may differ by minutes; all follow the database's."""
+
+    shown: datetime | None = None
+    """What the database's clock showed at ``uptime``; None before a connection."""
+    uptime: float = 0.0
+
+    def now(self) -> datetime:
+        if self.shown is None:
+            return datetime.fromtimestamp(time.time(), UTC)
+        return self.shown + timedelta(seconds=_uptime() - self.uptime)
+
+
+_clock = _Clock()
+
+
 def now() -> datetime:
-    """Return the current time as MongoDB stores it: UTC, whole milliseconds."""
-    moment = datetime.now(UTC)
+    """Return the current time as MongoDB stores it: UTC, whole milliseconds.
+
+    It is the database's time once ``follow_clock`` was called, and before that this host's.
+    """
+    moment = _clock.now()
     return moment.replace(microsecond=moment.microsecond // 1000 * 1000)
+
+
+def follow_clock(shown: datetime) -> None:
+    """Let ``now`` go on from ``shown``, the time of the database's clock, whatever this host's clock says."""
+    _clock.shown, _clock.uptime = _with_time_zone(shown), _uptime()
+
+
+def _uptime() -> float:
+    """Return seconds that no change of the host's clock moves, and that count on while it sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Document:

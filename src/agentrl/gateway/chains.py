@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _CACHED_TOKENS = 4_000_000
 """Tokens in all cached conversations; an older one is read again from the database."""
+_OBJECT_TOKENS = 100
+"""What a conversation costs beside its tokens, as many of them: short ones are bounded too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Chains:
 
 
 def _size(chain: Chain) -> int:
-    return len(chain.prompt_ids) + len(chain.output_ids)
+    return _OBJECT_TOKENS + len(chain.prompt_ids) + len(chain.output_ids)
 
 
 def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import tarfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.session import SHOWN_BYTES, Session, command_ending, hide
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, make_readable, pack, unpack
+from agentrl.tools.sandbox.container_names import container_name
 
 T = TypeVar("T")
 
@@ -70,7 +70,8 @@ class ContainerSession(Session):
 
         The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped.
         """
-        config, name = self._prepared.config, f"agentrl-harness-{uuid.uuid4().hex}"
+        config = self._prepared.config
+        name = await asyncio.to_thread(container_name, "harness")
         folder = self._folder / name
         await _files(unpack, self.archive, folder, self._user)
         network = config.network if calls_model else "none"

@@ -15,8 +15,11 @@ from agentrl.harness.workspace import read_file, restore
 from agentrl.scoring.scorers import ScoreResult
 
 _FILE_BYTES: Final = 1 << 20
-_SCORING: Final = {"PYTHONNOUSERSITE": "1"}
-"""Interpreter settings of the command that scores."""
+_SCORING: Final = {
+    "PYTHONNOUSERSITE": "1",
+    "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.bareRepository", "GIT_CONFIG_VALUE_0": "explicit",
+}  # fmt: skip
+"""Settings of the command that scores: no packages of HOME, no folder that poses as a bare repository."""
 
 
 async def score_files(

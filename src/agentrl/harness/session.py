@@ -185,6 +185,7 @@ class HarnessSession(Session):
         return {
             "HOME": f"{self.root}/{HOME}", "TMPDIR": f"{self.root}/{TEMPORARY}",
             "PATH": search_path(self._prepared.path), name: value,
+            "GIT_CONFIG_NOSYSTEM": "1",  # Git ends at a file that exists and cannot be read
         }  # fmt: skip
 
     def _kill_remains(self) -> None:

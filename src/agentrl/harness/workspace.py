@@ -9,10 +9,9 @@ import re
 import shutil
 import subprocess
 import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +24,18 @@ HOME: Final = "home"
 TEMPORARY: Final = "tmp"
 _STEERING: Final = re.compile(
     r"(^|/)((conftest|sitecustomize|usercustomize)\.py|\.?pytest\.ini|tox\.ini|entry_points\.txt|[^/]+\.(pth|pyc)"
-    r"|__pycache__|\.git/(hooks|config))(/|$)"
+    r"|__pycache__|\.git/(hooks|config|config\.worktree|commondir))(/|$)|(^|/)\.git$"
 )
-"""Files of a working directory that run code of their own, or choose what is run, when tests are started."""
+"""Files of a working directory that run code of their own, or choose what is run, when tests are started.
+
+A file or link ``.git`` is one: it leads to a repository elsewhere. A folder ``.git`` is work.
+"""
 _OWNER: Final = 1000
 """The user in the sandbox."""
 _CLONE_SECONDS: Final = 300.0
+_GIT_KIB: Final = 4 << 20
+_BOUNDED_GIT: Final = ("/bin/sh", "-c", f'ulimit -v {_GIT_KIB}; exec git "$@"', "sh")
+"""git with 4 GiB of memory: a kilobyte of a bundle may unpack to any size."""
 
 
 def build_base(config: HarnessConfig, target: Path) -> None:
@@ -78,11 +83,14 @@ def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
         return steers or not named.isdisjoint((name, *_parents(name)))
 
     with tarfile.open(before) as source:
-        back = {name for name in map(os.path.normpath, source.getnames()) if is_restored(name)}
+        is_dir = {os.path.normpath(member.name): member.isdir() for member in source}
+    back = {name for name in is_dir if is_restored(name)}
     leading = set().union(*map(_parents, back | named))
+    files = {name for name in back if not is_dir[name]}
 
     def is_kept(name: str, is_folder: bool) -> bool:
-        return not is_restored(name) and (is_folder or name not in leading)
+        is_own = not is_restored(name) or (is_folder and name.endswith("/.git"))
+        return is_own and (is_folder or name not in leading) and files.isdisjoint((name, *_parents(name)))
 
     fresh = archive.with_suffix(".restored")
     with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
@@ -161,35 +169,75 @@ def _source(config: HarnessConfig) -> Iterator[Path | None]:
     if config.bundle is None:
         yield config.template
         return
-    with tempfile.TemporaryDirectory(prefix="agentrl-bundle-") as folder:
-        clone = Path(folder) / "clone"
-        _git(config, "clone", "--quiet", str(config.bundle), str(clone))
-        if config.ref is not None:
-            _git(config, "-C", str(clone), "checkout", "--quiet", config.ref)
+    folder = scratch_folder("bundle")
+    try:
+        clone = folder / "clone"
+        _git(config, "clone", "--quiet", "--no-checkout", str(config.bundle), str(clone))
+        commit = _commit(config, clone)
+        _check_tree(config, clone, commit)
+        _git(config, "-C", str(clone), "checkout", "--quiet", *([] if config.ref is None else [config.ref]))
         _git(config, "-C", str(clone), "remote", "remove", "origin")
         yield clone
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _git(config: HarnessConfig, *words: str) -> None:
-    environment = {"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent"}
+def _commit(config: HarnessConfig, clone: Path) -> str:
+    """Return the commit that will be checked out: of a branch first, as git does. Raises ConfigError."""
+    names = ["HEAD"] if config.ref is None else [f"refs/remotes/origin/{config.ref}", config.ref]
+    for name in names:
+        with suppress(ConfigError):
+            return _git(
+                config, "-C", str(clone), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"
+            ).strip()
+    raise _not_checked_out(config, "it has no such branch, tag or commit")
+
+
+def _check_tree(config: HarnessConfig, clone: Path, commit: str) -> None:
+    """Raise ConfigError for a tree above the limits: a kilobyte of a bundle may hold any number of files."""
+    limits, size, count = config.limits, 0, 0
+    command = [*_BOUNDED_GIT, "-C", str(clone), "ls-tree", "-r", "--long", commit]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=_git_environment()) as listing:
+        for line in listing.stdout or ():
+            length = line.split(b"\t", 1)[0].split()[-1]
+            size, count = size + (int(length) if length.isdigit() else 0), count + 1
+            if size > limits.disk_mb << 20 or count > limits.files:
+                listing.kill()
+                raise ConfigError(
+                    f"{config.source}: workspace.bundle {config.bundle} holds more than limits.disk_mb"
+                    f" {limits.disk_mb} or limits.files {limits.files}",
+                    hint="raise the limit, if you trust the bundle",
+                )
+
+
+def _git(config: HarnessConfig, *words: str) -> str:
+    """Run a command of git and return what it prints. Raises ConfigError."""
+    if shutil.which("git") is None:
+        raise ConfigError(f"{config.source}: workspace.bundle needs git", hint="install git")
     try:
-        subprocess.run(
-            ["git", *words],
+        done = subprocess.run(
+            [*_BOUNDED_GIT, *words],
             check=True,
             capture_output=True,
             text=True,
-            env=environment,
+            env=_git_environment(),
             timeout=_CLONE_SECONDS,
         )
-    except FileNotFoundError as error:
-        raise ConfigError(f"{config.source}: workspace.bundle needs git", hint="install git") from error
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise ConfigError(
-            f"{config.source}: workspace.bundle {config.bundle} with ref {config.ref!r} cannot be checked"
-            f" out: {str(said).strip()[-500:]}",
-            hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
-        ) from error
+        raise _not_checked_out(config, str(getattr(error, "stderr", None) or error)) from error
+    return done.stdout
+
+
+def _git_environment() -> dict[str, str]:
+    return {"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent"}
+
+
+def _not_checked_out(config: HarnessConfig, said: str) -> ConfigError:
+    return ConfigError(
+        f"{config.source}: workspace.bundle {config.bundle} with ref {config.ref!r} cannot be checked"
+        f" out: {said.strip()[-500:]}",
+        hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
+    )
 
 
 def _owned(member: tarfile.TarInfo) -> tarfile.TarInfo | None:

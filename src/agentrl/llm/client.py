@@ -286,14 +286,15 @@ def _status_error(error: APIStatusError) -> LLMError:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of ``Retry-After``: a number, or a date; None without one."""
+    """Return the seconds of ``Retry-After``: a number, or a date by the server's clock; None without one."""
     value = headers.get("retry-after", "").strip()
     try:
         return max(0.0, float(value))
     except ValueError:
         pass
     try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        sent = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
+        return max(0.0, parsedate_to_datetime(value).timestamp() - sent)
     except (ValueError, TypeError):
         return None
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from agentrl.llm.agent_config import ModelEndpoint
 
 _MINUTE = 60.0
+_LONGEST_PAUSE_SECONDS = 3600.0
+"""Longest pause that an endpoint may ask for: it may be wrong, or mean harm."""
 
 
 @dataclass(slots=True)
@@ -69,8 +71,8 @@ class Limits:
         self._not_before = 0.0
 
     def pause(self, seconds: float) -> None:
-        """Pause requests for ``seconds``, as the endpoint's Retry-After asks."""
-        self._not_before = max(self._not_before, time.monotonic() + seconds)
+        """Pause requests for ``seconds``, as the endpoint's Retry-After asks, and for an hour at most."""
+        self._not_before = max(self._not_before, time.monotonic() + min(seconds, _LONGEST_PAUSE_SECONDS))
 
     def paused_seconds(self) -> float:
         """Return the seconds until the endpoint may be asked again."""

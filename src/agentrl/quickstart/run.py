@@ -23,7 +23,7 @@ from agentrl.quickstart.pace import Pace
 from agentrl.quickstart.report import print_report, read_outcome
 from agentrl.quickstart.waiting import told_progress
 from agentrl.shipped_files import shipped_files
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor
 
 MONGO_DIR = ".agentrl/mongo"
@@ -125,7 +125,7 @@ def run_quickstart(options: Options) -> int:
             pace = Pace(run.steps, minutes=options.minutes, least_minutes=run.preset.minutes)
             code, is_over = _train(run, options, model, pace)
             if code != 0:
-                raise AgentRLError(
+                raise disk_problem(mongo.directory) or AgentRLError(
                     f"the trainer ended with exit code {code}",
                     hint=f"its log is in {run.logs}; run this again",
                 )

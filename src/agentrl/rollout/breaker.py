@@ -18,6 +18,9 @@ OPEN_AFTER = 3
 FIRST_PROBE_SECONDS, LONGEST_PROBE_SECONDS = 1.0, 15.0
 """Wait before the first probe of a dependency that is down; each failed probe doubles it, up to the last."""
 
+LONGEST_PAUSE_SECONDS = 3600.0
+"""Longest wait that a dependency may ask for: it may be wrong, or mean harm."""
+
 _PROBE_LIMIT_SECONDS = 120.0
 """Time after which a probe without a result no longer keeps others from probing."""
 
@@ -85,7 +88,7 @@ class Breaker:
             return
         if self._probing:
             self._delay = min(2 * self._delay, LONGEST_PROBE_SECONDS)
-            self._schedule_probe(max(self._delay, retry_after or 0.0))
+            self._schedule_probe(retry_after)
         now = time.monotonic()
         if now >= self._remind_at:
             self._remind_at = now + _REMINDER_SECONDS
@@ -151,15 +154,16 @@ class Breaker:
         self.down_since = time.monotonic()
         self._remind_at = self.down_since + _REMINDER_SECONDS
         self._delay = FIRST_PROBE_SECONDS
-        self._schedule_probe(max(self._delay, retry_after or 0.0))
+        self._schedule_probe(retry_after)
         if not self.is_awaited:
             logger.warning(
                 "%s: down; what needs it waits, and no attempt is used: %s", self.dependency, self.why
             )
         self._changed()
 
-    def _schedule_probe(self, seconds: float) -> None:
+    def _schedule_probe(self, retry_after: float | None) -> None:
         self._probing = False
+        seconds = min(max(self._delay, retry_after or 0.0), LONGEST_PAUSE_SECONDS)
         self._probe_at = time.monotonic() + seconds
         self._start_timer(seconds)
 

@@ -6,6 +6,7 @@ import asyncio
 import difflib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from agentrl.store.answered_calls import AnsweredCalls
 from agentrl.store.changes import Changes
 from agentrl.store.claims import Claims
 from agentrl.store.connection import Connection
-from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.gateways import Gateways
 from agentrl.store.images import Images
@@ -172,10 +173,11 @@ async def run_exists(run: RunConfig) -> bool:
 @asynccontextmanager
 async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
     """Yield a checked connection; close it if the block raises."""
-    uri = run.db_connection_string
-    if uri is None:
-        uri = await asyncio.to_thread(_embedded_uri, run.mongo_dir)
-    connection = Connection(uri, run.run_name, run.db_timeout_seconds)
+    given = run.db_connection_string
+    uri, folder = (
+        (given, None) if given is not None else await asyncio.to_thread(_embedded_server, run.mongo_dir)
+    )
+    connection = Connection(uri, run.run_name, run.db_timeout_seconds, folder)
     try:
         await connection.call(connection.check, doing)
         yield connection
@@ -219,11 +221,12 @@ async def _no_run(connection: Connection) -> RunMissingError:
     )
 
 
-def _embedded_uri(directory: str) -> str:
+def _embedded_server(directory: str) -> tuple[str, Path]:
+    """Return the URI and the folder of the embedded server. Raises StoreError if it does not run."""
     status = EmbeddedMongo(directory).status()
     if not status.running:
-        raise StoreError(
+        raise disk_problem(status.directory) or StoreError(
             f"no embedded MongoDB is running under {status.directory}",
             hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
         )
-    return status.uri
+    return status.uri, status.directory

@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pymongo
@@ -20,9 +21,10 @@ from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
-from agentrl.documents.base import Document
+from agentrl.documents.base import Document, follow_clock
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.driver_errors import ENCODING_ERRORS, encoding_error, store_error, uri_error
+from agentrl.store.embedded.server import disk_problem
 from agentrl.store.retry import OutageLog, retry_while_unavailable
 
 Json = dict[str, Any]
@@ -42,14 +44,15 @@ class Connection:
 
     Writes are journaled by a majority of the replica set. Reads return only what a majority has, so that the
     loss of a primary never undoes what was read. ``host`` is the address without credentials: it is safe to
-    show.
+    show. ``folder`` is that of the embedded server, whose full disk errors then name.
     """
 
-    def __init__(self, uri: str, database: str, timeout: float) -> None:
+    def __init__(self, uri: str, database: str, timeout: float, folder: Path | None = None) -> None:
         self.timeout = timeout
         self.outage = OutageLog()
         self.opened_at = time.monotonic()
         self.host = _host(uri)
+        self._folder = folder
         milliseconds = max(1, int(timeout * 1000))
         try:
             self.client: AsyncMongoClient[Json] = AsyncMongoClient(
@@ -67,10 +70,14 @@ class Connection:
         return self.database[name]
 
     async def check(self) -> None:
-        """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions."""
+        """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions.
+
+        From then on the times that this process stores and shows follow the server's clock.
+        """
         try:
-            hello = await self.client.admin.command("hello")
             version = (await self.client.admin.command("buildInfo"))["version"]
+            hello = await self.client.admin.command("hello")
+            follow_clock(hello["localTime"])
         except PyMongoError as error:
             raise self.error("connecting", error) from error
         if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
@@ -99,7 +106,15 @@ class Connection:
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """Return the StoreError for a driver error that was raised while ``doing``."""
-        return store_error(doing, error, self.host, self.timeout)
+        found = store_error(doing, error, self.host, self.timeout)
+        if self._folder is None or not isinstance(found, StoreUnavailableError):
+            return found
+        problem = disk_problem(self._folder)
+        return (
+            found
+            if problem is None
+            else StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
+        )
 
     async def call(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
         """Call ``operation``; retry it during an outage as ``retry_outages`` allows. Raises StoreErrors."""

@@ -357,6 +357,7 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
 }  # fmt: skip
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", BREAKS)
 async def test_a_violation_of_each_rule_is_found(store: Store, weights: Path, name: str) -> None:
     invariant, what, damage = BREAKS[name]
@@ -414,6 +415,7 @@ async def test_steps_beside_the_lineage_are_found(
     assert "of checkpoint-000001" in str(violation.problem)
 
 
+@pytest.mark.attack
 async def test_a_file_of_no_document_is_named(store: Store, weights: Path) -> None:
     await Damage(store, weights).file(b"abc")
     report = await check(store)
@@ -433,6 +435,7 @@ async def test_documents_of_older_versions_are_noted_and_later_ones_sealed(
     assert any(note.startswith("Record: some documents have no checksum") for note in report.notes)
 
 
+@pytest.mark.attack
 async def test_data_that_were_set_back_are_not_trained_again(store: Store, weights: Path) -> None:
     for key in (SCORED, OTHER):
         await Damage(store, weights).set("DBRecordData", key, status="ready")

@@ -227,6 +227,7 @@ def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
     assert [each.id for each in pair.apart] == ["a/0"]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("name", ["min_score", "max_tokens", "step", "version", "text", "status", "order"])
 @pytest.mark.parametrize("value", ["[" * 200_000, "9" * 311, "nan", "1e999", "$where"])
 def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:

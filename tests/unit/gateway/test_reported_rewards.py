@@ -21,6 +21,7 @@ STORE: Any = SimpleNamespace(gateways=Gateways())
 BIG = b"9" * 311
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -8,6 +8,7 @@ from agentrl.errors import HarnessError
 from agentrl.harness.score import _read_score
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(
     "text", ["9" * 311, "9" * 5000, "[" * 200_000, "1e999", "NaN", '"\\ud800"', '{"score": true}', ""]
 )

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 
-from agentrl.harness.workspace import add_files, make_readable, pack, restore, unpack
+import pytest
+
+from agentrl.errors import ConfigError
+from agentrl.harness.config import HarnessConfig, HarnessLimits
+from agentrl.harness.workspace import (
+    add_files,
+    build_base,
+    make_readable,
+    pack,
+    read_file,
+    restore,
+    unpack,
+)
 
 
 def archive_of(path: Path, files: dict[str, bytes]) -> Path:
@@ -56,3 +70,85 @@ def test_what_is_restored_does_not_leave_through_a_link(tmp_path: Path) -> None:
     assert not (target / "workspace/a").is_symlink()
     assert (target / "workspace/b").read_text() == "2", "what is not named stays as it was changed"
     assert list(outside.iterdir()) == []
+
+
+def git(folder: Path, *words: str, stdin: str = "") -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    command = ["git", "-C", str(folder), *who, *words]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with two branches and a tag, and HEAD on ``main``."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    for branch, text in (("main", "one"), ("other", "two")):
+        git(folder, "checkout", "--quiet", "-B", branch)
+        (folder / "file").write_text(text)
+        git(folder, "add", "file")
+        git(folder, "commit", "--quiet", "--message", text)
+        git(folder, "tag", f"tag-{branch}")
+    git(folder, "checkout", "--quiet", "main")
+    return folder
+
+
+def base_of(repository: Path, ref: str | None, **limits: int) -> Path:
+    """Build the archive of a harness from a bundle of the repository."""
+    bundle = repository.parent / "all.bundle"
+    git(repository, "bundle", "create", "--quiet", str(bundle), "--all", "HEAD")
+    config = HarnessConfig(
+        source=Path("h.yml"), command="true", bundle=bundle, ref=ref, limits=HarnessLimits(**limits)
+    )
+    build_base(config, repository.parent / "base.tar")
+    return repository.parent / "base.tar"
+
+
+@pytest.mark.parametrize(
+    ("ref", "text"),
+    [(None, "one"), ("main", "one"), ("other", "two"), ("tag-other", "two"), ("HEAD~0", "one")],
+)
+def test_a_bundle_is_checked_out(repository: Path, ref: str | None, text: str) -> None:
+    assert read_file(base_of(repository, ref), "file", 10) == text
+    assert read_file(base_of(repository, git(repository, "rev-parse", "other")), "file", 10) == "two"
+
+
+def test_a_bundle_without_the_ref_is_named(repository: Path) -> None:
+    with pytest.raises(ConfigError, match="no such branch, tag or commit"):
+        base_of(repository, "nowhere")
+
+
+@pytest.mark.attack
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("levels", [2, 7])
+def test_a_bundle_that_unpacks_to_any_size_is_refused_before_it_is(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, levels: int
+) -> None:
+    """A tree of ten names of a tree of ten names …: two kilobytes hold ten million files."""
+    kind, key = "100644 blob", git(repository, "rev-parse", "main:file")
+    for _ in range(levels):
+        names = "".join(f"{kind} {key}\t{number}\n" for number in range(10))
+        kind, key = "040000 tree", git(repository, "mktree", stdin=names)
+    git(repository, "update-ref", "refs/heads/main", git(repository, "commit-tree", key, "-m", "bomb"))
+    (repository.parent / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(repository.parent / "tmp"))
+    with pytest.raises(ConfigError, match=r"holds more than limits\.disk_mb"):
+        base_of(repository, None, files=99)
+    assert list((repository.parent / "tmp").iterdir()) == []
+
+
+@pytest.mark.attack
+def test_a_bundle_does_not_run_or_read_what_it_names(repository: Path) -> None:
+    """Hooks, filters, submodules and links of a bundle stay text."""
+    (repository / ".gitattributes").write_text("file filter=evil diff=evil\n")
+    (repository / ".gitmodules").write_text(
+        '[submodule "x"]\n\tpath = x\n\turl = ext::sh -c "touch /tmp/x"\n'
+    )
+    (repository / "link").symlink_to("/etc/passwd")
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "--message", "evil")
+    base = base_of(repository, "main")
+    assert read_file(base, "link", 100) is None
+    with tarfile.open(base) as files:
+        assert {m.name for m in files if "/hooks/" in m.name and not m.name.endswith(".sample")} == set()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
 
 from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, judge, tool_server
+from agentrl.llm.agent_config import ModelEndpoint
+from agentrl.llm.limits import Limits
 from agentrl.rollout import breaker as breaker_module
 from agentrl.rollout import outage_reports
-from agentrl.rollout.breaker import OPEN_AFTER, Breaker
+from agentrl.rollout.breaker import LONGEST_PAUSE_SECONDS, OPEN_AFTER, Breaker
 from agentrl.rollout.outages import OWN_FAILURES, Clock, Outages
 
 SEARCH = tool_server("search")
@@ -217,6 +220,21 @@ async def test_a_breaker_waits_as_long_as_the_dependency_asked() -> None:
     await asyncio.sleep(0.1)
     assert not breaker.probe_is_due
     await until(lambda: breaker.probe_is_due)
+    breaker.close()
+
+
+@pytest.mark.attack
+async def test_no_dependency_may_ask_for_more_than_an_hour() -> None:
+    breaker, limits = (
+        Breaker(judge("gpt"), lambda: None),
+        Limits(ModelEndpoint(model="gpt", base_url="http://judge", api_key="")),
+    )
+    for asked in (9e99, float("inf"), float("nan")):
+        limits.pause(asked)
+        for _ in range(OPEN_AFTER):
+            breaker.failed("429", retry_after=asked)
+    assert breaker._probe_at <= time.monotonic() + LONGEST_PAUSE_SECONDS
+    assert limits.paused_seconds() <= LONGEST_PAUSE_SECONDS
     breaker.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -179,7 +180,8 @@ class _Server:
         self._version = version
 
     async def command(self, name: str) -> dict[str, str]:
-        return {"version": self._version} if name == "buildInfo" else {"setName": "rs"}
+        hello = {"setName": "rs", "localTime": datetime.now(UTC)}
+        return {"version": self._version} if name == "buildInfo" else hello
 
 
 @pytest.mark.parametrize(

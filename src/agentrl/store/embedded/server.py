@@ -171,7 +171,8 @@ class EmbeddedMongo:
         self, known_port: int | None, wanted_port: int | None, mongod: str | Path | None
     ) -> EmbeddedStatus:
         choice = choose_mongod(mongod, data_version=read_data_version(self.directory))
-        self._check_disk()
+        if (problem := disk_problem(self.directory)) is not None:
+            raise problem
         self._credentials.make()
         for _ in range(5):
             port = (wanted_port or free_port()) if wanted_port is not None else (known_port or free_port())
@@ -202,15 +203,6 @@ class EmbeddedMongo:
                 f"{self.dbpath} cannot be created: {error.strerror}",
                 hint="set --mongo_dir to a folder of yours",
             ) from error
-
-    def _check_disk(self) -> None:
-        free = shutil.disk_usage(self.directory).free
-        if free < _FREE_BYTES:
-            raise StoreError(
-                f"the disk of {self.directory} has {free / 2**20:.0f} MiB free,"
-                f" and the embedded MongoDB needs {_FREE_BYTES / 2**20:.0f}",
-                hint="free some space, or set --mongo_dir to another disk",
-            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -246,6 +238,19 @@ class EmbeddedMongo:
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
         os.replace(temporary, self._state_file)
+
+
+def disk_problem(directory: Path) -> StoreError | None:
+    """Return the error of a disk that is too full for the server, which then ends; None if it has room."""
+    free = shutil.disk_usage(directory).free if directory.is_dir() else _FREE_BYTES
+    if free >= _FREE_BYTES:
+        return None
+    return StoreError(
+        f"the disk of {directory} has {free / 2**20:.0f} MiB free, and the embedded MongoDB needs"
+        f" {_FREE_BYTES / 2**20:.0f}",
+        hint="free some space there, then: agentrl mongo up. What is stored stays, and processes wait for it"
+        " (--db_wait_seconds). Or set --mongo_dir to another disk",
+    )
 
 
 def _answers(port: int) -> bool:

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import shutil
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Final
 
 from agentrl.errors import ToolServerError
+from agentrl.tools.sandbox.container_names import container_name
 from agentrl.tools.sandbox.limits import Execution, SandboxLimits
 
 _CONTROL_SECONDS: Final = 120.0
@@ -74,7 +74,7 @@ class DockerSandbox:
 
     async def _container(self) -> str:
         if self._name is None:
-            name = f"agentrl-sandbox-{uuid.uuid4().hex}"
+            name = await asyncio.to_thread(container_name, "sandbox")
             await _docker(*self.start_command(name))
             self._name = name
         return self._name
