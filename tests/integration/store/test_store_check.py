@@ -279,6 +279,9 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         3, "the advantage that its group", lambda d: d.set("Record", READY, advantage=0.25)),
     "another mean": (3, "group.mean_score", lambda d: d.set("Task", run.READY, group__mean_score=0.9)),
     "another pass rate": (3, "group.pass_rate", lambda d: d.set("Task", run.READY, group__pass_rate=0.9)),
+    "a rule that no flag can have": (
+        4, "--overlong_buffer 9 is longer",
+        lambda d: d.set("Task", run.READY, group__rules__overlong_buffer=9)),
     "another count of scores": (3, "group.scored", lambda d: d.set("Task", run.READY, group__scored=3)),
     "another count of failures": (3, "group.failed", lambda d: d.set("Task", run.ABANDONED, group__failed=0)),
     "another outcome": (3, "group.outcome", lambda d: d.set("Task", run.READY, group__outcome="abandoned")),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from agentrl.store.admin.server_info import ServerInfo
 
 _SLOW_SECONDS = 0.05
-_CLOCK_WARN, _CLOCK_FAIL = 1.0, 5.0
+_CLOCK_WARN = 1.0
 _GIB = 2**30
 _DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
 
@@ -77,8 +77,8 @@ def _check_clock(info: ServerInfo) -> Check:
     found = f"this machine's clock is {abs(offset):.2f} s {side} the server's"
     if abs(offset) <= _CLOCK_WARN:
         return Check("clock", "ok", found)
-    state: State = "fail" if abs(offset) > _CLOCK_FAIL else "warn"
-    return Check("clock", state, found, "synchronize both clocks: timedatectl set-ntp true")
+    hint = "a run follows the server's clock, but times in logs differ: timedatectl set-ntp true"
+    return Check("clock", "warn", found, hint)
 
 
 def _check_rights(info: ServerInfo) -> Check:

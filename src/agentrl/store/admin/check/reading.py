@@ -15,15 +15,15 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.connection import Connection, Json
 
 Projection = Mapping[str, Any]
 
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, StoreError)
-"""Raised by a rule on a document with a missing field or a field of another type."""
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, StoreError, ConfigError)
+"""Raised by a rule on a document with a missing field, another type, or a flag out of its range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
@@ -77,7 +77,7 @@ class Data(Section):
                 rules = (tasks.get(data.task, {}).get("group") or {}).get("rules")
                 config = None if rules is None else rules_of(rules)
                 difference = self.options.compare_tokens(data, calls[data.id], config)
-            except (StoreError, ValueError) as error:
+            except (StoreError, ConfigError, ValueError) as error:
                 difference = str(error)
             findings.count(Invariant.TRAINING, "tokens", document["tokens"])
             if difference is not None:
