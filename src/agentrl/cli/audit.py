@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentrl.config.examples import examples_text
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import EngineConfig, RunConfig, flag
+from agentrl.config.schema import RunConfig, flag
 from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: agentrl audit run | record ID | records | curve [METRIC …] [--run_name R] [--flag VALUE …]
 
-  run        the run's state: tasks, records, failures, training data, engines, versions, steps
+  run        what is wrong, and tasks, records, failures, training data, engines, versions, steps
   record ID  one trajectory turn by turn; the beginning or the end of its id suffices
   records    trajectories by --step, --split, --task, --status, --failure, --tool, --text, --version,
              --min_score, --max_score, --label; --order, --limit
@@ -165,20 +165,23 @@ async def _read(
 
 
 async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.run import render_state
+    from agentrl.snapshot.as_json import tables_json
+    from agentrl.snapshot.run_tables import render_tables
+    from agentrl.snapshot.snapshot import SnapshotReader, stated_alive_seconds
 
-    state = await store.views.state()
-    if state.empty:
+    reader = SnapshotReader(store)
+    run = await reader.read(stated_alive_seconds(configs))
+    if run.empty:
         raise AgentRLError(
             f"run {store.run_name!r} is empty",
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    alive_seconds = configs[EngineConfig].alive_seconds
-    return _Answer(state, lambda: render_state(state, alive_seconds=alive_seconds))
+    details = await reader.details()
+    return _Answer(tables_json(run, details), lambda: render_tables(run, details))
 
 
 async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.record import render_trajectory
+    from agentrl.snapshot.trajectory_page import render_trajectory
 
     wanted = names[0]
     found = await store.views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
@@ -203,7 +206,7 @@ def _several(wanted: str, found: list[str]) -> ConfigError:
 
 
 async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.record import render_rows
+    from agentrl.snapshot.trajectory_page import render_rows
 
     flags = configs[RecordsFlags]
     rows, is_complete = await _search(store, flags)
@@ -254,7 +257,7 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
 
 
 async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.curve import committed_values, metric_names, plot_curve, plot_metrics
+    from agentrl.observe.plotting import committed_values, metric_names, plot_curve, plot_metrics
 
     steps = await store.views.steps()
     known = metric_names(steps)
@@ -299,7 +302,7 @@ class _Page:
 
 
 _PAGES: dict[str, _Page] = {
-    "run": _Page("The state of a run as tables.", _run),
+    "run": _Page("What is wrong with a run, and its state as tables.", _run),
     "record": _Page(
         "One trajectory turn by turn. ID may be the beginning or the end of a Record's id.",
         _record, names=1, usage=" ID",

@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from agentrl.dashboard import live, static_files
-from agentrl.dashboard.cache import Cache
 from agentrl.dashboard.failures import HANDLERS
 from agentrl.dashboard.live import LiveUpdates
 from agentrl.dashboard.options import DashboardOptions
@@ -20,6 +19,7 @@ from agentrl.dashboard.render import compile_templates
 from agentrl.dashboard.security import Guard
 from agentrl.dashboard.stores import StorePool
 from agentrl.errors import AgentRLError
+from agentrl.snapshot.cache import Cache
 
 
 def create_app(options: DashboardOptions) -> Starlette:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import orjson
 from markupsafe import Markup
 
-from agentrl.dashboard.text import number
+from agentrl.observe.terminal import number
 
 Kind = Literal["line", "area", "bar", "stack", "scatter", "histogram"]
 Value = float | int | str | None

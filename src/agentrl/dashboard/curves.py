@@ -11,7 +11,7 @@ from agentrl.dashboard.charts import Chart, Kind, Series
 from agentrl.dashboard.render import link
 from agentrl.documents.evaluation import Evaluation
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.store.views.overview import StepPoint
+from agentrl.store.views.rows import StepRow
 
 MAX_POINTS = 600
 """Points of a curve; of a longer run, every n-th step is drawn, and always the last."""
@@ -77,7 +77,7 @@ CURVES: Sequence[Curve] = (
 )  # fmt: skip
 
 
-def curves(run: str, steps: Sequence[StepPoint], smoothing: float = 0.0) -> list[Chart]:
+def curves(run: str, steps: Sequence[StepRow], smoothing: float = 0.0) -> list[Chart]:
     """Return the charts that have a value; a click on a point opens its step.
 
     ``smoothing`` is the weight of the past in the moving average that lines show; 0 shows the values.
@@ -86,7 +86,7 @@ def curves(run: str, steps: Sequence[StepPoint], smoothing: float = 0.0) -> list
     return [chart for chart in charts if not chart.empty]
 
 
-def overlaid(runs: Mapping[str, Sequence[StepPoint]], smoothing: float = 0.0) -> list[Chart]:
+def overlaid(runs: Mapping[str, Sequence[StepRow]], smoothing: float = 0.0) -> list[Chart]:
     """Return the charts of several runs, whose series carry the runs' names."""
     charts = (_chart(curve, runs, None, smoothing) for curve in CURVES if curve.kind == "line")
     return [chart for chart in charts if not chart.empty]
@@ -133,7 +133,7 @@ def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
     return averaged
 
 
-def _chart(curve: Curve, runs: Mapping[str, Sequence[StepPoint]], run: str | None, smoothing: float) -> Chart:
+def _chart(curve: Curve, runs: Mapping[str, Sequence[StepRow]], run: str | None, smoothing: float) -> Chart:
     series = []
     for owner, steps in runs.items():
         for name, metric in curve.metrics.items():

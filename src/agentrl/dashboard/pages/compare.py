@@ -9,15 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.curves import SMOOTHINGS, overlaid
 from agentrl.dashboard.failures import BadQueryError, NotFoundError
 from agentrl.dashboard.query import choice, whole
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN, read_runs, read_steps
-from agentrl.dashboard.stores import open_run
+from agentrl.dashboard.stores import cache_of, open_run, read_runs, reader_of
 from agentrl.documents.run import RunSettings
-from agentrl.store.views.overview import StepPoint
+from agentrl.snapshot.snapshot import TRAIN
+from agentrl.store.views.rows import StepRow
 from agentrl.store.views.versions import Versions, VersionSummary
 
 MAX_RUNS = 8
@@ -46,11 +45,11 @@ async def _runs(request: Request) -> Response:
     chosen = list(dict.fromkeys(name.strip()[:200] for name in given if name.strip()))
     if len(chosen) < len(given) or len(chosen) == 1 or len(chosen) > MAX_RUNS:
         raise BadQueryError(f"{len(chosen)} different runs are given: choose 2 to {MAX_RUNS}")
-    steps: dict[str, list[StepPoint]] = {}
+    steps: dict[str, list[StepRow]] = {}
     configurations: dict[str, Sequence[RunSettings]] = {}
     for name in chosen:
         async with open_run(request, name) as store:
-            steps[name] = await read_steps(request, store)
+            steps[name] = await reader_of(request, store).steps()
             configurations[name] = await store.settings.resolved()
     figures = overlaid(steps, SMOOTHINGS[smoothing])
     return render(
@@ -68,12 +67,12 @@ async def _runs(request: Request) -> Response:
     )
 
 
-def _common(runs: Sequence[Sequence[StepPoint]]) -> int:
+def _common(runs: Sequence[Sequence[StepRow]]) -> int:
     """Return the last step that all runs have; 0 without one."""
     return min((steps[-1].step if steps else 0 for steps in runs), default=0)
 
 
-def _ends(runs: Sequence[Sequence[StepPoint]]) -> list[dict[str, Any]]:
+def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:
     """Return the metrics of each run at the last step that all have, then those at its own last step."""
     common = _common(runs)
     rows = []
@@ -84,7 +83,7 @@ def _ends(runs: Sequence[Sequence[StepPoint]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _mean_until(steps: Sequence[StepPoint], key: str, until: int) -> float | None:
+def _mean_until(steps: Sequence[StepRow], key: str, until: int) -> float | None:
     """Return the mean of a metric over the last 5 steps up to ``until``; None without one."""
     values = [step.metrics.get(key) for step in steps if step.step <= until][-_SMOOTHED:]
     known = [value for value in values if isinstance(value, int | float)]

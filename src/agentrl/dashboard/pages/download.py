@@ -14,14 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.run_data import read_steps
-from agentrl.dashboard.stores import open_run
+from agentrl.dashboard.stores import open_run, reader_of
 from agentrl.errors import ConfigError
 from agentrl.store.admin.dataset import write_parquet
-from agentrl.store.views.overview import StepPoint
+from agentrl.store.views.rows import StepRow
 
 
-def rows_of(steps: Sequence[StepPoint]) -> list[dict[str, Any]]:
+def rows_of(steps: Sequence[StepRow]) -> list[dict[str, Any]]:
     """Return a row per step with equal keys: its number, time, trajectories, and each metric as a float.
 
     A metric that a step does not have is None. Metrics with keys of their own are left out.
@@ -45,7 +44,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 async def _csv(request: Request) -> Response:
     async with open_run(request) as store:
-        rows = rows_of(await read_steps(request, store))
+        rows = rows_of(await reader_of(request, store).steps())
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["step"])
     writer.writeheader()
@@ -55,7 +54,7 @@ async def _csv(request: Request) -> Response:
 
 async def _parquet(request: Request) -> Response:
     async with open_run(request) as store:
-        rows = rows_of(await read_steps(request, store))
+        rows = rows_of(await reader_of(request, store).steps())
     content = io.BytesIO()
     try:
         await run_in_threadpool(write_parquet, rows, content)

@@ -10,8 +10,8 @@ from agentrl.dashboard.failures import BadQueryError
 from agentrl.dashboard.query import no_trajectory
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import open_run
-from agentrl.dashboard.text import number
 from agentrl.dashboard.views.compare import pair_turns
+from agentrl.observe.terminal import number
 from agentrl.store.views.read import WholeTrajectory
 
 _TURNS = 60

@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.render import render
-from agentrl.dashboard.stores import open_run
+from agentrl.dashboard.stores import cache_of, open_run
 from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.store.views.rewards import ScoredTrajectory
 

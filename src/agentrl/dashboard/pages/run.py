@@ -9,26 +9,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import shared
 from agentrl.dashboard.curves import SMOOTHINGS, curves, evaluation_chart
-from agentrl.dashboard.health import findings, mean_of_last, seconds_since_step, state
 from agentrl.dashboard.query import choice
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN, RunData, read_run
-from agentrl.dashboard.stores import open_run
-from agentrl.documents.evaluation import Evaluation
+from agentrl.dashboard.stores import open_run, reader_of, shared
 from agentrl.documents.run import RunSettings
-from agentrl.documents.status import (
-    SHOWN_STATUSES,
-    EvaluationStatus,
-    RecordStatus,
-    ServiceStatus,
-    TaskStatus,
-)
+from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.store.evaluations import SEEN_SECONDS
-from agentrl.store.services import Liveness
-from agentrl.store.views.rows import EngineRow
+from agentrl.snapshot.findings import findings, mean_of_last, seconds_since_step, state
+from agentrl.snapshot.snapshot import TRAIN, RunSnapshot
 
 _EVALUATIONS = 8
 _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
@@ -38,7 +27,7 @@ _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, 
 async def _run(request: Request) -> Response:
     smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
-        run = await read_run(request, store)
+        run = await reader_of(request, store).read()
     found = findings(run)
     word, color = state(run)
     charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
@@ -53,7 +42,7 @@ async def _run(request: Request) -> Response:
         live=True,
         charts=bool(charts),
         data=run,
-        at=run.liveness.at,
+        at=run.at,
         word=word,
         color=color,
         findings=found,
@@ -62,24 +51,32 @@ async def _run(request: Request) -> Response:
         figures=charts,
         smoothing=smoothing,
         smoothings=SMOOTHINGS,
-        task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
+        task_rows=_status_rows(run.tasks_by_split, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],
         record_rows=_status_rows(run.records, SHOWN_STATUSES),
         record_statuses=SHOWN_STATUSES,
         engines=[
-            _engine(engine, run.liveness)
+            {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
             for engine in run.engines
             if engine.status is not ServiceStatus.STOPPED
+            for alive in [run.is_alive(engine)]
         ],
-        evaluations=[_evaluation(item, run) for item in reversed(run.evaluations[-_EVALUATIONS:])],
+        evaluations=[
+            {
+                "item": item,
+                "score": ((item.results or {}).get("total") or {}).get("score") or {},
+                "word": run.state_of(item),
+            }
+            for item in reversed(run.evaluations[-_EVALUATIONS:])
+        ],
         configurations=[_configuration(item) for item in run.configurations],
     )
 
 
-def _tiles(run: RunData) -> list[dict[str, Any]]:
+def _tiles(run: RunSnapshot) -> list[dict[str, Any]]:
     last = run.steps[-1] if run.steps else None
     metrics: Mapping[str, Any] = last.metrics if last else {}
-    records = run.records.get(TRAIN, {})
+    records, claims = run.records.get(TRAIN, {}), sum(run.liveness.claims.values())
     return [
         {
             "name": "Reward",
@@ -108,7 +105,7 @@ def _tiles(run: RunData) -> list[dict[str, Any]]:
             "name": "Samplers",
             "value": len(run.liveness.claims),
             "kind": "number",
-            "note": _holding(run.liveness),
+            "note": f"hold {claims:,}" if claims else "",
         },
         {"name": "Engines", "value": len(run.liveness.live_engines), "kind": "number", "note": "alive"},
         {
@@ -121,14 +118,9 @@ def _tiles(run: RunData) -> list[dict[str, Any]]:
     ]
 
 
-def _step_limit(run: RunData) -> str:
+def _step_limit(run: RunSnapshot) -> str:
     limit = run.flag("max_steps")
     return f"of {limit:,}" if isinstance(limit, int) and limit > 0 else ""
-
-
-def _holding(liveness: Liveness) -> str:
-    claims = sum(liveness.claims.values())
-    return f"hold {claims:,}" if claims else ""
 
 
 def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> list[dict[str, Any]]:
@@ -140,23 +132,6 @@ def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str
         }
         for split, found in sorted(counts.items())
     ]
-
-
-def _engine(engine: EngineRow, liveness: Liveness) -> dict[str, Any]:
-    alive = (liveness.at - engine.heartbeat).total_seconds() <= liveness.alive_seconds
-    return {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
-
-
-def _evaluation(item: Evaluation, run: RunData) -> dict[str, Any]:
-    total: Mapping[str, Any] = (item.results or {}).get("total") or {}
-    lost = (run.liveness.at - item.seen_at).total_seconds() > SEEN_SECONDS
-    running = item.status is EvaluationStatus.RUNNING
-    return {
-        "item": item,
-        "total": total,
-        "score": total.get("score") or {},
-        "word": "its process is silent" if running and lost else str(item.status),
-    }
 
 
 def _configuration(item: RunSettings) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import shared
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import read_runs
+from agentrl.dashboard.stores import read_runs, shared
 
 _SECONDS = 2.0
 

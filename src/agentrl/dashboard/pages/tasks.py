@@ -10,13 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.charts import Chart, Series
 from agentrl.dashboard.query import choice, page_of
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN
-from agentrl.dashboard.stores import open_run
-from agentrl.store.views.overview import Overview
+from agentrl.dashboard.stores import cache_of, open_run, reader_of
+from agentrl.snapshot.snapshot import TRAIN
 from agentrl.store.views.questions import Question, Questions
 
 _SECONDS = 15.0
@@ -47,9 +45,9 @@ async def _tasks(request: Request) -> Response:
     wanted = request.query_params.get("q", "").strip()[:200]
     split = request.query_params.get("split", TRAIN)
     async with open_run(request) as store:
-        questions, cache = Questions(store.connection), cache_of(request)
-        rows = await cache.get(("questions", store.run_name, split), _SECONDS, lambda: questions.all(split))
-        splits = await cache.get(("tasks", store.run_name), _SECONDS, Overview(store.connection).tasks)
+        questions, key = Questions(store.connection), ("questions", store.run_name, split)
+        rows = await cache_of(request).get(key, _SECONDS, lambda: questions.all(split))
+        splits = {name for name, _ in await reader_of(request, store).tasks()}
         chosen = [row for row in rows if _KINDS[kind](row) and wanted.lower() in row.task_id.lower()]
         page = page_of(request, len(chosen))
         shown = sorted(chosen, key=_SORTS[sort])[page.skip : page.skip + page.limit]

@@ -1,4 +1,4 @@
-"""The rows of the audit views, as frozen dataclasses: the field names are those that Compass shows."""
+"""The rows of the audit views, whose field names are those that Compass shows, and the counts of a run."""
 
 from __future__ import annotations
 
@@ -253,3 +253,29 @@ class PromptTokens:
     def cache_hit_rate(self) -> float | None:
         """The fraction of cached tokens; None without a prompt."""
         return self.cached / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the trajectories begun in the last ``seconds`` amount to."""
+
+    seconds: float
+    trajectories: int = 0
+    scored: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+    mean_score: float | None = None
+
+    @property
+    def per_minute(self) -> float:
+        """Scored trajectories per minute."""
+        return 60.0 * self.scored / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
+
+    run: int | None = None
+    free: int | None = None
+    total: int | None = None

@@ -1,4 +1,4 @@
-"""Judge a run: what is wrong with it now, the worst first, and what to do about it."""
+"""Decide what is wrong with a run now, the worst first, and what to do about it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal
 
-from agentrl.dashboard.run_data import TRAIN, RunData
-from agentrl.dashboard.text import duration, percent
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.observe.terminal import duration, percent
+from agentrl.snapshot.snapshot import TRAIN, RunSnapshot
 
 Severity = Literal["bad", "warn", "good"]
 
@@ -74,38 +74,41 @@ _BOUNDS: Sequence[_Bound] = (
     _Bound(
         metric="abandoned_groups", warn=0.8,
         what="{} of the groups agree in their scores, and train nothing",
-        hint="the tasks are too easy or too hard: see Tasks, or --task_selection pass_rate",
+        hint="the tasks are too easy or too hard: see the dashboard's page Tasks, or --task_selection"
+        " pass_rate",
     ),
 )  # fmt: skip
 
 
-def findings(run: RunData) -> list[Finding]:
+def findings(run: RunSnapshot) -> list[Finding]:
     """Return what is wrong, the worst first; empty for a healthy run."""
     found = [finding for check in _CHECKS for finding in check(run)]
     return sorted(found, key=lambda finding: finding.severity != "bad")
 
 
-def state(run: RunData) -> tuple[str, Severity | Literal[""]]:
+def state(run: RunSnapshot) -> tuple[str, Severity | Literal[""]]:
     """Return the run's state as a word, and its color."""
     if run.trainer_alive:
-        return ("training", "good") if _samplers(run) or not _unfinished(run) else ("trainer only", "warn")
+        return (
+            ("training", "good") if run.liveness.claims or not _unfinished(run) else ("trainer only", "warn")
+        )
     if run.finished:
         return "finished", "good"
-    if _samplers(run):
+    if run.liveness.claims:
         return "sampling, no trainer", "warn"
     if not run.tasks:
         return "empty", ""
     return ("stopped", "warn") if _unfinished(run) else ("ended", "")
 
 
-def seconds_since_step(run: RunData) -> float | None:
+def seconds_since_step(run: RunSnapshot) -> float | None:
     """Return the seconds since the last committed step; None without one."""
     if not run.steps or run.steps[-1].committed_at is None:
         return None
-    return max(0.0, (run.liveness.at - run.steps[-1].committed_at).total_seconds())
+    return max(0.0, (run.at - run.steps[-1].committed_at).total_seconds())
 
 
-def mean_of_last(run: RunData, name: str, count: int = _LAST) -> float | None:
+def mean_of_last(run: RunSnapshot, name: str, count: int = _LAST) -> float | None:
     """Return the mean of a metric over the last ``count`` steps that have it; None without one."""
     values = _values([step.metrics for step in run.steps[-count:]], name)
     return fmean(values) if values else None
@@ -120,26 +123,22 @@ def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     ]
 
 
-def _samplers(run: RunData) -> int:
-    return len(run.liveness.claims)
-
-
-def _unfinished(run: RunData) -> int:
-    counts = run.tasks.get(TRAIN, {})
+def _unfinished(run: RunSnapshot) -> int:
+    counts = run.tasks_by_split.get(TRAIN, {})
     return sum(counts.values()) - counts.get(TaskStatus.COMPLETED.value, 0)
 
 
-def _working(run: RunData) -> bool:
-    return run.trainer_alive or _samplers(run) > 0
+def _working(run: RunSnapshot) -> bool:
+    return run.trainer_alive or bool(run.liveness.claims)
 
 
-def _outages(run: RunData) -> Iterator[Finding]:
+def _outages(run: RunSnapshot) -> Iterator[Finding]:
     newest: dict[str, tuple[datetime, str, int]] = {}
     for outage in run.liveness.outages:
         began, why, held = newest.get(outage.dependency, (outage.began_at, outage.why, 0))
         newest[outage.dependency] = (min(began, outage.began_at), why, held + outage.held)
     for dependency, (began, why, held) in newest.items():
-        age = duration((run.liveness.at - began).total_seconds())
+        age = duration((run.at - began).total_seconds())
         yield Finding(
             severity="bad",
             what=f"{dependency} is down for {age}; {held} calls wait for it: {why}",
@@ -147,7 +146,7 @@ def _outages(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _engines(run: RunData) -> Iterator[Finding]:
+def _engines(run: RunSnapshot) -> Iterator[Finding]:
     expected = [engine for engine in run.liveness.engines if engine.status is not ServiceStatus.STOPPED]
     live = run.liveness.live_engines
     if not live and _working(run):
@@ -164,9 +163,9 @@ def _engines(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _processes(run: RunData) -> Iterator[Finding]:
+def _processes(run: RunSnapshot) -> Iterator[Finding]:
     if run.finished:
-        if _samplers(run):
+        if run.liveness.claims:
             yield Finding(
                 severity="warn",
                 what="the trainer has finished, and samplers still begin trajectories",
@@ -175,19 +174,15 @@ def _processes(run: RunData) -> Iterator[Finding]:
         return
     if not run.tasks or not _unfinished(run):
         return
-    if run.trainer_alive and not _samplers(run):
+    if run.trainer_alive and not run.liveness.claims:
         last = run.liveness.last_claim
-        age = (
-            f"; the last trajectory began {duration((run.liveness.at - last).total_seconds())} ago"
-            if last
-            else ""
-        )
+        age = f"; the last trajectory began {duration((run.at - last).total_seconds())} ago" if last else ""
         yield Finding(
             severity="warn",
             what=f"no sampler holds a trajectory{age}",
             hint="start one: agentrl sample; one that runs may wait for the trainer or for a dependency",
         )
-    elif _samplers(run) and not run.trainer_alive:
+    elif run.liveness.claims and not run.trainer_alive:
         yield Finding(severity="warn", what="no trainer runs", hint="start one: agentrl train; it resumes")
     elif not _working(run):
         why = "the trainer was stopped" if run.lease.ended else "no process works on this run"
@@ -198,7 +193,7 @@ def _processes(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _late(run: RunData) -> Iterator[Finding]:
+def _late(run: RunSnapshot) -> Iterator[Finding]:
     since = seconds_since_step(run)
     moments = [step.committed_at for step in run.steps[-21:] if step.committed_at is not None]
     gaps = [(b - a).total_seconds() for a, b in pairwise(moments)]
@@ -213,7 +208,7 @@ def _late(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _means(run: RunData) -> Iterator[Finding]:
+def _means(run: RunSnapshot) -> Iterator[Finding]:
     """Yield a finding for each mean of the last steps beyond its bound."""
     for bound in _BOUNDS:
         mean = mean_of_last(run, bound.metric)
@@ -226,7 +221,7 @@ def _means(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _learning(run: RunData) -> Iterator[Finding]:
+def _learning(run: RunSnapshot) -> Iterator[Finding]:
     metrics = [step.metrics for step in run.steps]
     if metrics and any(
         isinstance(metrics[-1].get(name), float) and not math.isfinite(metrics[-1][name])
@@ -252,7 +247,7 @@ def _learning(run: RunData) -> Iterator[Finding]:
         yield Finding(
             severity="warn",
             what=f"the gradient norm jumped to {norms[-1]:.2g}, from a median of {median(norms[-21:-1]):.2g}",
-            hint="the step's page lists its outliers",
+            hint="the dashboard's page of the step lists its outliers",
         )
     rewards = _values(metrics, "reward")
     part = max(_LAST, len(rewards) // 4)
@@ -266,7 +261,7 @@ def _learning(run: RunData) -> Iterator[Finding]:
         )
 
 
-def _failures(run: RunData) -> Iterator[Finding]:
+def _failures(run: RunSnapshot) -> Iterator[Finding]:
     counts = run.records.get(TRAIN, {})
     failed = counts.get(RecordStatus.FAILED.value, 0)
     total = sum(counts.values())
@@ -276,9 +271,9 @@ def _failures(run: RunData) -> Iterator[Finding]:
         yield Finding(
             severity="bad" if failed / total > _FAILED_BAD else "warn",
             what=f"{percent(failed / total)} of {total:,} attempts failed{most}",
-            hint="Failures, below, has an example of each kind",
+            hint="the list of failures has an example of each kind",
         )
-    quarantined = run.data.get(DataStatus.QUARANTINED.value, 0)
+    quarantined = sum(counts.get(DataStatus.QUARANTINED.value, 0) for counts in run.data.values())
     if quarantined:
         yield Finding(
             severity="warn",
@@ -287,7 +282,7 @@ def _failures(run: RunData) -> Iterator[Finding]:
         )
 
 
-_CHECKS: Sequence[Callable[[RunData], Iterator[Finding]]] = (
+_CHECKS: Sequence[Callable[[RunSnapshot], Iterator[Finding]]] = (
     _outages,
     _engines,
     _processes,

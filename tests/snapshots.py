@@ -1,15 +1,22 @@
-"""Hand-made documents of a two-turn trajectory and of a run, for the audit pages."""
+"""A hand-made trajectory of two turns, and a snapshot of a healthy run, for the tests of screens."""
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from rich.console import Console, RenderableType
+
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus, StepStatus, StopReason
-from agentrl.store.views.rows import StepRow, TrajectoryRow
+from agentrl.documents.run import TrainerLease
+from agentrl.documents.serving import InferenceService
+from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
+from agentrl.snapshot.snapshot import RunSnapshot
+from agentrl.store.services import Liveness
+from agentrl.store.views.rows import Disk, EngineRow, Rates, StepRow, TrajectoryRow
 
 NOW = datetime(2026, 11, 21, 12, 0, 0, tzinfo=UTC)
 RECORD_ID = "train/0/task_001/3/1"
@@ -89,3 +96,57 @@ def step_row(number: int, **changes: Any) -> StepRow:
         "metrics": {"reward": number / 10, "staleness_mean": 0.5, "staleness_max": 1.0},
     }  # fmt: skip
     return StepRow(**(fields | changes))
+
+
+GOOD = {"reward": 0.5, "kl_k3": 0.001, "entropy": 0.5, "effective_sample_size": 0.98, "masked_fraction": 0.01,
+        "abandoned_groups": 0.3, "grad_norm": 0.4, "loss": 0.0}  # fmt: skip
+
+
+def steps(count: int = 20, **last: float) -> list[StepRow]:
+    """Steps of ten seconds each, the last of them now; ``last`` changes the metrics of the last five."""
+    return [
+        step_row(
+            number, committed_at=NOW - timedelta(seconds=10 * (count - number)),
+            metrics={**GOOD, "reward": 0.3 + 0.01 * number, **(last if number > count - 5 else {})},
+        )
+        for number in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def engine(age: float = 1.0, name: str = "e") -> InferenceService:
+    """A ready engine whose last heartbeat is ``age`` seconds old."""
+    return InferenceService(
+        id=name, url=f"http://{name}", engine="local", model="m", status=ServiceStatus.READY, host="h", pid=1,
+        heartbeat=NOW - timedelta(seconds=age),
+    )  # fmt: skip
+
+
+def snapshot(**changes: Any) -> RunSnapshot:
+    """A run with a trainer, a sampler and an engine; ``liveness`` changes fields of its liveness."""
+    liveness = Liveness(
+        at=NOW, claims={"s": 4}, last_claim=NOW, engines=(engine(),), outages=(), waiting_for_score=0,
+        alive_seconds=10.0,
+    )  # fmt: skip
+    liveness = replace(liveness, **changes.pop("liveness", {}))
+    healthy = RunSnapshot(
+        run_name="demo", liveness=liveness,
+        lease=TrainerLease(owner="t", lease_expires_at=NOW + timedelta(seconds=30)), steps=steps(),
+        planned=None, tasks={("train", 0): {"completed": 5, "running": 3}},
+        records={"train": {"ready": 100}}, data={"train": {"trained": 100}}, quarantined_because=None,
+        failures=(), rates=Rates(seconds=300.0),
+        engines=[EngineRow.from_document(item.to_document()) for item in liveness.engines], past_outages=(),
+        evaluations=(), settings=(), configurations=(), disk=Disk(),
+    )  # fmt: skip
+    return replace(healthy, **changes)
+
+
+def printed(page: RenderableType, width: int = 160) -> str:
+    """The page on a terminal of ``width`` columns, without spaces at the ends of lines."""
+    out = io.StringIO()
+    Console(file=out, width=width, markup=False, highlight=False, emoji=False).print(page)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def rows(page: str, first: str) -> list[list[str]]:
+    """The words of each line that begins with ``first``."""
+    return [line.split() for line in page.splitlines() if line.strip().startswith(first)]

@@ -1,9 +1,9 @@
-"""The pages of trajectories: the list of the newest, and one turn by turn with its tool calls."""
+"""Show trajectories on a terminal: a list, and one turn by turn with its branches, tools and harness."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 
@@ -13,19 +13,20 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.convert import mask_reason
-from agentrl.data.trained_share import describe_share
+from agentrl.data.trained_share import describe_share, why_untrained
 from agentrl.documents.base import now
+from agentrl.documents.branches import Branch, branches_of, main_branch
+from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.observe.audit.branches import call_notes, render_branches, render_reward
-from agentrl.observe.audit.harness import render_harness
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
 
 _TRAINED_SPLITS = ("train", "try")
 """Splits whose trajectories are trained, and that of ``agentrl try``, whose task would be."""
+_FILES = 20
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -73,13 +74,13 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
     record, calls = trajectory.record, trajectory.calls
     by_id = {call.id: call for call in calls}
     parts: list[RenderableType] = [_header(record, calls, trajectory.trained_at_steps)]
-    parts += render_branches(record, calls)
+    parts += _branches(record, calls)
     for call in calls:
-        parts += _turn(call, by_id.get(call.parent) if call.parent else None, call_notes(call, record))
+        parts += _turn(call, by_id.get(call.parent) if call.parent else None, _call_notes(call, record))
     if record.harness is not None:
-        parts += render_harness(record.harness)
+        parts += _harness(record.harness)
     parts += _ending(record, calls)
-    parts += render_reward(record)
+    parts += _reported_reward(record)
     parts += _history(trajectory.failures)
     return Group(*parts)
 
@@ -199,6 +200,102 @@ def _condensed(execution: ToolExecution) -> Iterator[RenderableType]:
         return
     models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
     yield _indented(plain(f"condensed from {condensed.tokens:,} tokens by {models}", "dim"))
+
+
+def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:
+    """Yield the rule of training and a row for each branch, if the model calls form a tree of branches."""
+    is_tree = record.train_rule is not None or any(call.role or call.opens_branch for call in calls)
+    if not is_tree or not calls:
+        return
+    left_out = record.untrained_calls
+    untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
+    if record.train_rule is not None:
+        chosen = len(calls) - len(left_out)
+        yield plain(f"train rule {record.train_rule}: it chooses {chosen} of {len(calls)} model calls")
+    branches = branches_of(calls)
+    main = main_branch(branches)
+    rows = [
+        [
+            number,
+            " ".join(str(index + 1) for index in branch.indexes),
+            _what(branch, is_main=branch is main),
+            _trained(branch, untrained),
+            excerpt(_beginning(branch), 60),
+        ]
+        for number, branch in enumerate(branches, 1)
+    ]
+    yield table("Branches", ["branch", "turns", "what", "can train", "last request"], rows, text=4)
+
+
+def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
+    """Return what the title of a turn says about its place in the tree."""
+    notes = []
+    if call.role is not None:
+        notes.append(f"role {call.role}")
+    if call.fixed is not None:
+        notes.append(f"answered by {call.fixed.model}")
+    before = call.parent or call.follows
+    if before is not None and before != f"{call.record}/{call.index - 1}":
+        notes.append(f"continues turn {int(before.rpartition('/')[2]) + 1}")
+    if call.index in record.untrained_calls:
+        notes.append("not trained")
+    return "".join(f" · {note}" for note in notes)
+
+
+def _reported_reward(record: Record) -> Iterator[RenderableType]:
+    """Yield the reward that the agent reported through its gateway, if any."""
+    reward = record.reported_reward
+    if reward is None:
+        return
+    by_call = sorted((int(call), value) for call, value in reward.turn_rewards.items())
+    calls = "".join(f", turn {call + 1} {value:+g}" for call, value in by_call)
+    details = f"  {json.dumps(reward.details, ensure_ascii=False, default=str)}" if reward.details else ""
+    yield plain(f"reported   score {fixed(reward.score)} by the agent{calls}{details}")
+
+
+def _what(branch: Branch, *, is_main: bool) -> str:
+    role = branch.calls[-1].role
+    if role is not None:
+        return f"role {role}"
+    return "main" if is_main else "side, with tools" if branch.has_tools else "side"
+
+
+def _trained(branch: Branch, untrained: Collection[int]) -> str:
+    left_out = [index for index in branch.indexes if index in untrained]
+    if not left_out:
+        return "yes"
+    if len(left_out) == len(branch.calls):
+        return "no"
+    return "not turns " + " ".join(str(index + 1) for index in left_out)
+
+
+def _beginning(branch: Branch) -> str:
+    """Return the first text that its last call adds: branches that share their beginning differ there."""
+    texts = (message.get("content") for message in branch.calls[-1].messages)
+    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+def _harness(harness: HarnessRun) -> Iterator[RenderableType]:
+    """Yield what the harness of a trajectory did. Its output is cleaned of control characters."""
+    yield from _command("harness", harness.run)
+    names = ", ".join(excerpt(name, 80) for name in harness.changed_files[:_FILES])
+    more = f" and {harness.changes - _FILES} more" if harness.changes > _FILES else ""
+    yield plain(f"{harness.changes} files changed{': ' if names else ''}{names}{more}")
+    if harness.diff:
+        yield _indented(plain(harness.diff.rstrip("\n")))
+    if harness.scoring is not None:
+        yield from _command("score command", harness.scoring)
+
+
+def _command(title: str, run: CommandRun) -> Iterator[RenderableType]:
+    ended = f"{run.ended} · exit code {run.exit_code} · {run.seconds:.1f} s · {run.memory_mb:.0f} MiB"
+    yield Rule(Text(title), align="left", style="dim")
+    yield plain(ended, "" if run.ended is Ending.EXITED else "red")
+    outputs = (("stdout", run.stdout, run.stdout_bytes), ("stderr", run.stderr, run.stderr_bytes))
+    for name, text, size in outputs:
+        if text.strip():
+            yield plain(f"{name}, {size:,} bytes", "dim")
+            yield _indented(plain(text.rstrip("\n")))
 
 
 def _ending(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:

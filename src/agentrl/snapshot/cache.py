@@ -1,27 +1,20 @@
-"""Share what requests read: one read at a time for a key, kept for some seconds."""
+"""Share what several readers need: one read at a time for a key, kept for some seconds."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
-from typing import Any, TypeVar, cast
-
-from starlette.requests import Request
-from starlette.responses import Response
-
-from agentrl.dashboard.render import THEME_COOKIE
+from collections.abc import Awaitable, Callable, Hashable
+from typing import TypeVar, cast
 
 T = TypeVar("T")
-Page = Callable[[Request], Coroutine[Any, Any, Response]]
 
 MAX_ENTRIES = 256
 
 
 class Cache:
-    """Values by key. Requests that ask for a key while it is being read wait for the same read."""
+    """Values by key. Callers that ask for a key while it is being read wait for the same read."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[Hashable, tuple[float, object]] = OrderedDict()
@@ -40,7 +33,7 @@ class Cache:
             return cast("T", found[1])
         reading = self._reads.get(key)
         if reading is None:
-            reading = asyncio.create_task(self._read(key, read), name="dashboard-read")
+            reading = asyncio.create_task(self._read(key, read), name="cached-read")
             self._reads[key] = reading
             reading.add_done_callback(_retrieve)
         if found is not None and time.monotonic() - found[0] <= seconds + stale:
@@ -72,31 +65,6 @@ class Cache:
 
 
 def _retrieve(reading: asyncio.Task[object]) -> None:
-    """Mark the error of a read as seen: the next request reads again, and shows it."""
+    """Mark the error of a read as seen: the next caller reads again, and gets it."""
     if not reading.cancelled():
         reading.exception()
-
-
-def cache_of(request: Request) -> Cache:
-    """Return the application's cache."""
-    cache: Cache = request.app.state.cache
-    return cache
-
-
-def shared(seconds: float) -> Callable[[Page], Page]:
-    """Decorate a page: requests for the same address within ``seconds`` get the same response.
-
-    A thousand open pages of a run ask again at every change of it.
-    """
-
-    def decorate(page: Page) -> Page:
-        @functools.wraps(page)
-        async def answer(request: Request) -> Response:
-            theme = request.cookies.get(THEME_COOKIE)
-            key = ("page", request.url.path, request.url.query, theme)
-            found = await cache_of(request).get(key, seconds, lambda: page(request))
-            return Response(found.body, found.status_code, media_type="text/html")
-
-        return answer
-
-    return decorate
