@@ -224,8 +224,7 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
 async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
     """Return up to ``--limit`` rows, and whether every Record was searched or the limit reached."""
     from agentrl.observe.progress import progress
-    from agentrl.store.views.trajectories import MAX_PAGE, TrajectoryOrder
-    from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
+    from agentrl.store.views.trajectories import MAX_PAGE, Bounds, TrajectoryFilter, TrajectoryOrder
 
     wanted = TrajectoryFilter(
         status=flags.status,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -96,7 +96,7 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
         f" · policy version {versions(record.min_version, record.max_version)}",
         f"model calls {sum(call.generate_seconds for call in calls):.2f} s"
         f" · tools {sum(call.tool_seconds for call in calls):.2f} s"
-        f" · scoring {fixed(_seconds(record.completed_at, _scored_at(record)), 2)} s",
+        f" · scoring {fixed(_seconds(record.completed_at, record.first_scored_at), 2)} s",
         f"advantage {fixed(record.advantage, sign=True)} · "
         + (f"trained at step {steps}" if steps else "not trained"),
     ]
@@ -108,17 +108,10 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
     return header.append(clean("\n".join(lines)))
 
 
-def _scored_at(record: Record) -> datetime | None:
-    """Return when the first score was written; a later rescoring does not count."""
-    if record.score_history:
-        return cast("datetime | None", record.score_history[0].get("scored_at"))
-    return record.scored_at
-
-
 def _ended_at(record: Record) -> datetime | None:
     if record.failure is not None:
         return record.failure.at
-    return _scored_at(record) or record.completed_at
+    return record.first_scored_at or record.completed_at
 
 
 def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
@@ -148,12 +141,8 @@ def _turn(
     if call.status is not CallStatus.COMPLETED:
         title += f" · {call.status}"
     yield Rule(plain(title + notes), align="left", style="dim")
-    if call.drops_thoughts:
-        yield Text("earlier thoughts are dropped: this is the whole new prompt", style="dim italic")
-    elif call.opens_branch and call.index:
-        yield Text("a new branch: this is the whole prompt", style="dim italic")
-    elif call.is_context_reset:
-        yield Text("the context was reset: this is the whole new prompt", style="dim italic")
+    if (beginning := beginning_of(call)) is not None:
+        yield Text(beginning, style="dim italic")
     for message in strip_tool_results(call.messages, parent.tool_executions if parent else ()):
         if "execution" not in message:
             yield from _message(message)
@@ -188,18 +177,30 @@ def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
     what = "error" if execution.error else "result"
     style = "red" if execution.error else "dim"
     yield _indented(plain(f"← {what}{where} in {execution.seconds:.3f} s", style))
-    yield from _condensed(execution)
+    if (note := condensed_note(execution)) is not None:
+        yield _indented(plain(note, "yellow" if note.startswith("not ") else "dim"))
     yield _indented(plain(execution.result), 4)
 
 
-def _condensed(execution: ToolExecution) -> Iterator[RenderableType]:
+def beginning_of(call: DispatchedSamplingTask) -> str | None:
+    """Return why the prompt of a call continues no other; None if it does, or is the trajectory's first."""
+    if call.index == 0 or call.parent is not None:
+        return None
+    if call.drops_thoughts:
+        return "earlier thoughts are dropped: this is the whole new prompt"
+    if call.opens_branch:
+        return "a new branch: this is the whole prompt"
+    return "the context was reset: this is the whole new prompt"
+
+
+def condensed_note(execution: ToolExecution) -> str | None:
+    """Return how models condensed a tool's result; None if they did not."""
     if (condensed := execution.condensed) is None:
-        return
+        return None
     if condensed.problem is not None:
-        yield _indented(plain(f"not condensed: {condensed.problem}", "yellow"))
-        return
+        return f"not condensed: {condensed.problem}"
     models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
-    yield _indented(plain(f"condensed from {condensed.tokens:,} tokens by {models}", "dim"))
+    return f"condensed from {condensed.tokens:,} tokens by {models}"
 
 
 def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from agentrl.dashboard.charts import Chart, Series
-from agentrl.dashboard.curves import MAX_POINTS, curves, overlaid, smooth, thin
+from agentrl.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
 from agentrl.documents.status import StepStatus
 from agentrl.store.views.rows import StepRow
 

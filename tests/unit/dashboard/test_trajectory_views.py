@@ -8,19 +8,18 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from agentrl.dashboard.views.compare import pair_turns
-from agentrl.dashboard.views.filter_form import read_form
-from agentrl.dashboard.views.rewards import VALUES, dependence, disagreements, edges, repeated_answers
-from agentrl.dashboard.views.text import MAX_CHARS, call_text, content_text, shown
-from agentrl.dashboard.views.tokens import PAGE, Colour, decoder, legend_of, token_views
-from agentrl.dashboard.views.trajectory import branch_views, contexts_of, part_text, turns_of
-from agentrl.dashboard.views.waterfall import waterfall_of
+from agentrl.dashboard.failures import BadQueryError
+from agentrl.dashboard.pages.compare import pair_turns
+from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
+from agentrl.dashboard.query import read_form
+from agentrl.dashboard.trajectory_parts import MAX_CHARS, call_text, content_text, shown, waterfall_of
+from agentrl.dashboard.turns import branch_views, contexts_of, part_text, turns_of
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.errors import ConfigError
 from agentrl.store.views.rewards import ScoredTrajectory
 from agentrl.store.views.tokens import CallTokens, StepValues
 
@@ -233,6 +232,6 @@ def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
     if name == "text" and len(value) < 100:
         assert read_form({name: value}).wanted.text == value
         return
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(BadQueryError) as caught:
         read_form({name: value})
-    assert len(caught.value.message) < 200
+    assert len(caught.value.detail) < 200

@@ -40,8 +40,8 @@ _SORTS: Mapping[str, Callable[[Question], Any]] = {
 
 
 async def _tasks(request: Request) -> Response:
-    kind = choice(request, "kind", _KINDS, "all")
-    sort = choice(request, "sort", _SORTS, "hardest")
+    kind = choice(request.query_params, "kind", _KINDS, "all")
+    sort = choice(request.query_params, "sort", _SORTS, "hardest")
     wanted = request.query_params.get("q", "").strip()[:200]
     split = request.query_params.get("split", TRAIN)
     async with open_run(request) as store:

@@ -9,6 +9,7 @@ from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import task_key
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import TASK
+from agentrl.store.views.aggregation import excerpt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Questions(Repository):
         cursor = await self._collection(TASK).aggregate(
             [
                 {"$match": {"_id": {"$in": list(keys)}}},
-                {"$project": {"query": {"$substrCP": ["$query", 0, 300]}}},
+                {"$project": {"query": excerpt("query", 300)}},
             ]
         )
         return {row["_id"]: row["query"] for row in await cursor.to_list()}

@@ -15,18 +15,15 @@ from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP
 from agentrl.store.views import VIEWS
+from agentrl.store.views.aggregation import as_is, excerpt
 from agentrl.store.views.rows import EngineRow, GroupRow, StepRow, TaskRow, TrajectoryRow
 
-_EXCERPT = 300
 _OF_RECORD: Json = {
-    **dict.fromkeys(
-        (
-            "split", "epoch", "task", "traj_id", "attempt", "status", "score", "advantage", "turns",
-            "tool_calls", "generated_tokens", "min_version", "max_version", "created_at", "scored_at",
-        ),
-        1,
+    **as_is(
+        "split", "epoch", "task", "traj_id", "attempt", "status", "score", "advantage", "turns", "tool_calls",
+        "generated_tokens", "min_version", "max_version", "created_at", "scored_at",
     ),
-    "query": {"$substrCP": ["$query", 0, _EXCERPT]},
+    "query": excerpt("query", 300),
 }  # fmt: skip
 R = TypeVar("R", bound=Root)
 

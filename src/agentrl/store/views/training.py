@@ -1,4 +1,4 @@
-"""Pipelines of the views of training: groups, tasks over epochs, steps, trained and waiting data."""
+"""Pipelines of the views of training: groups, tasks, steps, trained and waiting data, evaluations."""
 
 from __future__ import annotations
 
@@ -186,4 +186,24 @@ WAITING: list[Json] = [
             **as_is("created_at"),
         }
     },
+]
+
+
+EVALUATIONS: list[Json] = [
+    {
+        "$project": {
+            **as_is("status", "version", "step", "model", "file", "samples", "label"),
+            "tasks": "$results.total.tasks",
+            "scored": "$results.total.scored",
+            "failed": "$results.total.failed",
+            "score": "$results.total.score.value",
+            "score_low": "$results.total.score.low",
+            "score_high": "$results.total.score.high",
+            "pass_at_1": "$results.total.pass_at.1.value",
+            "turns": "$results.total.turns",
+            "generated_tokens": "$results.total.generated_tokens",
+            "cost": "$results.total.cost",
+            **as_is("tasks_digest", "settings_digest", "by", "began_at", "seen_at", "finished_at"),
+        }
+    }
 ]

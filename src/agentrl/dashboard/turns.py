@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentrl.dashboard.views.text import Shown, call_text, content_text, json_text, shown
+from agentrl.dashboard.trajectory_parts import Shown, call_text, content_text, json_text, shown
 from agentrl.data.convert import mask_reason
 from agentrl.documents.branches import branches_of, main_branch
 from agentrl.documents.images import ImageRef, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
+from agentrl.snapshot.trajectory_page import beginning_of, condensed_note
 
 THOUGHT: Final = "thought"
 RESPONSE: Final = "response"
@@ -107,7 +108,7 @@ def _turn(
     return TurnView(
         call=call,
         number=call.index + 1,
-        begins=_beginning(call),
+        begins=beginning_of(call),
         continues=None if continues == call.index else continues,
         messages=list(_messages(call, parent, given)),
         thought=shown(thought) if thought.strip() else None,
@@ -115,16 +116,6 @@ def _turn(
         tools=list(_tools(call)),
         notes=list(_notes(record, call)),
     )
-
-
-def _beginning(call: DispatchedSamplingTask) -> str | None:
-    if call.index == 0 or call.parent is not None:
-        return None
-    if call.drops_thoughts:
-        return "earlier thoughts are dropped: this is the whole new prompt"
-    if call.opens_branch:
-        return "a new branch: this is the whole prompt"
-    return "the context was reset: this is the whole new prompt"
 
 
 def _messages(
@@ -156,18 +147,10 @@ def _tools(call: DispatchedSamplingTask) -> Iterator[ToolView]:
 
 
 def _executed(execution: ToolExecution) -> ToolView:
-    note = None
-    if (condensed := execution.condensed) is not None:
-        models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
-        note = (
-            f"not condensed: {condensed.problem}"
-            if condensed.problem is not None
-            else f"condensed from {condensed.tokens:,} tokens by {models}"
-        )
     return ToolView(
         name=execution.name, arguments=shown(json_text(execution.arguments)), result=shown(execution.result),
         is_error=execution.error, seconds=execution.seconds, server=execution.server,
-        reward=execution.reward, note=note, images=execution.images,
+        reward=execution.reward, note=condensed_note(execution), images=execution.images,
     )  # fmt: skip
 
 
@@ -192,15 +175,15 @@ def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> lis
     return [
         BranchView(
             turns=[index + 1 for index in branch.indexes],
-            what=f"role {branch.calls[-1].role}" if branch.calls[-1].role else _kind(branch is main),
+            what=f"role {branch.calls[-1].role}"
+            if branch.calls[-1].role
+            else "main"
+            if branch is main
+            else "side",
             is_trained=not set(branch.indexes) <= untrained,
         )
         for branch in branches
     ]
-
-
-def _kind(is_main: bool) -> str:
-    return "main" if is_main else "side"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +209,7 @@ def contexts_of(calls: Sequence[DispatchedSamplingTask]) -> list[ContextView]:
         chain.append(call)
         ends[call.id] = chain
     return [
-        ContextView(calls=chain, begins=_beginning(chain[0]), branches_off=_turn_of(chain[0].parent))
+        ContextView(calls=chain, begins=beginning_of(chain[0]), branches_off=_turn_of(chain[0].parent))
         for chain in chains
     ]
 
