@@ -218,7 +218,7 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart:
     """Return the scores of the finished evaluations of policy versions over optimizer steps, by task file."""
     files: dict[str, list[tuple[int, float]]] = {}
     for item in evaluations:
-        score = ((item.results or {}).get("total") or {}).get("score") or {}
+        score = item.total.get("score") or {}
         value = score.get("value")
         if item.step is not None and isinstance(value, int | float):
             files.setdefault(item.file, []).append((item.step, value))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,7 @@ def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
 
     Raises AgentRLError when no committed step has a reward, ConfigError when ``out`` cannot be written.
     """
-    committed = sorted((step for step in steps if _is_drawn(step)), key=lambda step: step.step)
+    committed = [step for step in _committed(steps) if step.metric("reward") is not None]
     if not committed:
         raise AgentRLError(
             f"run {run_name!r} has no committed optimizer step to plot",
@@ -81,13 +80,9 @@ def plot_curve(run_name: str, steps: Sequence[StepRow], out: Path) -> None:
     save_figure(figure, out, "--out")
 
 
-def _is_drawn(step: StepRow) -> bool:
-    return step.status is StepStatus.COMMITTED and _value(step, "reward") is not None
-
-
 def metric_names(steps: Sequence[StepRow]) -> list[str]:
     """Return the names of the metrics that some committed step has as a number, sorted."""
-    names = {name for step in _committed(steps) for name in step.metrics if _value(step, name) is not None}
+    names = {name for step in _committed(steps) for name in step.metrics if step.metric(name) is not None}
     return sorted(names)
 
 
@@ -97,7 +92,7 @@ def committed_values(run_name: str, steps: Sequence[StepRow], names: Sequence[st
     return {
         "run_name": run_name,
         "steps": [step.step for step in committed],
-        "metrics": {name: [_value(step, name) for step in committed] for name in names},
+        "metrics": {name: [step.metric(name) for step in committed] for name in names},
     }
 
 
@@ -110,7 +105,7 @@ def plot_metrics(run_name: str, steps: Sequence[StepRow], names: Sequence[str], 
     figure = new_figure(8.0, 1.2 + 2.2 * len(names))
     rows = figure.subplots(len(names), 1, sharex=True, squeeze=False)
     for place, (axes, name) in enumerate(zip(rows[:, 0], names, strict=True)):
-        points = [(step.step, value) for step in committed if (value := _value(step, name)) is not None]
+        points = [(step.step, value) for step in committed if (value := step.metric(name)) is not None]
         axes.plot(
             [x for x, _ in points], [y for _, y in points], color=COLORS[place % len(COLORS)],
             linewidth=1.8, marker="o", markersize=3, label=name,
@@ -149,7 +144,7 @@ def _plot_reward(axes: Axes, steps: Sequence[StepRow]) -> None:
 def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
     lines = (("staleness_mean", "mean", 2.0, 1.0), ("staleness_max", "max", 1.2, 0.5))
     for key, label, width, alpha in lines:
-        points = [(step.step, value) for step in steps if (value := _value(step, key)) is not None]
+        points = [(step.step, value) for step in steps if (value := step.metric(key)) is not None]
         axes.plot(
             [x for x, _ in points], [y for _, y in points], color=_STALENESS, linewidth=width, alpha=alpha,
             drawstyle="steps-mid", label=label,
@@ -157,8 +152,3 @@ def _plot_staleness(axes: Axes, steps: Sequence[StepRow]) -> None:
     axes.set_ylabel("staleness\n(steps)")
     axes.set_ylim(bottom=0)
     finish(axes)
-
-
-def _value(step: StepRow, key: str) -> float | None:
-    value = step.metrics.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl.documents.status import DataStatus, RecordStatus, ServiceStatus, TaskStatus
 from agentrl.observe.terminal import duration, percent
 from agentrl.snapshot.snapshot import TRAIN, RunSnapshot
+from agentrl.store.views.rows import StepRow
 
 Severity = Literal["bad", "warn", "good"]
 
@@ -110,17 +111,12 @@ def seconds_since_step(run: RunSnapshot) -> float | None:
 
 def mean_of_last(run: RunSnapshot, name: str, count: int = _LAST) -> float | None:
     """Return the mean of a metric over the last ``count`` steps that have it; None without one."""
-    values = _values([step.metrics for step in run.steps[-count:]], name)
+    values = _values(run.steps[-count:], name)
     return fmean(values) if values else None
 
 
-def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    found = (item.get(name) for item in metrics)
-    return [
-        float(value)
-        for value in found
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    ]
+def _values(steps: Sequence[StepRow], name: str) -> list[float]:
+    return [value for step in steps if (value := step.metric(name)) is not None]
 
 
 def _unfinished(run: RunSnapshot) -> int:
@@ -222,15 +218,13 @@ def _means(run: RunSnapshot) -> Iterator[Finding]:
 
 
 def _learning(run: RunSnapshot) -> Iterator[Finding]:
-    metrics = [step.metrics for step in run.steps]
-    if metrics and any(
-        isinstance(metrics[-1].get(name), float) and not math.isfinite(metrics[-1][name])
-        for name in ("loss", "grad_norm")
-    ):
+    last = run.steps[-1].metrics if run.steps else {}
+    numbers = [value for name in ("loss", "grad_norm") if isinstance(value := last.get(name), float)]
+    if not all(map(math.isfinite, numbers)):
         yield Finding(
             severity="bad", what="the last step's loss or gradient is not finite", hint="see its log"
         )
-    entropy, solved = _values(metrics, "entropy"), mean_of_last(run, "pass_rate")
+    entropy, solved = _values(run.steps, "entropy"), mean_of_last(run, "pass_rate")
     if (
         (solved is None or solved < _SOLVED)
         and len(entropy) >= 2 * _LAST
@@ -242,14 +236,14 @@ def _learning(run: RunSnapshot) -> Iterator[Finding]:
             " the policy hardly explores",
             hint="raise the temperature or --entropy_coef, or clip less above 1",
         )
-    norms = _values(metrics, "grad_norm")
+    norms = _values(run.steps, "grad_norm")
     if len(norms) > 2 * _LAST and norms[-1] > _GRADIENT_JUMP * median(norms[-21:-1]):
         yield Finding(
             severity="warn",
             what=f"the gradient norm jumped to {norms[-1]:.2g}, from a median of {median(norms[-21:-1]):.2g}",
             hint="the dashboard's page of the step lists its outliers",
         )
-    rewards = _values(metrics, "reward")
+    rewards = _values(run.steps, "reward")
     part = max(_LAST, len(rewards) // 4)
     if len(rewards) >= 4 * _LAST and fmean(rewards[-part:]) < max(
         fmean(rewards[place : place + part]) for place in range(0, len(rewards) - part, part)

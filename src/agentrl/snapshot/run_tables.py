@@ -118,7 +118,7 @@ def _configuration_table(run: RunSnapshot) -> Table:
     rows = [
         [
             item.role,
-            excerpt(", ".join(f"{name} {item.values.get(name, '***')}" for name in item.given), 400),
+            excerpt(", ".join(f"{name} {value}" for name, value in item.given_values), 400),
             excerpt(", ".join(f"{name} {version}" for name, version in (item.packages or {}).items()), 200),
             excerpt(item.by, 60),
             age(item.at, run.at),
@@ -283,7 +283,7 @@ def _evaluation_table(run: RunSnapshot) -> Table:
     """Return the newest evaluations with their scores and 95 % intervals."""
     rows = []
     for item in run.evaluations[: -LAST_EVALUATIONS - 1 : -1]:
-        total: Mapping[str, Any] = (item.results or {}).get("total") or {}
+        total: Mapping[str, Any] = item.total
         rows.append(
             [
                 excerpt(item.id, 40),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from starlette.requests import Request
@@ -92,9 +93,9 @@ def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:
 
 def _mean_until(steps: Sequence[StepRow], key: str, until: int) -> float | None:
     """Return the mean of a metric over the last 5 steps up to ``until``; None without one."""
-    values = [step.metrics.get(key) for step in steps if step.step <= until][-_SMOOTHED:]
-    known = [value for value in values if isinstance(value, int | float)]
-    return sum(known) / len(known) if known else None
+    last = [step for step in steps if step.step <= until][-_SMOOTHED:]
+    known = [value for step in last if (value := step.metric(key)) is not None]
+    return fmean(known) if known else None
 
 
 def _differences(runs: Sequence[Sequence[RunSettings]]) -> list[tuple[str, str, list[Any]]]:

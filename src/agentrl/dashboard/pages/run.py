@@ -73,7 +73,7 @@ async def _run(request: Request) -> Response:
         evaluations=[
             {
                 "item": item,
-                "score": ((item.results or {}).get("total") or {}).get("score") or {},
+                "score": item.total.get("score") or {},
                 "word": run.state_of(item),
             }
             for item in reversed(run.evaluations[-_EVALUATIONS:])
@@ -129,9 +129,9 @@ def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str
 
 
 def _configuration(item: RunSettings) -> dict[str, Any]:
-    given = [(name, item.values.get(name, "***")) for name in item.given]
     rest = [(name, value) for name, value in sorted(item.values.items()) if name not in item.given]
-    return {"item": item, "given": given, "rest": rest, "packages": sorted((item.packages or {}).items())}
+    packages = sorted((item.packages or {}).items())
+    return {"item": item, "given": item.given_values, "rest": rest, "packages": packages}
 
 
 @shared(1.0)

@@ -18,12 +18,13 @@ from agentrl.store.views import VIEWS
 from agentrl.store.views.aggregation import as_is, excerpt
 from agentrl.store.views.rows import EngineRow, GroupRow, StepRow, TaskRow, TrajectoryRow
 
+_EXCERPT = 300
 _OF_RECORD: Json = {
     **as_is(
         "split", "epoch", "task", "traj_id", "attempt", "status", "score", "advantage", "turns", "tool_calls",
         "generated_tokens", "min_version", "max_version", "created_at", "scored_at",
     ),
-    "query": excerpt("query", 300),
+    "query": excerpt("query", _EXCERPT),
 }  # fmt: skip
 R = TypeVar("R", bound=Root)
 
@@ -71,9 +72,14 @@ class Views(Repository):
         return sorted(rows, key=lambda row: row.id)
 
     @database_call
-    async def tasks(self, *, split: str | None = None) -> list[TaskRow]:
-        """Return every question that has a completed group, over its epochs, in the order of ``_id``."""
-        rows = await self._rows(TaskRow, "audit_tasks", {"$match": _of_split(split)})
+    async def tasks(self, *, split: str | None = None, excerpts: bool = False) -> list[TaskRow]:
+        """Return every question that has a completed group, over its epochs, in the order of ``_id``.
+
+        ``excerpts`` cuts questions and leaves out answers, since the texts of a large run fill the memory.
+        """
+        cut: list[Json] = [{"$set": {"query": excerpt("query", _EXCERPT), "answer": None}}]
+        stages = [{"$match": _of_split(split)}, *(cut if excerpts else [])]
+        rows = await self._rows(TaskRow, "audit_tasks", *stages)
         return sorted(rows, key=lambda row: row.id)
 
     @database_call

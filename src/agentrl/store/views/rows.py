@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,7 @@ from agentrl.documents.status import (
     TaskStatus,
     shown_status,
 )
+from agentrl.documents.task import task_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +107,38 @@ class TaskRow(Root):
     mean_scores: tuple[float | None, ...]
     """In the order of ``epochs``."""
     best_score: float | None = None
+    lowest_score: float | None = None
     scored: int = 0
     failed: int = 0
+    mixed: int = 0
+    """Groups whose scores differ; only these can be trained."""
     change: float | None = None
     """Mean score of the last epoch with a score minus that of the first."""
     always_wrong: bool = False
+
+    @property
+    def last(self) -> str:
+        """``_id`` of the Task of its last epoch."""
+        return task_key(self.split, self.epochs[-1], self.task_id)
+
+    @property
+    def known(self) -> list[float]:
+        """The mean scores of the epochs with a score."""
+        return [value for value in self.mean_scores if value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the epochs; None without a score."""
+        return sum(self.known) / len(self.known) if self.known else None
+
+    @property
+    def agreement(self) -> str:
+        """``always agrees``, ``never agrees``, ``sometimes agrees``, or ``no scores``."""
+        if not self.known:
+            return "no scores"
+        if self.mixed == 0:
+            return "always agrees"
+        return "never agrees" if self.mixed == len(self.known) else "sometimes agrees"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +167,12 @@ class StepRow(Root):
     planned_at: datetime
     committed_at: datetime | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric that is a finite number; None without it."""
+        value = self.metrics.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ _CHANGE: Json = {
 }
 """Mean score of the last epoch with a score minus that of the first."""
 
+_DIFFER: Json = {"$gt": [{"$max": "$slots.score"}, {"$min": "$slots.score"}]}
 _ALWAYS_WRONG: Json = {"$and": [{"$ne": ["$best_score", None]}, {"$lte": ["$best_score", 0]}]}
 
 GROUPS: list[Json] = [
@@ -78,8 +79,10 @@ TASKS: list[Json] = [
             "epochs": {"$push": "$epoch"},
             "mean_scores": {"$push": "$group.mean_score"},
             "best_score": {"$max": {"$max": "$slots.score"}},
+            "lowest_score": {"$min": {"$min": "$slots.score"}},
             "scored": {"$sum": "$group.scored"},
             "failed": {"$sum": "$group.failed"},
+            "mixed": {"$sum": {"$cond": [_DIFFER, 1, 0]}},
         }
     },
     {"$set": {"change": _CHANGE, "always_wrong": _ALWAYS_WRONG}},
