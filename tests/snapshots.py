@@ -9,7 +9,9 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
+from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.run import TrainerLease
 from agentrl.documents.serving import InferenceService
@@ -150,3 +152,28 @@ def printed(page: RenderableType, width: int = 160) -> str:
 def rows(page: str, first: str) -> list[list[str]]:
     """The words of each line that begins with ``first``."""
     return [line.split() for line in page.splitlines() if line.strip().startswith(first)]
+
+
+SHORT_RECORD = Record(
+    id="r", task="t", traj_id=0, attempt=1, split="train", epoch=0, query="2 + 2?", created_at=now()
+)
+
+
+def short_call(
+    index: int, parent: int | None, said: str = "!", tools: bool = False
+) -> DispatchedSamplingTask:
+    """A model call of three tokens of ``SHORT_RECORD``."""
+    executions = (ToolExecution(name="add", arguments={"a": 2}, result="4", error=False, seconds=0.5),)
+    result = ({"role": "tool", "execution": 0},)
+    return DispatchedSamplingTask(
+        id=f"r/{index}", record="r", index=index, parent=None if parent is None else f"r/{parent}",
+        status=CallStatus.COMPLETED,
+        messages=({"role": "user", "content": "2 + 2?"},) if index != 1 else result,
+        response={"content": said, "reasoning_content": "I think"},
+        tool_executions=executions if tools else (), finish_reason="stop",
+        versions=(VersionSpan(version=1, start=0, end=2), VersionSpan(version=2, start=2, end=3)),
+        prompt_tokens=1, generated_tokens=3, engine="e", generate_seconds=2.0,
+        tool_seconds=0.5 if tools else 0.0, context_ids=pack_ids([1]), output_ids=pack_ids([7, 8, 9]),
+        logprobs=pack_floats([0.0, -3.0, -60.0]),
+        created_at=SHORT_RECORD.created_at + timedelta(seconds=3 * (index + 1)),
+    )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -13,14 +13,14 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.convert import mask_reason
-from agentrl.data.trained_share import describe_share, why_untrained
+from agentrl.data.trained_share import describe_share
 from agentrl.documents.base import now
-from agentrl.documents.branches import Branch, branches_of, main_branch
 from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
+from agentrl.snapshot.turns import beginning_of, branch_views, condensed_note
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
 
@@ -182,48 +182,17 @@ def _execution(execution: ToolExecution) -> Iterator[RenderableType]:
     yield _indented(plain(execution.result), 4)
 
 
-def beginning_of(call: DispatchedSamplingTask) -> str | None:
-    """Return why the prompt of a call continues no other; None if it does, or is the trajectory's first."""
-    if call.index == 0 or call.parent is not None:
-        return None
-    if call.drops_thoughts:
-        return "earlier thoughts are dropped: this is the whole new prompt"
-    if call.opens_branch:
-        return "a new branch: this is the whole prompt"
-    return "the context was reset: this is the whole new prompt"
-
-
-def condensed_note(execution: ToolExecution) -> str | None:
-    """Return how models condensed a tool's result; None if they did not."""
-    if (condensed := execution.condensed) is None:
-        return None
-    if condensed.problem is not None:
-        return f"not condensed: {condensed.problem}"
-    models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
-    return f"condensed from {condensed.tokens:,} tokens by {models}"
-
-
 def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator[RenderableType]:
     """Yield the rule of training and a row for each branch, if the model calls form a tree of branches."""
     is_tree = record.train_rule is not None or any(call.role or call.opens_branch for call in calls)
     if not is_tree or not calls:
         return
-    left_out = record.untrained_calls
-    untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
     if record.train_rule is not None:
-        chosen = len(calls) - len(left_out)
+        chosen = len(calls) - len(record.untrained_calls)
         yield plain(f"train rule {record.train_rule}: it chooses {chosen} of {len(calls)} model calls")
-    branches = branches_of(calls)
-    main = main_branch(branches)
     rows = [
-        [
-            number,
-            " ".join(str(index + 1) for index in branch.indexes),
-            _what(branch, is_main=branch is main),
-            _trained(branch, untrained),
-            excerpt(_beginning(branch), 60),
-        ]
-        for number, branch in enumerate(branches, 1)
+        [number, " ".join(map(str, branch.turns)), branch.what, branch.trained, excerpt(branch.request, 60)]
+        for number, branch in enumerate(branch_views(record, calls), 1)
     ]
     yield table("Branches", ["branch", "turns", "what", "can train", "last request"], rows, text=4)
 
@@ -252,28 +221,6 @@ def _reported_reward(record: Record) -> Iterator[RenderableType]:
     calls = "".join(f", turn {call + 1} {value:+g}" for call, value in by_call)
     details = f"  {json.dumps(reward.details, ensure_ascii=False, default=str)}" if reward.details else ""
     yield plain(f"reported   score {fixed(reward.score)} by the agent{calls}{details}")
-
-
-def _what(branch: Branch, *, is_main: bool) -> str:
-    role = branch.calls[-1].role
-    if role is not None:
-        return f"role {role}"
-    return "main" if is_main else "side, with tools" if branch.has_tools else "side"
-
-
-def _trained(branch: Branch, untrained: Collection[int]) -> str:
-    left_out = [index for index in branch.indexes if index in untrained]
-    if not left_out:
-        return "yes"
-    if len(left_out) == len(branch.calls):
-        return "no"
-    return "not turns " + " ".join(str(index + 1) for index in left_out)
-
-
-def _beginning(branch: Branch) -> str:
-    """Return the first text that its last call adds: branches that share their beginning differ there."""
-    texts = (message.get("content") for message in branch.calls[-1].messages)
-    return next((text for text in texts if isinstance(text, str) and text.strip()), "")
 
 
 def _harness(harness: HarnessRun) -> Iterator[RenderableType]:

@@ -17,11 +17,11 @@ from agentrl.dashboard.failures import BadQueryError, NotFoundError
 from agentrl.dashboard.query import choice, no_trajectory, whole
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import cache_of, open_run, read_runs, reader_of
-from agentrl.dashboard.trajectory_parts import MAX_CHARS, call_text, content_text
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.run import RunSettings
 from agentrl.observe.terminal import number
 from agentrl.snapshot.snapshot import TRAIN
+from agentrl.snapshot.trajectory_parts import MAX_CHARS, call_text, content_text
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import StepRow
 from agentrl.store.views.versions import Versions, VersionSummary

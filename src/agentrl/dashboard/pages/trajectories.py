@@ -17,11 +17,11 @@ from agentrl.dashboard.failures import BadQueryError, NotFoundError
 from agentrl.dashboard.query import checked_query, no_trajectory, read_form, whole
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
-from agentrl.dashboard.trajectory_parts import shown, verdicts_of, waterfall_of
-from agentrl.dashboard.turns import branch_views, contexts_of, part_text, turns_of
 from agentrl.documents.record import Record
 from agentrl.documents.status import SHOWN_STATUSES
 from agentrl.errors import ImageError
+from agentrl.snapshot.trajectory_parts import shown, verdicts_of, waterfall_of
+from agentrl.snapshot.turns import branch_views, contexts_of, part_text, turns_of
 from agentrl.store.client import Store
 from agentrl.store.views.trajectories import TrajectoryOrder
 

@@ -1,19 +1,19 @@
-"""Arrange a trajectory for its page: turns with messages, thoughts and tools, branches, timings."""
+"""Arrange a trajectory for its pages: turns with messages, thoughts and tools; branches and contexts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from agentrl.dashboard.trajectory_parts import Shown, call_text, content_text, json_text, shown
 from agentrl.data.convert import mask_reason
-from agentrl.documents.branches import branches_of, main_branch
+from agentrl.data.trained_share import why_untrained
+from agentrl.documents.branches import Branch, branches_of, main_branch
 from agentrl.documents.images import ImageRef, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.snapshot.trajectory_page import beginning_of, condensed_note
+from agentrl.snapshot.trajectory_parts import Shown, call_text, content_text, json_text, shown
 
 THOUGHT: Final = "thought"
 RESPONSE: Final = "response"
@@ -75,11 +75,16 @@ class TurnView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchView:
-    """One conversation of the trajectory: the numbers of its turns, and whether they are trained."""
+    """One conversation of the trajectory."""
 
     turns: Sequence[int]
+    """The numbers of its turns."""
     what: str
-    is_trained: bool
+    """``main``, ``side`` or its role."""
+    trained: str
+    """``yes``, ``no``, or the turns that cannot be trained."""
+    request: str
+    """The first text that its last turn adds: branches that share their beginning differ there."""
 
 
 def turns_of(
@@ -171,19 +176,59 @@ def branch_views(record: Record, calls: Sequence[DispatchedSamplingTask]) -> lis
     """Return the conversations of a trajectory; the main one is named."""
     branches = branches_of(calls)
     main = main_branch(branches)
-    untrained = set(record.untrained_calls)
+    left_out = record.untrained_calls
+    untrained = {call.index for call in calls if why_untrained(call, record.train_rule, left_out)}
     return [
         BranchView(
             turns=[index + 1 for index in branch.indexes],
-            what=f"role {branch.calls[-1].role}"
-            if branch.calls[-1].role
-            else "main"
-            if branch is main
-            else "side",
-            is_trained=not set(branch.indexes) <= untrained,
+            what=_what(branch, is_main=branch is main),
+            trained=_trained(branch, untrained),
+            request=next(filter(str.strip, map(_text, branch.calls[-1].messages)), ""),
         )
         for branch in branches
     ]
+
+
+def _what(branch: Branch, *, is_main: bool) -> str:
+    role = branch.calls[-1].role
+    if role is not None:
+        return f"role {role}"
+    return "main" if is_main else "side, with tools" if branch.has_tools else "side"
+
+
+def _trained(branch: Branch, untrained: Collection[int]) -> str:
+    left_out = [index for index in branch.indexes if index in untrained]
+    if not left_out:
+        return "yes"
+    if len(left_out) == len(branch.calls):
+        return "no"
+    return "not turns " + " ".join(str(index + 1) for index in left_out)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def beginning_of(call: DispatchedSamplingTask) -> str | None:
+    """Return why the prompt of a call continues no other; None if it does, or is the trajectory's first."""
+    if call.index == 0 or call.parent is not None:
+        return None
+    if call.drops_thoughts:
+        return "earlier thoughts are dropped: this is the whole new prompt"
+    if call.opens_branch:
+        return "a new branch: this is the whole prompt"
+    return "the context was reset: this is the whole new prompt"
+
+
+def condensed_note(execution: ToolExecution) -> str | None:
+    """Return how models condensed a tool's result; None if they did not."""
+    if (condensed := execution.condensed) is None:
+        return None
+    if condensed.problem is not None:
+        return f"not condensed: {condensed.problem}"
+    models = ", ".join(sorted({call.model or "?" for call in condensed.calls}))
+    return f"condensed from {condensed.tokens:,} tokens by {models}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
