@@ -129,16 +129,18 @@ class TaskRow(Root):
     @property
     def mean(self) -> float | None:
         """The mean over the epochs; None without a score."""
-        return sum(self.known) / len(self.known) if self.known else None
+        known = self.known
+        return sum(known) / len(known) if known else None
 
     @property
     def agreement(self) -> str:
         """``always agrees``, ``never agrees``, ``sometimes agrees``, or ``no scores``."""
-        if not self.known:
+        groups = len(self.known)
+        if not groups:
             return "no scores"
         if self.mixed == 0:
             return "always agrees"
-        return "never agrees" if self.mixed == len(self.known) else "sometimes agrees"
+        return "never agrees" if self.mixed == groups else "sometimes agrees"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
