@@ -34,6 +34,8 @@ usage: agentrl audit run | record ID | records | curve [METRIC …] [--run_name 
 
 --json prints JSON. agentrl audit records --help lists all flags.
 """
+_Answer = tuple[Any, RenderableType]
+"""The value of --json, and the page."""
 _MATCHES_SHOWN = 10
 _METRICS_SHOWN = 30
 _SEARCH_SECONDS = 120.0
@@ -54,21 +56,10 @@ class RecordsFlags:
     step: int | None = flag(None, "only records that the committed step with this number trained")
     split: str | None = flag(None, "only records of this split: train, eval, …")
     task: str | None = flag(None, "only records of this task: its id in the task file, or SPLIT/EPOCH/ID")
-    status: (
-        Literal[
-            "created",
-            "running",
-            "completed",
-            "scoring",
-            "scored",
-            "ready",
-            "trained",
-            "abandoned",
-            "failed",
-            "released",
-        ]
-        | None
-    ) = flag(None, "only records of this status")
+    status: Literal[
+        "created", "running", "completed", "scoring", "scored", "ready", "trained", "abandoned", "failed",
+        "released",
+    ] | None = flag(None, "only records of this status")  # fmt: skip
     failure: str | None = flag(None, "only failed attempts of this kind: engine, tool, scorer, timeout, …")
     tool: str | None = flag(None, "only records that called the tool of this name")
     text: str | None = flag(
@@ -135,24 +126,16 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             "agentrl audit record takes the id of a Record", hint="`agentrl audit records` lists them"
         )
-    answer = asyncio.run(_read(configs, names, shape.read))
+    value, screen = asyncio.run(_read(configs, names, shape.read))
     if configs[PageFlags].json:
         from agentrl.observe.json_output import print_json
 
-        print_json(answer.value)
+        print_json(value)
     else:
         from agentrl.observe.terminal import stdout_console
 
-        stdout_console().print(answer.page())
+        stdout_console().print(screen)
     return 0
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a page has read: the value of --json, and the function that renders it."""
-
-    value: Any
-    page: Callable[[], RenderableType]
 
 
 async def _read(
@@ -177,7 +160,7 @@ async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
     details = await reader.details()
-    return _Answer(tables_json(run, details), lambda: render_tables(run, details))
+    return tables_json(run, details), render_tables(run, details)
 
 
 async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
@@ -193,8 +176,7 @@ async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
             f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
             hint="`agentrl audit records` lists them",
         )
-    whole = trajectory
-    return _Answer(whole, lambda: render_trajectory(whole))
+    return trajectory, render_trajectory(trajectory)
 
 
 def _several(wanted: str, found: list[str]) -> ConfigError:
@@ -218,7 +200,7 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
             hint="`agentrl audit run` shows its state; `agentrl audit records` its newest Records",
         )
     order = flags.order.replace("_", " ")
-    return _Answer(rows, lambda: render_rows(rows, order=order, with_step=flags.step is not None))
+    return rows, render_rows(rows, order=order, with_step=flags.step is not None)
 
 
 async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
@@ -264,13 +246,13 @@ async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
         if name not in known:
             raise _unknown_metric(store.run_name, name, known)
     if configs[PageFlags].json:
-        return _Answer(committed_values(store.run_name, steps, names or known), Text)
+        return committed_values(store.run_name, steps, names or known), Text()
     out = Path(configs[CurveFlags].out)
     if names:
         plot_metrics(store.run_name, steps, names, out)
     else:
         plot_curve(store.run_name, steps, out)
-    return _Answer(None, lambda: Text(str(out)))
+    return None, Text(str(out))
 
 
 def _unknown_metric(run_name: str, name: str, known: Sequence[str]) -> AgentRLError:

@@ -173,8 +173,9 @@ class StepRow(Root):
     def metric(self, name: str) -> float | None:
         """Return a metric that is a finite number; None without it."""
         value = self.metrics.get(name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number and math.isfinite(value) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
