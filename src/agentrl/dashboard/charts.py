@@ -22,8 +22,8 @@ SMOOTHINGS = {"0": 0.0, "0.5": 0.5, "0.8": 0.8, "0.9": 0.9, "0.95": 0.95, "0.99"
 """What a page offers: the weight of the past in the moving average, by its text in the address."""
 T = TypeVar("T")
 _NATS = "nats per token"
-Kind = Literal["line", "area", "bar", "stack", "scatter", "histogram"]
-Value = float | int | str | None
+Kind = Literal["line", "bar", "stack", "histogram"]
+Value = float | int | None
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Of lines by their order: where two coincide, the one below shows through the gaps of the one above."""
 TABLE_ROWS = 50
@@ -37,18 +37,13 @@ class Series:
     name: str
     x: Sequence[Value]
     y: Sequence[Value]
-    links: Sequence[str] = ()
-    """The address that a click on a point opens, one per point, or none."""
-    labels: Sequence[str] = ()
-    """What a point's tooltip says besides its values, one per point, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart for the macro ``chart`` of ``macros.html``.
 
-    ``area`` and ``stack`` add the series up, as areas and as bars. ``histogram`` draws ``x`` as the bins'
-    centers and ``y`` as their counts.
+    ``stack`` adds the series up. ``histogram`` draws ``x`` as the bins' centers and ``y`` as their counts.
     """
 
     id: str
@@ -106,29 +101,21 @@ class Chart:
                 row = table.setdefault(
                     x, [number(x) if isinstance(x, float) else str(x), *[""] * len(self.series)]
                 )
-                row[place + 1] = y if isinstance(y, str) else number(y)
+                row[place + 1] = number(y)
         return list(table.values())[-TABLE_ROWS:]
 
     def _trace(self, series: Series, place: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {
             "name": _plain(series.name),
-            "x": [_plain(x) if isinstance(x, str) else _finite(x) for x in series.x],
-            "y": [_plain(y) if isinstance(y, str) else _finite(y) for y in series.y],
+            "x": [_finite(x) for x in series.x],
+            "y": [_finite(y) for y in series.y],
         }
         if self.kind in ("bar", "stack", "histogram"):
             drawn["type"] = "bar"
         else:
             drawn["type"] = "scatter"
-            few = len(series.x) <= 60
-            drawn["mode"] = "markers" if self.kind == "scatter" else "lines+markers" if few else "lines"
-        if self.kind == "line":
+            drawn["mode"] = "lines+markers" if len(series.x) <= 60 else "lines"
             drawn["line"] = {"dash": _DASHES[place % len(_DASHES)]}
-        if self.kind == "area":
-            drawn |= {"stackgroup": "all", "mode": "lines"}
-        if series.labels:
-            drawn["text"] = [_plain(label) for label in series.labels]
-        if series.links:
-            drawn["customdata"] = list(series.links)
         return drawn
 
 

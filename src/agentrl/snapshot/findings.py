@@ -109,9 +109,9 @@ def seconds_since_step(run: RunSnapshot) -> float | None:
     return max(0.0, (run.at - run.steps[-1].committed_at).total_seconds())
 
 
-def mean_of_last(run: RunSnapshot, name: str, count: int = _LAST) -> float | None:
-    """Return the mean of a metric over the last ``count`` steps that have it; None without one."""
-    values = _values(run.steps[-count:], name)
+def mean_of_last(run: RunSnapshot, name: str) -> float | None:
+    """Return the mean of a metric over the last 5 steps; None if none has it."""
+    values = _values(run.steps[-_LAST:], name)
     return fmean(values) if values else None
 
 

@@ -141,7 +141,7 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return sum((x - mean_x) * (y - mean_y) for x, y in pairs) / math.sqrt(spread_x * spread_y)
 
 
-def repeated_answers(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> list[RepeatedAnswer]:
+def repeated_answers(rows: Sequence[ScoredTrajectory]) -> list[RepeatedAnswer]:
     """Return the answers that at least two tasks got, those of the most tasks first."""
     found: dict[str, list[ScoredTrajectory]] = defaultdict(list)
     for row in rows:
@@ -155,10 +155,10 @@ def repeated_answers(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> li
         for answer, given in found.items()
     ]  # fmt: skip
     several = [item for item in repeated if item.tasks > 1]
-    return sorted(several, key=lambda item: (-item.tasks, -item.mean_score))[:limit]
+    return sorted(several, key=lambda item: (-item.tasks, -item.mean_score))[:SHOWN]
 
 
-def disagreements(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> list[Disagreement]:
+def disagreements(rows: Sequence[ScoredTrajectory]) -> list[Disagreement]:
     """Compare every two scorers that scored the same trajectories; a judge against another kind first."""
     pairs: dict[tuple[str, str], list[ScoredTrajectory]] = defaultdict(list)
     judges = {name for row in rows for name in row.judges}
@@ -166,7 +166,7 @@ def disagreements(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> list[
         for pair in combinations(sorted(row.opinions), 2):
             pairs[pair].append(row)
     found = [_disagreement(*pair, both, judges) for pair, both in pairs.items()]
-    return sorted(found, key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))[:limit]
+    return sorted(found, key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))[:SHOWN]
 
 
 def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges: set[str]) -> Disagreement:
@@ -184,7 +184,7 @@ def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges
     )  # fmt: skip
 
 
-def edges(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> list[Edge]:
+def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
     """Return the trajectories at the edges: what a policy that games its reward would leave there."""
     if not rows:
         return []
@@ -195,17 +195,17 @@ def edges(rows: Sequence[ScoredTrajectory], limit: int = SHOWN) -> list[Edge]:
     with_tools = {row.task for row in rows if row.tool_calls}
     return [
         Edge(what="shortest with a high score", why="an answer without the work?",
-             trajectories=sorted(high, key=lambda row: row.generated_tokens)[:limit]),
+             trajectories=sorted(high, key=lambda row: row.generated_tokens)[:SHOWN]),
         Edge(what="longest with a high score", why="does length itself pay?",
-             trajectories=sorted(high, key=lambda row: -row.generated_tokens)[:limit]),
+             trajectories=sorted(high, key=lambda row: -row.generated_tokens)[:SHOWN]),
         Edge(what="high score without a tool, where others of the group used one",
              why="guessed, or read from the prompt?",
-             trajectories=[row for row in high if not row.tool_calls and row.task in with_tools][:limit]),
+             trajectories=[row for row in high if not row.tool_calls and row.task in with_tools][:SHOWN]),
         Edge(what="most tool calls with a high score", why="are calls rewarded for themselves?",
              trajectories=sorted((row for row in high if row.tool_calls),
-                                 key=lambda row: -row.tool_calls)[:limit]),
+                                 key=lambda row: -row.tool_calls)[:SHOWN]),
         Edge(what="longest with a low score", why="cut off, or lost?",
-             trajectories=sorted(low, key=lambda row: -row.generated_tokens)[:limit]),
+             trajectories=sorted(low, key=lambda row: -row.generated_tokens)[:SHOWN]),
     ]  # fmt: skip
 
 
