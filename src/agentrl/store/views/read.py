@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from agentrl.documents.base import Root
@@ -89,18 +90,19 @@ class Views(Repository):
 
     @database_call
     async def steps(
-        self, *, status: StepStatus | Collection[StepStatus] | None = None, after: int = 0,
-        last: int | None = None,
+        self, *, status: StepStatus | Collection[StepStatus] | None = None,
+        after: int | None = None, last: int | None = None,
     ) -> list[StepRow]:  # fmt: skip
         """Return the steps above number ``after`` of some or all statuses, as planned; the ``last`` ones."""
-        query: Json = {"step": {"$gt": after}}
+        query: Json = {} if after is None else {"step": {"$gt": after}}
         if status is not None:
             query["status"] = {"$in": values([status] if isinstance(status, StepStatus) else status)}
         # the steps of a status are planned in the order of their numbers, which an index has
-        newest = {"step": -1} if status is not None else {"planned_at": -1, "step": -1}
-        limited: list[Json] = [] if last is None else [{"$sort": newest}, {"$limit": last}]
-        rows = await self._rows(StepRow, "audit_steps", {"$match": query}, *limited)
-        return sorted(rows, key=lambda row: (row.planned_at, row.step))
+        order = ("planned_at", "step") if status is None else ("step", "planned_at")
+        index = order if status is None else order[:1]
+        newest: list[Json] = [{"$sort": dict.fromkeys(index, -1)}, {"$limit": last}]
+        rows = await self._rows(StepRow, "audit_steps", {"$match": query}, *(newest if last else []))
+        return sorted(rows, key=attrgetter(*order))
 
     @database_call
     async def steps_page(self, *, skip: int, limit: int) -> tuple[list[StepRow], int]:
