@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+T = TypeVar("T")
 MISSING = "–"
 _PIPE_WIDTH = 160
 _ESCAPE_SEQUENCES = re.compile(
@@ -59,6 +60,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     for row in rows:
         built.add_row(*(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in row))
     return built
+
+
+def table_of(
+    title: str, items: Iterable[T], *columns: tuple[str, Callable[[T], object]], text: int = 1
+) -> Table:
+    """Return a table with a row for each item; a column is its title and what it shows of an item."""
+    rows = [[show(item) for _, show in columns] for item in items]
+    return table(title, [name for name, _ in columns], rows, text=text)
 
 
 def fixed(value: float | None, digits: int = 3, *, sign: bool = False) -> str:

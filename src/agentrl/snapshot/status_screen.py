@@ -12,7 +12,7 @@ from rich.text import Text
 
 from agentrl.documents.status import ServiceStatus
 from agentrl.observe.live import number
-from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, table
+from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table_of
 from agentrl.snapshot.findings import findings, state
 from agentrl.snapshot.snapshot import RunSnapshot
 from agentrl.store.views.rows import StepRow
@@ -188,48 +188,44 @@ def amount(size: float) -> str:
 def render_runs(host: str, runs: Sequence[RunSummary]) -> RenderableType:
     """Return a row per run of the server ``host``, as the caller ordered them."""
     if not runs:
-        return Text(f"no run on MongoDB at {host}\n  → agentrl tasks load FILE.jsonl --run_name NAME")
-    cells = [
-        [
-            clean(run.name),
-            _state(run),
-            run.steps or MISSING,
-            fixed(run.reward),
-            fixed(run.pass_rate, 2),
-            f"{run.trajectories:,}",
-            run.samplers,
-            run.engines,
-            age(run.active_at, run.at),
-        ]
-        for run in runs
-    ]
-    columns = ["run", "state", "step", "reward", "pass", "records", "samplers", "engines", "last"]
-    return table(f"{len(runs)} runs on MongoDB at {host}", columns, cells, text=2)
-
-
-def _state(run: RunSummary) -> Text:
-    if run.problem is not None:
-        return Text(excerpt(run.problem, 60), style="yellow")
-    return Text(run.activity, style=_ACTIVITY_STYLES[run.activity])
+        return _no_run(host)
+    return table_of(
+        f"{len(runs)} runs on MongoDB at {host}", runs,
+        ("run", lambda row: row.name),
+        ("state", lambda row: _problem(row) or Text(row.activity, style=_ACTIVITY_STYLES[row.activity])),
+        ("step", lambda row: row.steps or MISSING),
+        ("reward", lambda row: fixed(row.reward)),
+        ("pass", lambda row: fixed(row.pass_rate, 2)),
+        ("records", lambda row: f"{row.trajectories:,}"),
+        ("samplers", lambda row: row.samplers),
+        ("engines", lambda row: row.engines),
+        ("last", lambda row: age(row.active_at, row.at)),
+        text=2,
+    )  # fmt: skip
 
 
 def render_run_list(host: str, runs: Sequence[RunSummary]) -> RenderableType:
     """Return a row per run with its model, size, tags and note, for managing the runs of ``host``."""
     if not runs:
-        return render_runs(host, runs)
-    cells = [
-        [
-            clean(run.name),
-            _state(run) if run.problem is not None else "live" if run.alive else "ended",
-            MISSING if run.model is None else excerpt(run.model, 40),
-            f"{run.tasks:,}",
-            run.steps or MISSING,
-            MISSING if run.bytes is None else amount(run.bytes),
-            age(run.active_at, run.at),
-            clean(" ".join(run.tags)),
-            excerpt(run.note or "", 60),
-        ]
-        for run in runs
-    ]
-    columns = ["run", "state", "model", "tasks", "step", "size", "last", "tags", "note"]
-    return table(f"{len(runs)} runs on MongoDB at {host}", columns, cells, text=3)
+        return _no_run(host)
+    return table_of(
+        f"{len(runs)} runs on MongoDB at {host}", runs,
+        ("run", lambda row: row.name),
+        ("state", lambda row: _problem(row) or ("live" if row.alive else "ended")),
+        ("model", lambda row: MISSING if row.model is None else excerpt(row.model, 40)),
+        ("tasks", lambda row: f"{row.tasks:,}"),
+        ("step", lambda row: row.steps or MISSING),
+        ("size", lambda row: MISSING if row.bytes is None else amount(row.bytes)),
+        ("last", lambda row: age(row.active_at, row.at)),
+        ("tags", lambda row: " ".join(row.tags)),
+        ("note", lambda row: excerpt(row.note or "", 60)),
+        text=3,
+    )  # fmt: skip
+
+
+def _no_run(host: str) -> Text:
+    return Text(f"no run on MongoDB at {host}\n  → agentrl tasks load FILE.jsonl --run_name NAME")
+
+
+def _problem(run: RunSummary) -> Text | None:
+    return None if run.problem is None else Text(excerpt(run.problem, 60), style="yellow")

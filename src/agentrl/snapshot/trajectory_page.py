@@ -19,7 +19,7 @@ from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
-from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table, versions
+from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table_of, versions
 from agentrl.snapshot.turns import beginning_of, branch_views, condensed_note
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import TrajectoryRow
@@ -38,27 +38,21 @@ def render_rows(
     ``with_step`` adds the age of the oldest token when a step trained it, in steps.
     """
     at = now()
-    cells = [
-        [
-            row.id,
-            row.shown_status,
-            _reason(row),
-            excerpt(MISSING if row.final_answer is None else row.final_answer, 30),
-            fixed(row.score),
-            fixed(row.advantage, sign=True),
-            row.turns,
-            row.generated_tokens,
-            versions(row.min_version, row.max_version),
-            *([MISSING if row.staleness is None else row.staleness] if with_step else []),
-            age(row.created_at, at),
-        ]
-        for row in rows
-    ]
-    columns = [
-        "id", "status", "why", "answer", "score", "advantage", "turns", "tokens", "versions",
-        *(["stale"] if with_step else []), "created",
-    ]  # fmt: skip
-    return table(f"{len(rows)} Records, {order} first", columns, cells, text=4)
+    return table_of(
+        f"{len(rows)} Records, {order} first", rows,
+        ("id", lambda row: row.id),
+        ("status", lambda row: row.shown_status),
+        ("why", _reason),
+        ("answer", lambda row: excerpt(MISSING if row.final_answer is None else row.final_answer, 30)),
+        ("score", lambda row: fixed(row.score)),
+        ("advantage", lambda row: fixed(row.advantage, sign=True)),
+        ("turns", lambda row: row.turns),
+        ("tokens", lambda row: row.generated_tokens),
+        ("versions", lambda row: versions(row.min_version, row.max_version)),
+        *([("stale", lambda row: MISSING if row.staleness is None else row.staleness)] if with_step else []),
+        ("created", lambda row: age(row.created_at, at)),
+        text=4,
+    )  # fmt: skip
 
 
 def _reason(row: TrajectoryRow) -> str:
@@ -190,11 +184,15 @@ def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterat
     if record.train_rule is not None:
         chosen = len(calls) - len(record.untrained_calls)
         yield plain(f"train rule {record.train_rule}: it chooses {chosen} of {len(calls)} model calls")
-    rows = [
-        [number, " ".join(map(str, branch.turns)), branch.what, branch.trained, excerpt(branch.request, 60)]
-        for number, branch in enumerate(branch_views(record, calls), 1)
-    ]
-    yield table("Branches", ["branch", "turns", "what", "can train", "last request"], rows, text=4)
+    yield table_of(
+        "Branches", enumerate(branch_views(record, calls), 1),
+        ("branch", lambda row: row[0]),
+        ("turns", lambda row: " ".join(map(str, row[1].turns))),
+        ("what", lambda row: row[1].what),
+        ("can train", lambda row: row[1].trained),
+        ("last request", lambda row: excerpt(row[1].request, 60)),
+        text=4,
+    )  # fmt: skip
 
 
 def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
