@@ -20,8 +20,8 @@ from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
-from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import stdout_console
+from agentrl.snapshot.trajectory_page import render_trajectory
 from agentrl.store.client import Store
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.pool import ToolPool

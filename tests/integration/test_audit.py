@@ -31,6 +31,7 @@ from agentrl.documents.status import (
 from agentrl.documents.task import Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import StoreError
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.client import open_existing, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 
@@ -238,8 +239,8 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
         await _make_empty(run)
         async with await open_existing(run) as store:
             server.down()
-            with pytest.raises(StoreError, match=r"views: state: MongoDB at .* did not answer"):
-                await store.views.state()
+            with pytest.raises(StoreError, match=r"settings: resolved: MongoDB at .* did not answer"):
+                await SnapshotReader(store).read()
     finally:
         server.down()
 

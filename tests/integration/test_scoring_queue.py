@@ -70,9 +70,8 @@ async def test_an_outage_of_the_judge_uses_up_no_attempt_and_resamples_nothing(s
     assert (outage.dependency, outage.by) == ("judge gpt", setting.sampler._config.owner)
     sampled = len(setting.engine.prompts)
     assert 3 <= sampled < 16
-    state = await store.views.state()
-    assert state.waiting_for_score > 0
     liveness = await store.services.liveness("train", 60.0)
+    assert liveness.waiting_for_score > 0
     assert "judge gpt: down for" in liveness.describe()
     JUDGE.is_down = False
     await asyncio.wait_for(running, 60)

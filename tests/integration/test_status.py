@@ -114,7 +114,7 @@ async def test_a_server_that_goes_away_is_an_outage(tmp_path: Path) -> None:
         async with await open_store(run):
             pass
         async with await open_existing(run) as store:
-            read = status._run_reader(store.connection, Configs([run, EngineConfig()]))
+            read = status._run_reader(store, Configs([run, EngineConfig()]))
             assert (await read()).value["activity"] == "idle"
             mongo.down()
             with pytest.raises(StoreUnavailableError):

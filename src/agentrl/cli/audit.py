@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentrl.config.examples import examples_text
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import EngineConfig, RunConfig, flag
+from agentrl.config.schema import RunConfig, flag
 from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: agentrl audit run | record ID | records | curve [METRIC …] [--run_name R] [--flag VALUE …]
 
-  run        the run's state: tasks, records, failures, training data, engines, versions, steps
+  run        what is wrong, and tasks, records, failures, training data, engines, versions, steps
   record ID  one trajectory turn by turn; the beginning or the end of its id suffices
   records    trajectories by --step, --split, --task, --status, --failure, --tool, --text, --version,
              --min_score, --max_score, --label; --order, --limit
@@ -34,6 +34,8 @@ usage: agentrl audit run | record ID | records | curve [METRIC …] [--run_name 
 
 --json prints JSON. agentrl audit records --help lists all flags.
 """
+_Answer = tuple[Any, RenderableType]
+"""The value of --json, and the page."""
 _MATCHES_SHOWN = 10
 _METRICS_SHOWN = 30
 _SEARCH_SECONDS = 120.0
@@ -54,21 +56,10 @@ class RecordsFlags:
     step: int | None = flag(None, "only records that the committed step with this number trained")
     split: str | None = flag(None, "only records of this split: train, eval, …")
     task: str | None = flag(None, "only records of this task: its id in the task file, or SPLIT/EPOCH/ID")
-    status: (
-        Literal[
-            "created",
-            "running",
-            "completed",
-            "scoring",
-            "scored",
-            "ready",
-            "trained",
-            "abandoned",
-            "failed",
-            "released",
-        ]
-        | None
-    ) = flag(None, "only records of this status")
+    status: Literal[
+        "created", "running", "completed", "scoring", "scored", "ready", "trained", "abandoned", "failed",
+        "released",
+    ] | None = flag(None, "only records of this status")  # fmt: skip
     failure: str | None = flag(None, "only failed attempts of this kind: engine, tool, scorer, timeout, …")
     tool: str | None = flag(None, "only records that called the tool of this name")
     text: str | None = flag(
@@ -135,24 +126,16 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             "agentrl audit record takes the id of a Record", hint="`agentrl audit records` lists them"
         )
-    answer = asyncio.run(_read(configs, names, shape.read))
+    value, screen = asyncio.run(_read(configs, names, shape.read))
     if configs[PageFlags].json:
         from agentrl.observe.json_output import print_json
 
-        print_json(answer.value)
+        print_json(value)
     else:
         from agentrl.observe.terminal import stdout_console
 
-        stdout_console().print(answer.page())
+        stdout_console().print(screen)
     return 0
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a page has read: the value of --json, and the function that renders it."""
-
-    value: Any
-    page: Callable[[], RenderableType]
 
 
 async def _read(
@@ -165,20 +148,23 @@ async def _read(
 
 
 async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.run import render_state
+    from agentrl.snapshot.as_json import tables_json
+    from agentrl.snapshot.run_tables import render_tables
+    from agentrl.snapshot.snapshot import SnapshotReader, stated_alive_seconds
 
-    state = await store.views.state()
-    if state.empty:
+    reader = SnapshotReader(store)
+    run = await reader.read(stated_alive_seconds(configs))
+    if run.empty:
         raise AgentRLError(
             f"run {store.run_name!r} is empty",
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    alive_seconds = configs[EngineConfig].alive_seconds
-    return _Answer(state, lambda: render_state(state, alive_seconds=alive_seconds))
+    details = await reader.details()
+    return tables_json(run, details), render_tables(run, details)
 
 
 async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.record import render_trajectory
+    from agentrl.snapshot.trajectory_page import render_trajectory
 
     wanted = names[0]
     found = await store.views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
@@ -190,8 +176,7 @@ async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
             f"run {store.run_name!r} has no Record whose id begins or ends with {wanted!r}",
             hint="`agentrl audit records` lists them",
         )
-    whole = trajectory
-    return _Answer(whole, lambda: render_trajectory(whole))
+    return trajectory, render_trajectory(trajectory)
 
 
 def _several(wanted: str, found: list[str]) -> ConfigError:
@@ -203,7 +188,7 @@ def _several(wanted: str, found: list[str]) -> ConfigError:
 
 
 async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.record import render_rows
+    from agentrl.snapshot.trajectory_page import render_rows
 
     flags = configs[RecordsFlags]
     rows, is_complete = await _search(store, flags)
@@ -215,14 +200,13 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
             hint="`agentrl audit run` shows its state; `agentrl audit records` its newest Records",
         )
     order = flags.order.replace("_", " ")
-    return _Answer(rows, lambda: render_rows(rows, order=order, with_step=flags.step is not None))
+    return rows, render_rows(rows, order=order, with_step=flags.step is not None)
 
 
 async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow], bool]:
     """Return up to ``--limit`` rows, and whether every Record was searched or the limit reached."""
     from agentrl.observe.progress import progress
-    from agentrl.store.views.trajectories import MAX_PAGE, TrajectoryOrder
-    from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
+    from agentrl.store.views.trajectories import MAX_PAGE, Bounds, TrajectoryFilter, TrajectoryOrder
 
     wanted = TrajectoryFilter(
         status=flags.status,
@@ -254,7 +238,7 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
 
 
 async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.observe.audit.curve import committed_values, metric_names, plot_curve, plot_metrics
+    from agentrl.observe.plotting import committed_values, metric_names, plot_curve, plot_metrics
 
     steps = await store.views.steps()
     known = metric_names(steps)
@@ -262,13 +246,13 @@ async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
         if name not in known:
             raise _unknown_metric(store.run_name, name, known)
     if configs[PageFlags].json:
-        return _Answer(committed_values(store.run_name, steps, names or known), Text)
+        return committed_values(store.run_name, steps, names or known), Text()
     out = Path(configs[CurveFlags].out)
     if names:
         plot_metrics(store.run_name, steps, names, out)
     else:
         plot_curve(store.run_name, steps, out)
-    return _Answer(None, lambda: Text(str(out)))
+    return None, Text(str(out))
 
 
 def _unknown_metric(run_name: str, name: str, known: Sequence[str]) -> AgentRLError:
@@ -299,7 +283,7 @@ class _Page:
 
 
 _PAGES: dict[str, _Page] = {
-    "run": _Page("The state of a run as tables.", _run),
+    "run": _Page("What is wrong with a run, and its state as tables.", _run),
     "record": _Page(
         "One trajectory turn by turn. ID may be the beginning or the end of a Record's id.",
         _record, names=1, usage=" ID",

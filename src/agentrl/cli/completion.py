@@ -133,7 +133,7 @@ async def _read_runs(words: argparse.Namespace) -> list[str]:
 
 
 async def _read_metrics(words: argparse.Namespace) -> list[str]:
-    from agentrl.observe.audit.curve import metric_names
+    from agentrl.observe.plotting import metric_names
     from agentrl.store.client import open_existing
 
     async with await open_existing(_run_config(words)) as store:

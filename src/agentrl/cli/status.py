@@ -19,6 +19,7 @@ from agentrl.config.schema import EngineConfig, RunConfig, flag
 from agentrl.errors import ConfigError, StoreUnavailableError
 
 if TYPE_CHECKING:
+    from agentrl.store.client import Store
     from agentrl.store.connection import Connection
 
 _SHORTEST_INTERVAL = 0.2
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
     configs = parse(
         words if named is None else [*words, "--run_name", named],
         command="agentrl status [RUN]",
-        description="Shows one run: last step, reward, rates, queues, samplers, engines, what is down, the"
-        " last failures, disk. Without RUN or --run_name it lists the runs of the server.",
+        description="Shows one run: what is wrong, last step, reward, rates, queues, samplers, engines,"
+        " failures, disk. Without RUN or --run_name it lists the runs of the server.",
         shown=[RunConfig],
         extra=[StatusFlags],
     )
@@ -73,8 +74,8 @@ async def _show(configs: Configs) -> None:
 
     run, flags = configs[RunConfig], configs[StatusFlags]
     if "run_name" in configs.given:
-        connection = (await open_existing(run)).connection
-        read = _run_reader(connection, configs)
+        store = await open_existing(run)
+        connection, read = store.connection, _run_reader(store, configs)
     else:
         connection = await connect_server(run)
         read = _runs_reader(connection, configs)
@@ -111,25 +112,24 @@ async def _watch(read: Callable[[], Awaitable[_Reading]], interval: float) -> No
         console.print(screen)
 
 
-def _run_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
-    from agentrl.observe.json_output import to_json
-    from agentrl.observe.status.run import render_run_status
-    from agentrl.store.views.run_status import RunStatuses
+def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
+    from agentrl.snapshot.as_json import status_json
+    from agentrl.snapshot.snapshot import SnapshotReader, stated_alive_seconds
+    from agentrl.snapshot.status_screen import render_run_status
 
-    statuses = RunStatuses(connection)
+    reader = SnapshotReader(store)
 
     async def read() -> _Reading:
-        status = await statuses.status(alive_seconds=configs[EngineConfig].alive_seconds)
+        run = await reader.read(stated_alive_seconds(configs))
         free = _free_space(Path(configs[RunConfig].output))
-        value = to_json(status) | {"output_free": free}
-        return _Reading(value, render_run_status(status, output_free=free))
+        return _Reading(status_json(run, output_free=free), render_run_status(run, output_free=free))
 
     return read
 
 
 def _runs_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
     from agentrl.observe.json_output import to_json
-    from agentrl.observe.status.runs import render_runs
+    from agentrl.snapshot.status_screen import render_runs
     from agentrl.store.views.runs import Runs
 
     runs = Runs(connection)

@@ -10,16 +10,15 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from agentrl.dashboard import live, static_files
-from agentrl.dashboard.cache import Cache
+from agentrl.dashboard import live, render
 from agentrl.dashboard.failures import HANDLERS
 from agentrl.dashboard.live import LiveUpdates
 from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.pages import all_routes
-from agentrl.dashboard.render import compile_templates
 from agentrl.dashboard.security import Guard
 from agentrl.dashboard.stores import StorePool
 from agentrl.errors import AgentRLError
+from agentrl.snapshot.cache import Cache
 
 
 def create_app(options: DashboardOptions) -> Starlette:
@@ -31,7 +30,7 @@ def create_app(options: DashboardOptions) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         connecting = asyncio.create_task(_connect(app.state.stores), name="dashboard-connect")
-        compile_templates()
+        render.compile_templates()
         yield
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
@@ -40,7 +39,7 @@ def create_app(options: DashboardOptions) -> Starlette:
         await app.state.stores.close()
 
     app = Starlette(
-        routes=[*static_files.routes, *live.routes, *all_routes()],
+        routes=[*render.routes, *live.routes, *all_routes()],
         middleware=[Middleware(Guard, options)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,

@@ -1,19 +1,29 @@
-"""Describe charts: a figure that plotly.js draws, and the same numbers as a table."""
+"""Make charts, each a figure that plotly.js draws and the same numbers as a table; the curves of a run."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 from markupsafe import Markup
 
-from agentrl.dashboard.text import number
+from agentrl.dashboard.render import link
+from agentrl.documents.evaluation import Evaluation
+from agentrl.observe.metric_definitions import definition_of
+from agentrl.observe.terminal import number
+from agentrl.store.views.rows import StepRow
 
-Kind = Literal["line", "area", "bar", "stack", "scatter", "histogram"]
-Value = float | int | str | None
+MAX_POINTS = 600
+"""Points of a curve; of a longer run, every n-th step is drawn, and always the last."""
+SMOOTHINGS = {"0": 0.0, "0.5": 0.5, "0.8": 0.8, "0.9": 0.9, "0.95": 0.95, "0.99": 0.99}
+"""What a page offers: the weight of the past in the moving average, by its text in the address."""
+T = TypeVar("T")
+_NATS = "nats per token"
+Kind = Literal["line", "bar", "stack", "histogram"]
+Value = float | int | None
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 """Of lines by their order: where two coincide, the one below shows through the gaps of the one above."""
 TABLE_ROWS = 50
@@ -27,18 +37,13 @@ class Series:
     name: str
     x: Sequence[Value]
     y: Sequence[Value]
-    links: Sequence[str] = ()
-    """The address that a click on a point opens, one per point, or none."""
-    labels: Sequence[str] = ()
-    """What a point's tooltip says besides its values, one per point, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """A chart for the macro ``chart`` of ``macros.html``.
 
-    ``area`` and ``stack`` add the series up, as areas and as bars. ``histogram`` draws ``x`` as the bins'
-    centers and ``y`` as their counts.
+    ``stack`` adds the series up. ``histogram`` draws ``x`` as the bins' centers and ``y`` as their counts.
     """
 
     id: str
@@ -96,29 +101,21 @@ class Chart:
                 row = table.setdefault(
                     x, [number(x) if isinstance(x, float) else str(x), *[""] * len(self.series)]
                 )
-                row[place + 1] = y if isinstance(y, str) else number(y)
+                row[place + 1] = number(y)
         return list(table.values())[-TABLE_ROWS:]
 
     def _trace(self, series: Series, place: int) -> dict[str, Any]:
         drawn: dict[str, Any] = {
             "name": _plain(series.name),
-            "x": [_plain(x) if isinstance(x, str) else _finite(x) for x in series.x],
-            "y": [_plain(y) if isinstance(y, str) else _finite(y) for y in series.y],
+            "x": [_finite(x) for x in series.x],
+            "y": [_finite(y) for y in series.y],
         }
         if self.kind in ("bar", "stack", "histogram"):
             drawn["type"] = "bar"
         else:
             drawn["type"] = "scatter"
-            few = len(series.x) <= 60
-            drawn["mode"] = "markers" if self.kind == "scatter" else "lines+markers" if few else "lines"
-        if self.kind == "line":
+            drawn["mode"] = "lines+markers" if len(series.x) <= 60 else "lines"
             drawn["line"] = {"dash": _DASHES[place % len(_DASHES)]}
-        if self.kind == "area":
-            drawn |= {"stackgroup": "all", "mode": "lines"}
-        if series.labels:
-            drawn["text"] = [_plain(label) for label in series.labels]
-        if series.links:
-            drawn["customdata"] = list(series.links)
         return drawn
 
 
@@ -131,3 +128,139 @@ def _finite(value: Value) -> float | int | None:
 def _plain(text: str) -> str:
     """Return text that plotly.js shows as it is: it reads ``<b>``, ``<a href>`` and entities as markup."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One chart of step metrics: name of a series → key of the metric."""
+
+    id: str
+    title: str
+    metrics: Mapping[str, str]
+    help: str
+    unit: str = ""
+    kind: Kind = "line"
+    log: bool = False
+    share: bool = False
+    """Whether its values lie in [0, 1]."""
+
+
+CURVES: Sequence[Curve] = (
+    Curve(id="reward", title="Reward and pass rate", metrics={"reward": "reward", "pass rate": "pass_rate"},
+          help=f"Reward: {definition_of('reward')}. Both should rise."),
+    Curve(id="kl", title="KL(μ‖π)", metrics={"KL(μ‖π)": "kl_k3", "KL(π‖reference)": "kl_reference"},
+          help="How far the policy that sampled is from the one that trains. Healthy: below 0.01.",
+          unit=_NATS),
+    Curve(id="entropy", title="Entropy", metrics={"entropy": "entropy"},
+          help="May fall slowly. Near 0, the policy no longer explores.", unit=_NATS),
+    Curve(id="ratio", title="Importance ratio π/μ", metrics={"mean": "ratio_mean", "largest": "ratio_max"},
+          help="The mean stays near 1.", log=True),
+    Curve(id="staleness", title="Staleness", metrics={"mean": "staleness_mean", "largest": "staleness_max"},
+          help="Optimizer steps between sampling and training; bounded by --max_staleness.", unit="steps"),
+    Curve(id="shares", title="Clipped and masked tokens",
+          metrics={"clipped": "clipped_fraction", "masked": "masked_fraction", "capped": "capped_fraction"},
+          help="Shares of the trained tokens. Healthy: a few percent."),
+    Curve(id="agreeing", title="Abandoned",
+          metrics={"groups": "abandoned_groups", "trajectories": "abandoned_fraction"},
+          help="Share without training data, because all scores of a group agree or they are too old.",
+          share=True),
+    Curve(id="gradient", title="Gradient norm", metrics={"gradient norm": "grad_norm"},
+          help="A jump names the step to look at: click on it."),
+    Curve(id="sample-size", title="Effective sample size",
+          metrics={"effective sample size": "effective_sample_size", "length bias": "length_bias"},
+          help="1 on fresh data. Length bias below 1: training sees shorter trajectories than are sampled."),
+    Curve(id="seconds", title="Where a step's seconds go",
+          metrics={"wait for data": "seconds_data", "pack": "seconds_pack", "forward": "seconds_forward",
+                   "backward": "seconds_backward", "optimizer": "seconds_optimizer",
+                   "publish": "seconds_publish"},
+          help="Much waiting: more samplers and engines. Little: a larger trainer.", unit="seconds",
+          kind="stack"),
+    Curve(id="speed", title="Throughput",
+          metrics={"trained": "tokens_per_second", "without merging": "total_tokens_per_second"},
+          help="Tokens that the trainer computes in a second.", unit="tokens/s"),
+    Curve(id="queues", title="Queues",
+          metrics={"groups open": "groups_open", "groups ready": "groups_ready"},
+          help="Ready groups pile up: the trainer is slower than the samplers.", unit="groups"),
+    Curve(id="prefix-cache", title="Prefix cache hit rate", metrics={"hit rate": "prefix_cache_hit_rate"},
+          help="Share of prompt tokens that engines had cached.", share=True),
+)  # fmt: skip
+
+
+def curves(run: str, steps: Sequence[StepRow], smoothing: float = 0.0) -> list[Chart]:
+    """Return the charts that have a value; a click on a point opens its step.
+
+    ``smoothing`` is the weight of the past in the moving average that lines show; 0 shows the values.
+    """
+    charts = (_chart(curve, {"": steps}, run, smoothing) for curve in CURVES)
+    return [chart for chart in charts if not chart.empty]
+
+
+def overlaid(runs: Mapping[str, Sequence[StepRow]], smoothing: float = 0.0) -> list[Chart]:
+    """Return the charts of several runs, whose series carry the runs' names."""
+    charts = (_chart(curve, runs, None, smoothing) for curve in CURVES if curve.kind == "line")
+    return [chart for chart in charts if not chart.empty]
+
+
+def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart:
+    """Return the scores of the finished evaluations of policy versions over optimizer steps, by task file."""
+    files: dict[str, list[tuple[int, float]]] = {}
+    for item in evaluations:
+        score = item.total.get("score") or {}
+        value = score.get("value")
+        if item.step is not None and isinstance(value, int | float):
+            files.setdefault(item.file, []).append((item.step, value))
+    return Chart(
+        id="evaluations",
+        title="Evaluation scores",
+        help="Mean score of each evaluated version, by task file.",
+        series=[
+            Series(name=name, x=[step for step, _ in sorted(found)], y=[value for _, value in sorted(found)])
+            for name, found in files.items()
+        ],
+    )
+
+
+def thin(values: Sequence[T]) -> list[T]:
+    """Return at most ``MAX_POINTS`` values, evenly spaced, the last one among them."""
+    stride = -(-len(values) // MAX_POINTS) if values else 1
+    return list(reversed(values[::-1][::stride]))
+
+
+def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
+    """Return the exponential moving average, with ``weight`` in [0, 1) for the past; gaps stay gaps.
+
+    The average begins at the first value, without a bias towards 0.
+    """
+    averaged: list[float | None] = []
+    total = norm = 0.0
+    for value in values:
+        if value is None or not math.isfinite(value):
+            averaged.append(None)
+            continue
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        averaged.append(total / norm)
+    return averaged
+
+
+def _chart(curve: Curve, runs: Mapping[str, Sequence[StepRow]], run: str | None, smoothing: float) -> Chart:
+    series = []
+    for owner, steps in runs.items():
+        for name, metric in curve.metrics.items():
+            if not any(metric in step.metrics for step in steps):
+                continue
+            title = name if not owner else owner if len(curve.metrics) == 1 else f"{owner}: {name}"
+            values = [step.metrics.get(metric) for step in steps]
+            if smoothing and curve.kind == "line":
+                values = smooth(values, smoothing)
+            series.append(Series(name=title, x=thin([step.step for step in steps]), y=thin(values)))
+    return Chart(
+        id=curve.id,
+        title=curve.title,
+        series=series,
+        help=curve.help,
+        y_title=curve.unit,
+        kind=curve.kind,
+        log_y=curve.log,
+        link_of_x=link("runs", run, "steps") + "/" if run else None,
+        y_range=(0.0, 1.02) if curve.share else None,
+    )

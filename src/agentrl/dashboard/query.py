@@ -1,17 +1,25 @@
-"""Read the query of a request; what is wrong becomes a page with status 400 or 404 that says so."""
+"""Read the query of a request, also a filter of trajectories; what is wrong becomes a page that says so."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlencode
 
 from starlette.requests import Request
 
 from agentrl.dashboard.failures import BadQueryError, NotFoundError
 from agentrl.dashboard.render import same_page
 from agentrl.errors import ConfigError
+from agentrl.store.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
 
+FIELDS: Final = (
+    "status", "split", "task", "step", "version", "tool", "failure", "label", "text",
+    "min_score", "max_score", "min_tokens", "max_tokens", "min_turns", "max_turns", "order",
+)  # fmt: skip
+_MAX_CHARS = 500
 PAGE_ROWS = 50
 _MAX_PAGE = 1_000_000
 
@@ -26,10 +34,10 @@ def checked_query() -> Iterator[None]:
 
 
 def whole(
-    request: Request, name: str, default: int | None = None, *, low: int = 0, high: int = 2**31
+    query: Mapping[str, str], name: str, default: int | None = None, *, low: int = 0, high: int = 2**31
 ) -> int | None:
     """Return a query parameter as a whole number; ``default`` without one. Raises BadQueryError."""
-    text = request.query_params.get(name, "").strip()
+    text = query.get(name, "").strip()
     if not text:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= 12 and low <= int(text) <= high):
@@ -37,9 +45,9 @@ def whole(
     return int(text)
 
 
-def choice(request: Request, name: str, choices: Collection[str], default: str) -> str:
+def choice(query: Mapping[str, str], name: str, choices: Collection[str], default: str) -> str:
     """Return a query parameter that has one of ``choices``; ``default`` without one. Raises BadQueryError."""
-    text = request.query_params.get(name, "")
+    text = query.get(name, "").strip()
     if not text:
         return default
     if text not in choices:
@@ -70,7 +78,7 @@ class PageOfList:
 
 def skipped(request: Request) -> int:
     """Return how many rows come before the page that the parameter ``page`` (from 1) names."""
-    page = whole(request, "page", 1, low=1, high=_MAX_PAGE) or 1
+    page = whole(request.query_params, "page", 1, low=1, high=_MAX_PAGE) or 1
     return (page - 1) * PAGE_ROWS
 
 
@@ -90,3 +98,52 @@ def page_of(request: Request, total: int) -> PageOfList:
 def no_trajectory(run: str, record_id: str) -> NotFoundError:
     """Return the error for an id that no trajectory of the run has."""
     return NotFoundError(f"run {run!r} has no trajectory {record_id[:200]!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilterForm:
+    """The fields of the form as they were given, without empty ones, and what they mean."""
+
+    given: Mapping[str, str]
+    wanted: TrajectoryFilter
+    order: TrajectoryOrder
+
+    def value(self, name: str) -> str:
+        """Return a field as it was given; empty if it was not."""
+        return self.given.get(name, "")
+
+    def query(self, **changes: str | None) -> str:
+        """Return the query of a URL with this filter and ``changes``; None leaves a field out."""
+        fields = {**self.given, **changes}
+        return urlencode({name: value for name, value in fields.items() if value})
+
+
+def read_form(query: Mapping[str, str]) -> FilterForm:
+    """Return the filter that a query asks for. Raises BadQueryError that names a bad field."""
+    given = {name: query[name].strip() for name in FIELDS if query.get(name, "").strip()}
+    for name, value in given.items():
+        if len(value) > _MAX_CHARS:
+            raise BadQueryError(f"{name} has {len(value)} characters: give at most {_MAX_CHARS}")
+    with checked_query():
+        wanted = TrajectoryFilter(
+            status=given.get("status"), split=given.get("split"), task=given.get("task"),
+            tool=given.get("tool"), failure=given.get("failure"), text=given.get("text"),
+            label=given.get("label"), step=whole(given, "step"), version=whole(given, "version"),
+            score=_bounds("score", given), tokens=_bounds("tokens", given), turns=_bounds("turns", given),
+        )  # fmt: skip
+    order = choice(given, "order", list(TrajectoryOrder), TrajectoryOrder.NEWEST)
+    return FilterForm(given=given, wanted=wanted, order=TrajectoryOrder(order))
+
+
+def _bounds(name: str, given: Mapping[str, str]) -> Bounds:
+    return Bounds(*(_number(f"{side}_{name}", given) for side in ("min", "max")))
+
+
+def _number(name: str, given: Mapping[str, str]) -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise BadQueryError(f"{name} is {value[:80]!r}: give a number") from None

@@ -1,23 +1,31 @@
-"""Headers and checks of every request: content policy, Host header, token."""
+"""Check every request: content policy, Host header, token, and what other sites would write."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import secrets
 import socket
 import time
 from collections.abc import Iterable
 from http import HTTPStatus
-from urllib.parse import parse_qsl, urlencode
+from typing import Final
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import HTTPConnection
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.dashboard.options import DashboardOptions
 
+FORM_FIELD: Final = "csrf"
+_FORM_COOKIE: Final = "agentrl_csrf"
+_SECRET = secrets.token_bytes(32)
+"""A form that was loaded before the dashboard started is refused: load the page again."""
+_MAX_FORM_COOKIE = 100
 CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -141,3 +149,38 @@ def _ask_for_token() -> Response:
         HTTPStatus.UNAUTHORIZED,
         {"WWW-Authenticate": "Bearer"},
     )
+
+
+def give_token(request: Request) -> tuple[str, str]:
+    """Return the token for a form, and the cookie that it belongs to (``set_cookie`` sends it)."""
+    cookie = request.cookies.get(_FORM_COOKIE, "")
+    if not 0 < len(cookie) <= _MAX_FORM_COOKIE:
+        cookie = secrets.token_urlsafe(32)
+    return _form_token(cookie), cookie
+
+
+def set_cookie(request: Request, response: Response, cookie: str) -> None:
+    """Send the cookie with a page that has a form, and let the browser name the page's origin."""
+    response.set_cookie(
+        _FORM_COOKIE, cookie, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+    )
+    response.headers["Referrer-Policy"] = "same-origin"
+
+
+def check_form(request: Request, given: str) -> None:
+    """Raise HTTPException 403 unless the request comes from a form of this dashboard."""
+    host = request.headers.get("host", "")
+    same_host = bool(host) and urlsplit(request.headers.get("origin", "")).netloc == host
+    same_site = request.headers.get("sec-fetch-site", "same-origin") == "same-origin"
+    cookie = request.cookies.get(_FORM_COOKIE, "")
+    same_token = bool(cookie) and hmac.compare_digest(given.encode(), _form_token(cookie).encode())
+    if not (same_host and same_site and same_token):
+        raise HTTPException(
+            HTTPStatus.FORBIDDEN,
+            "This does not come from a form of this dashboard, or the form is older than the dashboard: load"
+            " the page of the trajectory again.",
+        )
+
+
+def _form_token(cookie: str) -> str:
+    return hmac.new(_SECRET, cookie.encode(), hashlib.sha256).hexdigest()

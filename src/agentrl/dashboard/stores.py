@@ -1,19 +1,28 @@
-"""Open the Stores of runs for requests: one per run, shared, bounded, closed when they are not used."""
+"""Share among requests the Stores of runs, what they read, and whole pages."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
+from agentrl.config.run import EngineListConfig
 from agentrl.config.schema import RunConfig
+from agentrl.dashboard.render import THEME_COOKIE
+from agentrl.snapshot.cache import Cache
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.client import Store, open_existing
 from agentrl.store.connection import Connection
-from agentrl.store.views.runs import connect_server
+from agentrl.store.views.runs import Runs, RunSummary, connect_server
+
+Page = Callable[[Request], Coroutine[Any, Any, Response]]
 
 MAX_OPEN = 16
 """Runs whose connections stay open."""
@@ -100,3 +109,42 @@ async def open_run(request: Request, name: str | None = None) -> AsyncIterator[S
     wanted = request.path_params["run"] if name is None else name
     async with pool_of(request).open(wanted) as store:
         yield store
+
+
+def cache_of(request: Request) -> Cache:
+    """Return the application's cache."""
+    cache: Cache = request.app.state.cache
+    return cache
+
+
+def reader_of(request: Request, store: Store) -> SnapshotReader:
+    """Return the reader of a run's snapshots, whose cache all requests share."""
+    return SnapshotReader(store, cache_of(request))
+
+
+async def read_runs(request: Request, seconds: float) -> list[RunSummary]:
+    """Return every run of the server, read anew if it was read more than ``seconds`` ago."""
+
+    async def read() -> list[RunSummary]:
+        return await Runs(await pool_of(request).server()).all(EngineListConfig().alive_seconds)
+
+    return await cache_of(request).get("runs", seconds, read)
+
+
+def shared(seconds: float) -> Callable[[Page], Page]:
+    """Decorate a page: requests for the same address within ``seconds`` get the same response.
+
+    A thousand open pages of a run ask again at every change of it.
+    """
+
+    def decorate(page: Page) -> Page:
+        @functools.wraps(page)
+        async def answer(request: Request) -> Response:
+            theme = request.cookies.get(THEME_COOKIE)
+            key = ("page", request.url.path, request.url.query, theme)
+            found = await cache_of(request).get(key, seconds, lambda: page(request))
+            return Response(found.body, found.status_code, media_type="text/html")
+
+        return answer
+
+    return decorate

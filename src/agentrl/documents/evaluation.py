@@ -51,3 +51,8 @@ class Evaluation(Root):
     seen_at: datetime = field(default_factory=now)
     """When its process last wrote; the weights of an evaluation that was seen lately are not deleted."""
     finished_at: datetime | None = None
+
+    @property
+    def total(self) -> dict[str, Any]:
+        """The results of all tasks together; empty before it is finished."""
+        return (self.results or {}).get("total") or {}

@@ -111,6 +111,12 @@ class Record(Root):
         return shown_status(self.status, self.trained_count)
 
     @property
+    def first_scored_at(self) -> datetime | None:
+        """When the first score was written; a later rescoring does not count."""
+        earlier = self.score_history[0].get("scored_at") if self.score_history else None
+        return earlier if isinstance(earlier, datetime) else self.scored_at
+
+    @property
     def turn_rewards(self) -> tuple[float, ...]:
         """Return the reward of each model call; empty if neither the scorer nor a tool gave one."""
         stored = self.score_details.get(TURN_REWARDS)

@@ -72,6 +72,11 @@ class RunSettings(Root):
     """Flags alone: package → version."""
 
     @property
+    def given_values(self) -> list[tuple[str, Any]]:
+        """The given flags with their values; ``***`` for secret ones, which are not stored."""
+        return [(name, self.values.get(name, "***")) for name in self.given]
+
+    @property
     def role(self) -> str | None:
         """The role whose flags these are; None for the settings of a concern."""
         return self.id.removeprefix(_FLAGS_PREFIX) if self.id.startswith(_FLAGS_PREFIX) else None

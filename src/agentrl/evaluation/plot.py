@@ -21,7 +21,7 @@ def plot_evaluations(run_name: str, evaluations: Sequence[Evaluation], out: Path
     """
     lines: dict[tuple[str, str], list[Evaluation]] = defaultdict(list)
     for item in evaluations:
-        if item.step is not None and ((item.results or {}).get("total") or {}).get("score"):
+        if item.step is not None and item.total.get("score"):
             lines[item.tasks_digest, item.settings_digest].append(item)
     if not lines:
         raise AgentRLError(
@@ -47,7 +47,7 @@ def _draw(
 ) -> None:
     points = []
     for item in members:
-        value: Any = (item.results or {})["total"]
+        value: Any = item.total
         for key in path:
             value = value.get(key) if value else None
         if value:

@@ -85,7 +85,7 @@ def table(evaluations: Sequence[Evaluation], best: Mapping[tuple[str, str], int]
     """Return the evaluations as lines of at most 80 columns; ``*`` marks the best version of its tasks."""
     lines = [f"{'evaluation':<38}{'step':>6}{'status':>10}{'score':>8}{'pass@1':>8}{'tokens':>9}"]
     for item in evaluations:
-        total: Json = (item.results or {}).get("total") or {}
+        total: Json = item.total
         is_best = item.version is not None and (
             best.get((item.tasks_digest, item.settings_digest)) == item.version
         )
@@ -167,7 +167,7 @@ def _group_table(kind: str, members: Sequence[Json]) -> list[str]:
 
 
 def _markdown_row(evaluation: Evaluation) -> list[str]:
-    total: Json = (evaluation.results or {}).get("total") or {}
+    total: Json = evaluation.total
     pass_at: Json = total.get("pass_at") or {}
     largest = max(pass_at, key=int, default=None)
     best = MISSING if largest is None else f"{_interval(pass_at[largest])} (k = {largest})"

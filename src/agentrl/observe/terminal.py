@@ -1,17 +1,20 @@
-"""Print to a terminal: text without control characters, numbers, times and tables."""
+"""Write values for people: numbers, times, tables, and text without control characters."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+T = TypeVar("T")
 MISSING = "–"
 _PIPE_WIDTH = 160
 _ESCAPE_SEQUENCES = re.compile(
@@ -59,11 +62,58 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], 
     return built
 
 
+def table_of(
+    title: str, items: Iterable[T], *columns: tuple[str, Callable[[T], object]], text: int = 1
+) -> Table:
+    """Return a table with a row for each item; a column is its title and what it shows of an item."""
+    rows = [[show(item) for _, show in columns] for item in items]
+    return table(title, [name for name, _ in columns], rows, text=text)
+
+
 def fixed(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     """Return ``value`` with ``digits`` decimals; a dash for None."""
     if value is None:
         return MISSING
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number with ``digits`` significant decimals; a dash for anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return MISSING
+    if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
+        return f"{int(value):,}"
+    if value and abs(value) < 10**-digits:
+        return f"{value:.{max(0, digits - 2)}e}"
+    if abs(value) >= 100:
+        digits = max(0, digits - 2) if abs(value) < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def signed(value: Any, digits: int = 2) -> str:
+    """Return a number with its sign and ``digits`` decimals; a dash for anything but a finite number."""
+    return MISSING if number(value) == MISSING else f"{value:+.{digits}f}"
+
+
+def percent(value: Any, digits: int = 0) -> str:
+    """Return a fraction as a percentage."""
+    shown = number(value)
+    return shown if shown == MISSING else f"{100 * value:.{digits}f} %"
+
+
+def duration(seconds: Any) -> str:
+    """Return seconds as text: ``350 ms``, ``12.5 s``, ``3 min 20 s``, ``5 h 02 min``, ``2 d 3 h``."""
+    if number(seconds) == MISSING:
+        return MISSING
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if abs(seconds) < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for name, size, smaller, unit in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // unit} {smaller}"
+    return f"{whole} s"
 
 
 def versions(low: int | None, high: int | None) -> str:

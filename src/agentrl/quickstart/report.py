@@ -48,7 +48,7 @@ class Outcome:
 
 async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome | None:
     """Read the rewards from the database and plot them; None if there is no step."""
-    from agentrl.observe.audit.curve import plot_curve
+    from agentrl.observe.plotting import plot_curve
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name, mongo_dir=mongo_dir)) as store:
@@ -58,7 +58,7 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome |
         plot = output / "curve.png"
         plot_curve(run_name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]
-        groups = await store.views.group_counts()
+        groups = await store.counts.groups()
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),

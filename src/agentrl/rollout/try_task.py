@@ -34,7 +34,6 @@ from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.gateway.trial import TrialGateway
 from agentrl.llm.agent_config import load_section
-from agentrl.observe.audit.record import render_trajectory
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -52,6 +51,7 @@ from agentrl.rollout.trial_engine import OneEngine, PromptOnly, trial_router
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import ScoreResult, require_scorer
+from agentrl.snapshot.trajectory_page import render_trajectory
 from agentrl.store.client import Store, open_existing
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.base import Schema, Trajectory

@@ -40,6 +40,7 @@ from agentrl.store.tasks import Tasks
 from agentrl.store.token_statistics import TokenStatisticsWrites
 from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
+from agentrl.store.views.counts import Counts
 from agentrl.store.views.read import Views
 from agentrl.store.views.rewards import Rewards
 from agentrl.store.views.tokens import TokenReads
@@ -73,6 +74,7 @@ class Store:
         self.labels = Labels(connection)
         self.token_statistics = TokenStatisticsWrites(connection)
         self.views = Views(connection)
+        self.counts = Counts(connection)
         self.trajectories = TrajectorySearch(connection)
         self.tokens = TokenReads(connection)
         self.rewards = Rewards(connection)

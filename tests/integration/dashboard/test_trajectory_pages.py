@@ -16,12 +16,11 @@ import small_run as run
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
-from agentrl.dashboard.views.filter_form import FIELDS
+from agentrl.dashboard.query import FIELDS
 from agentrl.documents.packing import pack_halves
 from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
 from agentrl.store.labels import Labels
-from agentrl.store.views.overview import Overview
 
 pytestmark = pytest.mark.integration
 
@@ -107,10 +106,8 @@ async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncC
 async def test_what_a_step_trained_is_called_trained_on_every_screen(
     client: httpx.AsyncClient, store: Store
 ) -> None:
-    counts = (await Overview(store.connection).records())["train"]
+    counts = (await store.counts.records())["train"]
     assert (counts["trained"], counts["ready"]) == (2, 2)
-    state = (await store.views.state()).records["train"]
-    assert (state["trained"], state["ready"]) == (2, 2)
     assert f'status=trained">{counts["trained"]}</a>' in await page(
         client, f"http://127.0.0.1/runs/{store.run_name}"
     )

@@ -13,8 +13,9 @@ from gateway_run import GatewayRun, gateway_task
 from rich.console import Console, RenderableType
 
 from agentrl.documents.evaluation import Evaluation
-from agentrl.observe.audit.record import render_trajectory
-from agentrl.observe.audit.run import render_state
+from agentrl.snapshot.run_tables import render_tables
+from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.snapshot.trajectory_page import render_trajectory
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -71,7 +72,8 @@ async def test_the_state_of_a_run_shows_environments_and_evaluations(store: Stor
         settings_digest="s", samples=2, right_threshold=0.5,
     )  # fmt: skip
     await store.evaluations.begin(evaluation)
-    page = printed(render_state(await store.views.state(), alive_seconds=10.0))
+    reader = SnapshotReader(store)
+    page = printed(render_tables(await reader.read(10.0), await reader.details()))
     (environment,) = (line.split() for line in page.splitlines() if "number_game" in line)
     assert environment == ["train", "number_game", "1", "0", "0", "–", "–"]
     (shown,) = (line.split() for line in page.splitlines() if "eval-held_out" in line)

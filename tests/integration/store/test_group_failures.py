@@ -18,10 +18,11 @@ from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
-from agentrl.observe.audit.run import render_state
 from agentrl.rollout import finalizer as finalize_module
 from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl.snapshot.run_tables import render_tables
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store import blobs, groups
 from agentrl.store.client import Store
 
@@ -85,7 +86,8 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
     from rich.console import Console
 
     console = Console(width=200)
-    console.print(render_state(await store.views.state(), alive_seconds=60))
+    reader = SnapshotReader(store)
+    console.print(render_tables(await reader.read(), await reader.details()))
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "group") == 0
     assert "1 groups that could not be finalized" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -42,7 +43,7 @@ async def test_samplers_are_alive_while_they_hold_claims(store: Store) -> None:
         await store.records.create(claim)
     await asyncio.sleep(0.05)
     assert "samplers: 1, with 2 claims" in await described(store)
-    assert (await store.views.state()).samplers == {"one": 2}
+    assert (await SnapshotReader(store).read()).liveness.claims == {"one": 2}
     await store.database["Task"].update_many({}, {"$set": {"slots.$[].lease_expires_at": ENGINE.started_at}})
     assert "no sampler holds a claim, the last one began" in await described(store)
 

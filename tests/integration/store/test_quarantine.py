@@ -20,8 +20,9 @@ from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.packing import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
-from agentrl.observe.audit.record import render_rows
-from agentrl.observe.audit.run import render_state
+from agentrl.snapshot.run_tables import render_tables
+from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.snapshot.trajectory_page import render_rows
 from agentrl.store import blobs
 from agentrl.store.admin.check.run import Checks
 from agentrl.store.client import Store
@@ -83,8 +84,8 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 1
     report = await Checks(store.connection).run(OPTIONS)
     assert [str(violation.problem) for violation in report.violations] == []
-    state = await store.views.state()
-    assert why in shown(render_state(state, alive_seconds=9.0))
+    reader = SnapshotReader(store)
+    assert why in shown(render_tables(await reader.read(), await reader.details()))
     assert "quarantined: " in shown(render_rows(await store.views.trajectories(limit=20)))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
     assert trajectory is not None

@@ -15,8 +15,9 @@ from agentrl.config.schema import LossConfig, RunConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluation.identity import evaluation_rules
 from agentrl.losses.settings import LossSettings
-from agentrl.observe.audit.run import render_state
 from agentrl.observe.begin_run import begin_run
+from agentrl.snapshot.run_tables import render_tables
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -161,7 +162,8 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     assert "sk-0123456789" not in everything
     console = Console(width=160, record=True, file=None)
     with console.capture() as shown:
-        console.print(render_state(await store.views.state(), alive_seconds=10))
+        reader = SnapshotReader(store)
+        console.print(render_tables(await reader.read(), await reader.details()))
     assert "Begun with" in shown.get()
     assert "learning_rate 0.5" in shown.get()
     assert "Configuration" in shown.get()

@@ -80,7 +80,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     assert copy.begun.ease < 0
     places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
-    assert await store.views.group_counts() == [
+    assert await store.counts.groups() == [
         GroupCount(by="order", groups=6, abandoned_groups=5, trajectories=12, trained=2, pass_rate=11 / 12),
         GroupCount(by="pass_rate", groups=2, abandoned_groups=0, trajectories=4, trained=4, pass_rate=0.5),
     ]

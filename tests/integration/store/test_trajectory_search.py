@@ -13,8 +13,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.client import Store
 from agentrl.store.views import trajectories
-from agentrl.store.views.trajectories import TrajectoryOrder
-from agentrl.store.views.trajectory_filter import Bounds, TrajectoryFilter
+from agentrl.store.views.trajectories import Bounds, TrajectoryFilter, TrajectoryOrder
 
 pytestmark = pytest.mark.integration
 

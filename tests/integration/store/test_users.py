@@ -27,6 +27,7 @@ from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
@@ -204,7 +205,7 @@ async def test_an_auditor_reads_everything_and_writes_nothing(
     users: dict[str, RunConfig], tmp_path: Path
 ) -> None:
     async with await open_existing(users["auditor"]) as store:
-        assert not (await store.views.state()).empty
+        assert not (await SnapshotReader(store).read()).empty
         assert await store.database["audit_trajectories"].find_one({}) is not None
         assert await agentrl_db(users["auditor"], "check") == 0
         manifest = await Transfer(store.connection).export(tmp_path / "run")

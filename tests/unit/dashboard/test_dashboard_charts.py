@@ -8,16 +8,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from agentrl.dashboard.charts import Chart, Series
-from agentrl.dashboard.curves import MAX_POINTS, curves, overlaid, smooth, thin
+from agentrl.dashboard.charts import MAX_POINTS, Chart, Series, curves, overlaid, smooth, thin
 from agentrl.documents.status import StepStatus
-from agentrl.store.views.overview import StepPoint
+from agentrl.store.views.rows import StepRow
 
 
-def _step(number: int, **metrics: float) -> StepPoint:
-    return StepPoint(
+def _step(number: int, **metrics: float) -> StepRow:
+    return StepRow(
         id=f"1/{number}", step=number, status=StepStatus.COMMITTED, policy_version=number - 1, owner="t",
-        planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
+        trajectories=0, groups=0, planned_at=datetime(2026, 1, 1, tzinfo=UTC), metrics=metrics,
     )  # fmt: skip
 
 

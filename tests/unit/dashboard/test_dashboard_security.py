@@ -13,8 +13,8 @@ from agentrl.bounded_http import _Server
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.app import create_app
 from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.render import asset
 from agentrl.dashboard.serve import ServeConfig, _listen, _token, serve
-from agentrl.dashboard.static_files import asset
 from agentrl.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"

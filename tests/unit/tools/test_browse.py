@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from agentrl.config.schema import ToolConfig
 from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import ConfigError
-from agentrl.observe.audit.record import _execution
+from agentrl.snapshot.trajectory_page import _execution
 from agentrl.tools.base import ToolResult, Trajectory
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool

@@ -1,25 +1,32 @@
-"""The pages that compare runs, and two policy versions of a run."""
+"""The pages that compare runs, two policy versions of a run, and two trajectories of a task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import cache_of
-from agentrl.dashboard.curves import SMOOTHINGS, overlaid
+from agentrl.dashboard.charts import SMOOTHINGS, overlaid
 from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import choice, whole
+from agentrl.dashboard.query import choice, no_trajectory, whole
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN, read_runs, read_steps
-from agentrl.dashboard.stores import open_run
+from agentrl.dashboard.stores import cache_of, open_run, read_runs, reader_of
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.run import RunSettings
-from agentrl.store.views.overview import StepPoint
+from agentrl.observe.terminal import number
+from agentrl.snapshot.snapshot import TRAIN
+from agentrl.snapshot.trajectory_parts import MAX_CHARS, call_text, content_text
+from agentrl.store.views.read import WholeTrajectory
+from agentrl.store.views.rows import StepRow
 from agentrl.store.views.versions import Versions, VersionSummary
 
+_TURNS = 60
 MAX_RUNS = 8
 """Runs whose curves are drawn over each other."""
 _RUNS_SECONDS = 10.0
@@ -41,16 +48,16 @@ _ROWS = (
 
 async def _runs(request: Request) -> Response:
     known = [run.name for run in await read_runs(request, _RUNS_SECONDS) if run.problem is None]
-    smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
+    smoothing = choice(request.query_params, "smoothing", SMOOTHINGS, "0")
     given = request.query_params.getlist("run")
     chosen = list(dict.fromkeys(name.strip()[:200] for name in given if name.strip()))
     if len(chosen) < len(given) or len(chosen) == 1 or len(chosen) > MAX_RUNS:
         raise BadQueryError(f"{len(chosen)} different runs are given: choose 2 to {MAX_RUNS}")
-    steps: dict[str, list[StepPoint]] = {}
+    steps: dict[str, list[StepRow]] = {}
     configurations: dict[str, Sequence[RunSettings]] = {}
     for name in chosen:
         async with open_run(request, name) as store:
-            steps[name] = await read_steps(request, store)
+            steps[name] = await reader_of(request, store).steps()
             configurations[name] = await store.settings.resolved()
     figures = overlaid(steps, SMOOTHINGS[smoothing])
     return render(
@@ -68,12 +75,12 @@ async def _runs(request: Request) -> Response:
     )
 
 
-def _common(runs: Sequence[Sequence[StepPoint]]) -> int:
+def _common(runs: Sequence[Sequence[StepRow]]) -> int:
     """Return the last step that all runs have; 0 without one."""
     return min((steps[-1].step if steps else 0 for steps in runs), default=0)
 
 
-def _ends(runs: Sequence[Sequence[StepPoint]]) -> list[dict[str, Any]]:
+def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:
     """Return the metrics of each run at the last step that all have, then those at its own last step."""
     common = _common(runs)
     rows = []
@@ -84,11 +91,11 @@ def _ends(runs: Sequence[Sequence[StepPoint]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _mean_until(steps: Sequence[StepPoint], key: str, until: int) -> float | None:
+def _mean_until(steps: Sequence[StepRow], key: str, until: int) -> float | None:
     """Return the mean of a metric over the last 5 steps up to ``until``; None without one."""
-    values = [step.metrics.get(key) for step in steps if step.step <= until][-_SMOOTHED:]
-    known = [value for value in values if isinstance(value, int | float)]
-    return sum(known) / len(known) if known else None
+    last = [step for step in steps if step.step <= until][-_SMOOTHED:]
+    known = [value for step in last if (value := step.metric(key)) is not None]
+    return fmean(known) if known else None
 
 
 def _differences(runs: Sequence[Sequence[RunSettings]]) -> list[tuple[str, str, list[Any]]]:
@@ -113,8 +120,8 @@ async def _versions(request: Request) -> Response:
         numbers = [version.id for version in published]
         sampled = await versions.newest_sampled(split)
         newest = sampled if sampled in numbers else next(iter(numbers), 0)
-        b = whole(request, "b", newest) or 0
-        a = whole(request, "a", max(0, newest - 10)) or 0
+        b = whole(request.query_params, "b", newest) or 0
+        a = whole(request.query_params, "a", max(0, newest - 10)) or 0
         summaries = [await _summary(request, versions, store.run_name, number, split) for number in (a, b)]
         if numbers and any(summary is None for summary in summaries):
             missing = a if summaries[0] is None else b
@@ -148,4 +155,115 @@ async def _summary(
     return await cache_of(request).get(key, _VERSION_SECONDS, lambda: versions.summary(number, split))
 
 
-routes = [Route("/compare", _runs), Route("/runs/{run}/compare", _versions)]
+async def _pair(request: Request) -> Response:
+    query = request.query_params
+    ids = query.getlist("id") or [query[name] for name in ("a", "b") if name in query]
+    if len(ids) != 2 or ids[0] == ids[1]:
+        raise BadQueryError(f"{len(set(ids))} trajectories are marked: mark two on the page of trajectories")
+    both: list[WholeTrajectory] = []
+    async with open_run(request) as store:
+        for record_id in ids:
+            found = await store.views.whole_trajectory(record_id)
+            if found is None:
+                raise no_trajectory(store.run_name, record_id)
+            both.append(found)
+    pairs = pair_turns(both[0].calls, both[1].calls)
+    return render(
+        request, "compare_trajectories.html", run=store.run_name, section="trajectories",
+        records=[each.record for each in both], facts=_facts(both), pairs=pairs[:_TURNS],
+        parted=next((pair for pair in pairs if pair.parts_here), None), cut=max(0, len(pairs) - _TURNS),
+    )  # fmt: skip
+
+
+def _facts(both: list[WholeTrajectory]) -> list[tuple[str, list[str]]]:
+    records = [each.record for each in both]
+    rows: list[tuple[str, list[object]]] = [
+        ("Status", [record.status for record in records]),
+        ("Score", [number(record.score) for record in records]),
+        ("Advantage", [number(record.advantage) for record in records]),
+        ("Answer", ["–" if record.final_answer is None else record.final_answer for record in records]),
+        ("Stopped", [record.stop_reason or "–" for record in records]),
+        ("Turns", [record.turns for record in records]),
+        ("Tool calls", [record.tool_calls for record in records]),
+        ("Generated tokens", [number(record.generated_tokens) for record in records]),
+        ("Policy versions", [f"{record.min_version} to {record.max_version}" for record in records]),
+        ("Trained at steps", [", ".join(map(str, each.trained_at_steps)) or "none" for each in both]),
+    ]
+    return [(name, [str(value) for value in values]) for name, values in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What one trajectory generated in a turn: the beginning that both share, and the rest."""
+
+    same: str
+    rest: str
+    chars: int
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the page shows only the beginning."""
+        return self.chars > MAX_CHARS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPair:
+    """The same turn of two trajectories; a side is None where its trajectory has ended."""
+
+    number: int
+    left: Side | None
+    right: Side | None
+    is_same: bool
+    parts_here: bool
+    """Whether it is the first turn that differs."""
+
+
+def pair_turns(
+    left: Sequence[DispatchedSamplingTask], right: Sequence[DispatchedSamplingTask]
+) -> list[TurnPair]:
+    """Return the turns of two trajectories side by side."""
+    pairs: list[TurnPair] = []
+    has_parted = False
+    for turn, (one, other) in enumerate(zip_longest(left, right), 1):
+        texts = [None if call is None else _generated(call) for call in (one, other)]
+        is_same = texts[0] == texts[1]
+        shared = _shared(*(text or "" for text in texts)) if not has_parted else 0
+        pairs.append(
+            TurnPair(
+                number=turn,
+                left=_side(texts[0], shared),
+                right=_side(texts[1], shared),
+                is_same=is_same,
+                parts_here=not is_same and not has_parted,
+            )
+        )
+        has_parted = has_parted or not is_same
+    return pairs
+
+
+def _side(text: str | None, shared: int) -> Side | None:
+    if text is None:
+        return None
+    cut = text[:MAX_CHARS]
+    return Side(same=cut[:shared], rest=cut[shared:], chars=len(text))
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two texts begin with together."""
+    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))
+
+
+def _generated(call: DispatchedSamplingTask) -> str:
+    """Return what the model generated in a turn, and what its tools answered, as text."""
+    parts = [content_text(call.response.get(name)) for name in ("reasoning_content", "content")]
+    parts += map(call_text, call.response.get("tool_calls") or ())
+    parts += [f"← {execution.text}" for execution in call.tool_executions]
+    return "\n".join(filter(None, parts))
+
+
+routes = [
+    Route("/compare", _runs),
+    Route("/runs/{run}/compare", _versions),
+    Route("/runs/{run}/pair", _pair),
+]

@@ -1,44 +1,42 @@
-"""The page of one run: whether it is healthy, its curves, its processes and its configuration."""
+"""The pages of all runs and of one: whether it is healthy, its curves, also as files, its processes."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeGuard
 
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import shared
-from agentrl.dashboard.curves import SMOOTHINGS, curves, evaluation_chart
-from agentrl.dashboard.health import findings, mean_of_last, seconds_since_step, state
+from agentrl.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
 from agentrl.dashboard.query import choice
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN, RunData, read_run
-from agentrl.dashboard.stores import open_run
-from agentrl.documents.evaluation import Evaluation
+from agentrl.dashboard.stores import open_run, read_runs, reader_of, shared
 from agentrl.documents.run import RunSettings
-from agentrl.documents.status import (
-    SHOWN_STATUSES,
-    EvaluationStatus,
-    RecordStatus,
-    ServiceStatus,
-    TaskStatus,
-)
+from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
+from agentrl.errors import ConfigError
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.store.evaluations import SEEN_SECONDS
-from agentrl.store.services import Liveness
-from agentrl.store.views.rows import EngineRow
+from agentrl.snapshot.findings import findings, mean_of_last, seconds_since_step, state
+from agentrl.snapshot.snapshot import TRAIN, RunSnapshot
+from agentrl.store.admin.dataset import write_parquet
+from agentrl.store.views.rows import StepRow
 
+_RUNS_SECONDS = 2.0
 _EVALUATIONS = 8
 _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
 
 
 @shared(1.0)
 async def _run(request: Request) -> Response:
-    smoothing = choice(request, "smoothing", SMOOTHINGS, "0")
+    smoothing = choice(request.query_params, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
-        run = await read_run(request, store)
+        run = await reader_of(request, store).read()
     found = findings(run)
     word, color = state(run)
     charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
@@ -53,7 +51,7 @@ async def _run(request: Request) -> Response:
         live=True,
         charts=bool(charts),
         data=run,
-        at=run.liveness.at,
+        at=run.at,
         word=word,
         color=color,
         findings=found,
@@ -62,73 +60,61 @@ async def _run(request: Request) -> Response:
         figures=charts,
         smoothing=smoothing,
         smoothings=SMOOTHINGS,
-        task_rows=_status_rows(run.tasks, [str(status) for status in TaskStatus]),
+        task_rows=_status_rows(run.tasks_by_split, [str(status) for status in TaskStatus]),
         task_statuses=[str(status) for status in TaskStatus],
         record_rows=_status_rows(run.records, SHOWN_STATUSES),
         record_statuses=SHOWN_STATUSES,
         engines=[
-            _engine(engine, run.liveness)
+            {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
             for engine in run.engines
             if engine.status is not ServiceStatus.STOPPED
+            for alive in [run.is_alive(engine)]
         ],
-        evaluations=[_evaluation(item, run) for item in reversed(run.evaluations[-_EVALUATIONS:])],
+        evaluations=[
+            {
+                "item": item,
+                "score": item.total.get("score") or {},
+                "word": run.state_of(item),
+            }
+            for item in reversed(run.evaluations[-_EVALUATIONS:])
+        ],
         configurations=[_configuration(item) for item in run.configurations],
     )
 
 
-def _tiles(run: RunData) -> list[dict[str, Any]]:
+class _Tile(NamedTuple):
+    """One number at the top of the page; ``kind`` is the filter that shows it."""
+
+    name: str
+    value: Any
+    note: str = ""
+    kind: str = "number"
+    help: str = ""
+
+
+def _tiles(run: RunSnapshot) -> list[_Tile]:
     last = run.steps[-1] if run.steps else None
     metrics: Mapping[str, Any] = last.metrics if last else {}
-    records = run.records.get(TRAIN, {})
+    records, claims = run.records.get(TRAIN, {}), sum(run.liveness.claims.values())
+    running = sum(records.get(status.value, 0) for status in _WORKING)
+    pass_rate = metrics.get("pass_rate")
     return [
-        {
-            "name": "Reward",
-            "value": metrics.get("reward"),
-            "kind": "number",
-            "note": "last step",
-            "help": definition_of("reward"),
-        },
-        {
-            "name": "Pass rate",
-            "value": metrics.get("pass_rate"),
-            "kind": "percent",
-            "note": "last step",
-            "help": definition_of("pass_rate"),
-        },
-        {"name": "Step", "value": last.step if last else 0, "kind": "number", "note": _step_limit(run)},
-        {"name": "Since the last step", "value": seconds_since_step(run), "kind": "duration", "note": ""},
-        {"name": "KL(μ‖π)", "value": mean_of_last(run, "kl_k3"), "kind": "number", "note": "last 5 steps"},
-        {
-            "name": "Tokens/s",
-            "value": mean_of_last(run, "tokens_per_second"),
-            "kind": "number",
-            "note": "trainer",
-        },
-        {
-            "name": "Samplers",
-            "value": len(run.liveness.claims),
-            "kind": "number",
-            "note": _holding(run.liveness),
-        },
-        {"name": "Engines", "value": len(run.liveness.live_engines), "kind": "number", "note": "alive"},
-        {
-            "name": "Trajectories",
-            "value": sum(records.values()),
-            "kind": "number",
-            "note": f"{sum(records.get(status.value, 0) for status in _WORKING):,} running",
-        },
-        {"name": "Wait for a score", "value": run.liveness.waiting_for_score, "kind": "number", "note": ""},
+        _Tile("Reward", metrics.get("reward"), "last step", help=definition_of("reward")),
+        _Tile("Pass rate", pass_rate, "last step", kind="percent", help=definition_of("pass_rate")),
+        _Tile("Step", last.step if last else 0, _step_limit(run)),
+        _Tile("Since the last step", seconds_since_step(run), kind="duration"),
+        _Tile("KL(μ‖π)", mean_of_last(run, "kl_k3"), "last 5 steps"),
+        _Tile("Tokens/s", mean_of_last(run, "tokens_per_second"), "trainer"),
+        _Tile("Samplers", len(run.liveness.claims), f"hold {claims:,}" if claims else ""),
+        _Tile("Engines", len(run.liveness.live_engines), "alive"),
+        _Tile("Trajectories", sum(records.values()), f"{running:,} running"),
+        _Tile("Wait for a score", run.liveness.waiting_for_score),
     ]
 
 
-def _step_limit(run: RunData) -> str:
+def _step_limit(run: RunSnapshot) -> str:
     limit = run.flag("max_steps")
     return f"of {limit:,}" if isinstance(limit, int) and limit > 0 else ""
-
-
-def _holding(liveness: Liveness) -> str:
-    claims = sum(liveness.claims.values())
-    return f"hold {claims:,}" if claims else ""
 
 
 def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> list[dict[str, Any]]:
@@ -142,27 +128,69 @@ def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str
     ]
 
 
-def _engine(engine: EngineRow, liveness: Liveness) -> dict[str, Any]:
-    alive = (liveness.at - engine.heartbeat).total_seconds() <= liveness.alive_seconds
-    return {"row": engine, "word": str(engine.status) if alive else "silent", "alive": alive}
-
-
-def _evaluation(item: Evaluation, run: RunData) -> dict[str, Any]:
-    total: Mapping[str, Any] = (item.results or {}).get("total") or {}
-    lost = (run.liveness.at - item.seen_at).total_seconds() > SEEN_SECONDS
-    running = item.status is EvaluationStatus.RUNNING
-    return {
-        "item": item,
-        "total": total,
-        "score": total.get("score") or {},
-        "word": "its process is silent" if running and lost else str(item.status),
-    }
-
-
 def _configuration(item: RunSettings) -> dict[str, Any]:
-    given = [(name, item.values.get(name, "***")) for name in item.given]
     rest = [(name, value) for name, value in sorted(item.values.items()) if name not in item.given]
-    return {"item": item, "given": given, "rest": rest, "packages": sorted((item.packages or {}).items())}
+    packages = sorted((item.packages or {}).items())
+    return {"item": item, "given": item.given_values, "rest": rest, "packages": packages}
 
 
-routes = [Route("/runs/{run}", _run)]
+@shared(1.0)
+async def _runs(request: Request) -> Response:
+    runs = await read_runs(request, _RUNS_SECONDS)
+    return render(request, "runs.html", live=True, runs=runs, alive=sum(run.alive for run in runs))
+
+
+def rows_of(steps: Sequence[StepRow]) -> list[dict[str, Any]]:
+    """Return a row per step with equal keys: its number, time, trajectories, and each metric as a float.
+
+    A metric that a step does not have is None. Metrics with keys of their own are left out.
+    """
+    names = sorted({name for step in steps for name, value in step.metrics.items() if _is_number(value)})
+    return [
+        {
+            "step": step.step,
+            "committed_at": None if step.committed_at is None else step.committed_at.isoformat(),
+            "policy_version": step.policy_version,
+            "trajectories": step.trajectories,
+            **{name: float(value) if _is_number(value := step.metrics.get(name)) else None for name in names},
+        }
+        for step in steps
+    ]
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+async def _csv(request: Request) -> Response:
+    async with open_run(request) as store:
+        rows = rows_of(await reader_of(request, store).steps())
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["step"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return _file(text.getvalue().encode(), "text/csv; charset=utf-8", f"{store.run_name}.csv")
+
+
+async def _parquet(request: Request) -> Response:
+    async with open_run(request) as store:
+        rows = rows_of(await reader_of(request, store).steps())
+    content = io.BytesIO()
+    try:
+        await run_in_threadpool(write_parquet, rows, content)
+    except ConfigError as error:
+        raise HTTPException(HTTPStatus.NOT_IMPLEMENTED, f"{error.message}: {error.hint}") from error
+    return _file(content.getvalue(), "application/vnd.apache.parquet", f"{store.run_name}.parquet")
+
+
+def _file(content: bytes, media_type: str, name: str) -> Response:
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
+    return Response(content, media_type=media_type, headers=headers)
+
+
+routes = [
+    Route("/", _runs),
+    Route("/runs/{run}", _run),
+    Route("/runs/{run}/curves.csv", _csv),
+    Route("/runs/{run}/curves.parquet", _parquet),
+]

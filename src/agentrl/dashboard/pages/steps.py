@@ -15,8 +15,7 @@ from agentrl.dashboard.failures import NotFoundError
 from agentrl.dashboard.query import PAGE_ROWS, page_of, skipped
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import open_run
-from agentrl.store.views.overview import StepPoint
-from agentrl.store.views.steps import StepReads, StepTrajectory
+from agentrl.store.views.rows import StepRow, TrajectoryRow
 
 _OUTLIERS = 5
 _BINS = 24
@@ -27,10 +26,10 @@ _MAX_DIGITS = 9
 async def _steps(request: Request) -> Response:
     skip = skipped(request)
     async with open_run(request) as store:
-        found = await StepReads(store.connection).page(skip=skip, limit=PAGE_ROWS)
+        steps, total = await store.views.steps_page(skip=skip, limit=PAGE_ROWS)
     return render(
-        request, "steps.html", run=store.run_name, section="steps", live=True, steps=found.steps,
-        page=page_of(request, found.total),
+        request, "steps.html", run=store.run_name, section="steps", live=True, steps=steps,
+        page=page_of(request, total),
     )  # fmt: skip
 
 
@@ -39,11 +38,10 @@ async def _step(request: Request) -> Response:
     if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise NotFoundError(f"{text[:80]!r} is not the number of a step")
     async with open_run(request) as store:
-        reads = StepReads(store.connection)
-        step = await reads.step(int(text))
+        step = await store.views.step(int(text))
         if step is None:
             raise NotFoundError(f"run {store.run_name!r} has no step {int(text)}")
-        rows = await reads.trajectories(step.id)
+        rows = await store.views.trajectories_of(step.id)
     figures = [figure for figure in _histograms(step, rows) if not figure.empty]
     return render(
         request, "step.html", run=store.run_name, section="steps", live=True, charts=bool(figures), step=step,
@@ -56,13 +54,13 @@ def _plain_metrics(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in sorted(metrics.items()) if not isinstance(value, Mapping)]
 
 
-def _age(row: StepTrajectory, step: StepPoint) -> int | None:
+def _age(row: TrajectoryRow, step: StepRow) -> int | None:
     return None if row.min_version is None else step.policy_version - row.min_version
 
 
-def _outliers(rows: Sequence[StepTrajectory], step: StepPoint) -> list[dict[str, Any]]:
+def _outliers(rows: Sequence[TrajectoryRow], step: StepRow) -> list[dict[str, Any]]:
     """Return lists of the trajectories that stand out, each with the value that makes it do so."""
-    kinds: list[tuple[str, str, Callable[[StepTrajectory], float | int | None], bool]] = [
+    kinds: list[tuple[str, str, Callable[[TrajectoryRow], float | int | None], bool]] = [
         ("Lowest score", "score", lambda row: row.score, False),
         ("Highest score", "score", lambda row: row.score, True),
         ("Longest", "generated tokens", lambda row: row.generated_tokens, True),
@@ -80,7 +78,7 @@ def _outliers(rows: Sequence[StepTrajectory], step: StepPoint) -> list[dict[str,
     return found
 
 
-def _histograms(step: StepPoint, rows: Sequence[StepTrajectory]) -> list[Chart]:
+def _histograms(step: StepRow, rows: Sequence[TrajectoryRow]) -> list[Chart]:
     ages = {int(age): count for age, count in step.metrics.get("staleness_histogram", {}).items()}
     shares = {int(version): part for version, part in step.metrics.get("version_fractions", {}).items()}
     return [

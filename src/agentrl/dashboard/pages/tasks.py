@@ -4,56 +4,54 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from agentrl.dashboard.cache import cache_of
 from agentrl.dashboard.charts import Chart, Series
 from agentrl.dashboard.query import choice, page_of
 from agentrl.dashboard.render import render
-from agentrl.dashboard.run_data import TRAIN
-from agentrl.dashboard.stores import open_run
-from agentrl.store.views.overview import Overview
-from agentrl.store.views.questions import Question, Questions
+from agentrl.dashboard.stores import cache_of, open_run, reader_of
+from agentrl.snapshot.snapshot import TRAIN
+from agentrl.store.views.rows import TaskRow
 
 _SECONDS = 15.0
 _BINS = 20
-_KINDS: Mapping[str, Callable[[Question], bool]] = {
+_KINDS: Mapping[str, Callable[[TaskRow], bool]] = {
     "all": lambda row: True,
-    "always agree": lambda row: row.kind == "always agrees",
-    "all right": lambda row: row.kind == "always agrees" and (row.lowest or 0) >= 1,
-    "all wrong": lambda row: row.kind == "always agrees" and (row.highest or 0) <= 0,
-    "sometimes agree": lambda row: row.kind == "sometimes agrees",
-    "never agree": lambda row: row.kind == "never agrees",
+    "always agree": lambda row: row.agreement == "always agrees",
+    "all right": lambda row: row.agreement == "always agrees" and (row.lowest_score or 0) >= 1,
+    "all wrong": lambda row: row.agreement == "always agrees" and (row.best_score or 0) <= 0,
+    "sometimes agree": lambda row: row.agreement == "sometimes agrees",
+    "never agree": lambda row: row.agreement == "never agrees",
     "with failures": lambda row: row.failed > 0,
-    "no scores": lambda row: row.kind == "no scores",
+    "no scores": lambda row: row.agreement == "no scores",
 }
-_SORTS: Mapping[str, Callable[[Question], Any]] = {
+_SORTS: Mapping[str, Callable[[TaskRow], Any]] = {
     "task": lambda row: row.task_id,
     "hardest": lambda row: (row.mean is None, row.mean or 0.0, row.task_id),
     "easiest": lambda row: (row.mean is None, -(row.mean or 0.0), row.task_id),
-    "most improved": lambda row: (row.change is None, -(row.change or 0.0), row.task_id),
-    "most worsened": lambda row: (row.change is None, row.change or 0.0, row.task_id),
+    "most improved": lambda row: (_change(row) is None, -(_change(row) or 0.0), row.task_id),
+    "most worsened": lambda row: (_change(row) is None, _change(row) or 0.0, row.task_id),
     "most failures": lambda row: (-row.failed, row.task_id),
 }
 
 
 async def _tasks(request: Request) -> Response:
-    kind = choice(request, "kind", _KINDS, "all")
-    sort = choice(request, "sort", _SORTS, "hardest")
+    kind = choice(request.query_params, "kind", _KINDS, "all")
+    sort = choice(request.query_params, "sort", _SORTS, "hardest")
     wanted = request.query_params.get("q", "").strip()[:200]
     split = request.query_params.get("split", TRAIN)
     async with open_run(request) as store:
-        questions, cache = Questions(store.connection), cache_of(request)
-        rows = await cache.get(("questions", store.run_name, split), _SECONDS, lambda: questions.all(split))
-        splits = await cache.get(("tasks", store.run_name), _SECONDS, Overview(store.connection).tasks)
-        chosen = [row for row in rows if _KINDS[kind](row) and wanted.lower() in row.task_id.lower()]
-        page = page_of(request, len(chosen))
-        shown = sorted(chosen, key=_SORTS[sort])[page.skip : page.skip + page.limit]
-        texts = await questions.texts([row.last for row in shown])
+        views, key = store.views, ("questions", store.run_name, split)
+        rows = await cache_of(request).get(key, _SECONDS, lambda: views.tasks(split=split, excerpts=True))
+        splits = {name for name, _ in await reader_of(request, store).tasks()}
+    chosen = [row for row in rows if _KINDS[kind](row) and wanted.lower() in row.task_id.lower()]
+    page = page_of(request, len(chosen))
+    shown = sorted(chosen, key=_SORTS[sort])[page.skip : page.skip + page.limit]
     return render(
         request,
         "tasks.html",
@@ -68,7 +66,7 @@ async def _tasks(request: Request) -> Response:
         sort=sort,
         sorts=list(_SORTS),
         wanted=wanted,
-        rows=[{"row": row, "query": texts.get(row.last, ""), "bars": _bars(row)} for row in shown],
+        rows=[{"row": row, "change": _change(row), "bars": _bars(row)} for row in shown],
         page=page,
         all_rows=len(rows),
         counts=_counts(rows),
@@ -76,7 +74,12 @@ async def _tasks(request: Request) -> Response:
     )
 
 
-def _counts(rows: Sequence[Question]) -> list[tuple[str, int, str]]:
+def _change(row: TaskRow) -> float | None:
+    """Return the change of the mean score; None without two epochs."""
+    return row.change if len(row.known) > 1 else None
+
+
+def _counts(rows: Sequence[TaskRow]) -> list[tuple[str, int, str]]:
     counted = Counter(name for row in rows for name, matches in _KINDS.items() if matches(row))
     return [
         ("all right", counted["all right"], "Every group agrees: nothing to learn, too easy."),
@@ -87,16 +90,16 @@ def _counts(rows: Sequence[Question]) -> list[tuple[str, int, str]]:
     ]
 
 
-def _bars(row: Question) -> list[str]:
+def _bars(row: TaskRow) -> list[str]:
     """Return one character per epoch, whose height is the mean score in [0, 1]."""
     blocks = "▁▂▃▄▅▆▇█"
     return [
         "·" if mean is None else blocks[round(max(0.0, min(1.0, mean)) * (len(blocks) - 1))]
-        for mean in row.means[-24:]
+        for mean in row.mean_scores[-24:]
     ]
 
 
-def _difficulty(rows: Sequence[Question]) -> Chart:
+def _difficulty(rows: Sequence[TaskRow]) -> Chart:
     counts = Counter(min(int(row.mean * _BINS), _BINS - 1) for row in rows if row.mean is not None)
     low, high = min(counts, default=0), max(counts, default=-1)
     return Chart(
@@ -116,12 +119,9 @@ def _difficulty(rows: Sequence[Question]) -> Chart:
     )
 
 
-def _over_epochs(rows: Sequence[Question]) -> Chart:
-    epochs = max((len(row.means) for row in rows), default=0)
-    found = [
-        [mean for row in rows if place < len(row.means) and (mean := row.means[place]) is not None]
-        for place in range(epochs)
-    ]
+def _over_epochs(rows: Sequence[TaskRow]) -> Chart:
+    times = list(zip_longest(*(row.mean_scores for row in rows)))
+    known = [[mean for mean in means if mean is not None] for means in times]
     return Chart(
         id="epochs",
         title="Mean score over epochs",
@@ -130,8 +130,8 @@ def _over_epochs(rows: Sequence[Question]) -> Chart:
         series=[
             Series(
                 name="mean score",
-                x=[place + 1 for place in range(epochs)],
-                y=[sum(means) / len(means) if means else None for means in found],
+                x=range(1, len(known) + 1),
+                y=[sum(means) / len(means) if means else None for means in known],
             )
         ],
     )

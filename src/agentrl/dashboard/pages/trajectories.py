@@ -1,27 +1,42 @@
-"""The page of trajectories: filtered by the address, sorted, page by page."""
+"""The pages of trajectories: by filter, and one turn by turn with its texts, images and labels."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from http import HTTPStatus
+from urllib.parse import parse_qs
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from agentrl.dashboard.query import checked_query
-from agentrl.dashboard.render import render
+from agentrl.dashboard import security
+from agentrl.dashboard.failures import BadQueryError, NotFoundError
+from agentrl.dashboard.query import checked_query, no_trajectory, read_form, whole
+from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
-from agentrl.dashboard.views.filter_form import read_form
+from agentrl.documents.record import Record
 from agentrl.documents.status import SHOWN_STATUSES
+from agentrl.errors import ImageError
+from agentrl.snapshot.trajectory_parts import shown, verdicts_of, waterfall_of
+from agentrl.snapshot.turns import branch_views, contexts_of, part_text, turns_of
+from agentrl.store.client import Store
 from agentrl.store.views.trajectories import TrajectoryOrder
 
+_TURNS = 40
+"""Turns on one page."""
+_OTHERS = 16
+_IMAGE_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
+_FORM_BYTES = 64 * 1024
+_FORM_SECONDS = 30.0
 _ROWS = 50
 
 
 async def _trajectories(request: Request) -> Response:
     after = request.query_params.get("after")
-    with checked_query():
-        form = read_form(request.query_params)
+    form = read_form(request.query_params)
     async with open_run(request) as store:
         with checked_query():
             page, count, labels = await asyncio.gather(
@@ -46,4 +61,145 @@ async def _trajectories(request: Request) -> Response:
     )
 
 
-routes = [Route("/runs/{run}/trajectories", _trajectories)]
+async def _trajectory(request: Request) -> Response:
+    record_id = request.path_params["record"]
+    start = whole(request.query_params, "from") or 0
+    async with open_run(request) as store:
+        found = await store.views.whole_trajectory(record_id)
+        if found is None:
+            raise no_trajectory(store.run_name, record_id)
+        labels_of, may_label, known, others = await asyncio.gather(
+            store.labels.of_records([record_id]),
+            store.labels.may_write(),
+            store.labels.counts(),
+            _others(store, found.record),
+        )
+    record, calls = found.record, found.calls
+    if start and start >= len(calls):
+        raise NotFoundError(f"trajectory {record_id!r} has {len(calls)} turns; from is {start}")
+    turns = turns_of(record, calls[start : start + _TURNS], calls)
+    token, cookie = security.give_token(request) if may_label else (None, "")
+    response = render(
+        request, "trajectory.html", run=store.run_name, section="trajectories",
+        record=record, trained_at_steps=found.trained_at_steps, failures=found.failures, others=others,
+        question=shown(record.query),
+        answer=None if record.final_answer is None else shown(record.final_answer),
+        expected=None if record.answer is None else shown(record.answer),
+        verdicts=verdicts_of(record), labels=labels_of.get(record_id, ()), known_labels=known, csrf=token,
+        waterfall=waterfall_of(record, calls), contexts=contexts_of(calls),
+        branches=branch_views(record, calls), turns=turns, start=start,
+        earlier_turns=max(0, start - _TURNS) if start else None, page_turns=_TURNS,
+        more_turns=start + _TURNS if start + _TURNS < len(calls) else None,
+    )  # fmt: skip
+    if may_label:
+        security.set_cookie(request, response, cookie)
+    return response
+
+
+async def _others(store: Store, record: Record) -> Sequence[Record]:
+    """Return the other trajectories of the group, for the links that compare."""
+    group = await store.records.by_task(record.task)
+    return [other for other in group if other.id != record.id and other.turns][:_OTHERS]
+
+
+async def _text(request: Request) -> Response:
+    record_id, part = request.path_params["record"], request.query_params.get("part", "")
+    index = whole(request.query_params, "call") or 0
+    async with open_run(request) as store:
+        found = await store.views.whole_trajectory(record_id)
+        if found is None:
+            raise no_trajectory(store.run_name, record_id)
+    by_id = {call.id: call for call in found.calls}
+    call = by_id.get(f"{record_id}/{index}")
+    if part == "query":
+        text: str | None = found.record.query
+    elif part == "answer":
+        text = found.record.final_answer
+    else:
+        parent = by_id.get(call.parent) if call is not None and call.parent else None
+        text = None if call is None else part_text(call, parent, part)
+    if text is None:
+        raise NotFoundError(f"turn {index + 1} of {record_id!r} has no part {part[:80]!r}")
+    return render(
+        request, "whole_text.html", run=store.run_name, section="trajectories", record_id=record_id,
+        index=index, part=part, text=text,
+    )  # fmt: skip
+
+
+async def _image(request: Request) -> Response:
+    key = request.path_params["sha256"]
+    async with open_run(request) as store:
+        try:
+            image = (await store.images.get([key]))[key]
+        except ImageError as error:
+            raise NotFoundError(f"run {store.run_name!r} has no image {key[:80]!r}") from error
+    media_type = image.media_type if image.media_type in _IMAGE_TYPES else "application/octet-stream"
+    return Response(image.data, media_type=media_type, headers={"Cache-Control": "private, max-age=86400"})
+
+
+async def _label(request: Request) -> Response:
+    record_id = request.path_params["record"]
+    form = await _form(request)
+    security.check_form(request, form.get(security.FORM_FIELD, ""))
+    by = form.get("by", "")
+    async with open_run(request) as store:
+        if not await store.labels.may_write():
+            raise HTTPException(
+                HTTPStatus.FORBIDDEN,
+                "The dashboard may not write labels: start it as agentrl_annotator (agentrl db users).",
+            )
+        if await store.records.get(record_id) is None:
+            raise no_trajectory(store.run_name, record_id)
+        if form.get("remove"):
+            await store.labels.remove(record_id, by=by)
+        else:
+            with checked_query():
+                await store.labels.put(
+                    record_id, by=by, label=form.get("label", ""), note=form.get("note", ""),
+                    score=_score(form.get("score", "")),
+                )  # fmt: skip
+    here = link("runs", store.run_name, "trajectories", record_id)
+    return RedirectResponse(f"{here}#labels", HTTPStatus.SEE_OTHER)
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of the posted form.
+
+    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_FORM_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _FORM_BYTES:
+                    raise HTTPException(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_FORM_BYTES:,} bytes."
+                    )
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_FORM_SECONDS:.0f} s."
+        ) from None
+    try:
+        fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
+    except ValueError as error:
+        raise BadQueryError("the form cannot be read") from error
+    return {name: given[-1] for name, given in fields.items()}
+
+
+def _score(given: str) -> float | None:
+    if not given.strip():
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        raise BadQueryError(f"the score is {given[:80]!r}: give a number, or leave it empty") from None
+
+
+routes = [
+    Route("/runs/{run}/trajectories", _trajectories),
+    Route("/runs/{run}/trajectories/{record:path}", _trajectory),
+    Route("/runs/{run}/text/{record:path}", _text),
+    Route("/runs/{run}/images/{sha256}", _image),
+    Route("/runs/{run}/labels/{record:path}", _label, methods=["POST"]),
+]

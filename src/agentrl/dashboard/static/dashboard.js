@@ -60,8 +60,7 @@ async function drawChart(plot) {
     plot.on("plotly_click", (event) => {
       const point = event.points[0];
       const linkOfX = plot.layout.meta?.linkOfX;
-      const address = point?.customdata ?? (linkOfX && point ? `${linkOfX}${point.x}` : undefined);
-      if (typeof address === "string" && address.startsWith("/")) location.assign(address);
+      if (point && linkOfX?.startsWith("/")) location.assign(`${linkOfX}${point.x}`);
     });
   }
 }

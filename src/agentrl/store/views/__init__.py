@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from agentrl.store.connection import Json
 from agentrl.store.names import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK
-from agentrl.store.views.engines import ENGINES
-from agentrl.store.views.evaluations import EVALUATIONS
-from agentrl.store.views.sampling import CONVERSATIONS, FAILURES, TOOL_CALLS, TOOLS, TRAJECTORIES, TURNS
-from agentrl.store.views.training import GROUPS, STEPS, TASKS, TRAINING, WAITING
+from agentrl.store.views.sampling import (
+    CONVERSATIONS,
+    ENGINES,
+    FAILURES,
+    TOOL_CALLS,
+    TOOLS,
+    TRAJECTORIES,
+    TURNS,
+)
+from agentrl.store.views.training import EVALUATIONS, GROUPS, STEPS, TASKS, TRAINING, WAITING
 
 VIEWS: dict[str, tuple[str, list[Json]]] = {
     "audit_trajectories": (RECORD, TRAJECTORIES),

@@ -48,6 +48,12 @@ def oldest_step(*versions: str) -> list[Json]:
     ]
 
 
+def excerpt(name: str, characters: int, otherwise: Any = None) -> Json:
+    """Return the expression of the beginning of a text field; ``otherwise`` if it is none."""
+    is_text = {"$eq": [{"$type": f"${name}"}, "string"]}
+    return {"$cond": [is_text, {"$substrCP": [f"${name}", 0, characters]}, otherwise]}
+
+
 def age(trained: Json | str) -> Json:
     """Return the expression of the optimizer steps from ``oldest_step`` to ``trained``; null if unknown."""
     known = {"$and": [{"$isNumber": trained}, {"$isNumber": "$oldest_step"}]}

@@ -12,6 +12,7 @@ import pymongo
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.labels import Labels
 from agentrl.store.names import RECORD
+from agentrl.store.views.aggregation import as_is, excerpt
 
 PEOPLE: Final = "people"
 """The name of the opinion that labels give."""
@@ -63,7 +64,6 @@ class Rewards(Repository):
         return sorted(await self._collection(RECORD).distinct("split"))
 
 
-_IS_TEXT = {"$eq": [{"$type": "$final_answer"}, "string"]}
 _PARTS = {
     "$map": {
         "input": {"$objectToArray": {"$ifNull": ["$score_details.parts", {}]}}, "as": "part",
@@ -77,8 +77,8 @@ _EARLIER = {
     }
 }  # fmt: skip
 _FIELDS: Json = {
-    **dict.fromkeys(("task", "score", "generated_tokens", "turns", "tool_calls", "created_at"), 1),
-    "answer": {"$cond": [_IS_TEXT, {"$substrCP": ["$final_answer", 0, _ANSWER_CHARS]}, None]},
+    **as_is("task", "score", "generated_tokens", "turns", "tool_calls", "created_at"),
+    "answer": excerpt("final_answer", _ANSWER_CHARS),
     "now": {"k": "$score_details.scorer", "score": "$score", "judge": "$score_details.judge"},
     "later": {
         "k": "$rescored.details.scorer",

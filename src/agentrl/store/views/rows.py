@@ -1,7 +1,8 @@
-"""The rows of the audit views, as frozen dataclasses: the field names are those that Compass shows."""
+"""The rows of the audit views, whose field names are those that Compass shows, and the counts of a run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,7 @@ from agentrl.documents.status import (
     TaskStatus,
     shown_status,
 )
+from agentrl.documents.task import task_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +107,40 @@ class TaskRow(Root):
     mean_scores: tuple[float | None, ...]
     """In the order of ``epochs``."""
     best_score: float | None = None
+    lowest_score: float | None = None
     scored: int = 0
     failed: int = 0
+    mixed: int = 0
+    """Groups whose scores differ; only these can be trained."""
     change: float | None = None
     """Mean score of the last epoch with a score minus that of the first."""
     always_wrong: bool = False
+
+    @property
+    def last(self) -> str:
+        """``_id`` of the Task of its last epoch."""
+        return task_key(self.split, self.epochs[-1], self.task_id)
+
+    @property
+    def known(self) -> list[float]:
+        """The mean scores of the epochs with a score."""
+        return [value for value in self.mean_scores if value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the epochs; None without a score."""
+        known = self.known
+        return sum(known) / len(known) if known else None
+
+    @property
+    def agreement(self) -> str:
+        """``always agrees``, ``never agrees``, ``sometimes agrees``, or ``no scores``."""
+        groups = len(self.known)
+        if not groups:
+            return "no scores"
+        if self.mixed == 0:
+            return "always agrees"
+        return "never agrees" if self.mixed == groups else "sometimes agrees"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +169,13 @@ class StepRow(Root):
     planned_at: datetime
     committed_at: datetime | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric that is a finite number; None without it."""
+        value = self.metrics.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,3 +291,29 @@ class PromptTokens:
     def cache_hit_rate(self) -> float | None:
         """The fraction of cached tokens; None without a prompt."""
         return self.cached / self.tokens if self.tokens else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the trajectories begun in the last ``seconds`` amount to."""
+
+    seconds: float
+    trajectories: int = 0
+    scored: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+    mean_score: float | None = None
+
+    @property
+    def per_minute(self) -> float:
+        """Scored trajectories per minute."""
+        return 60.0 * self.scored / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
+
+    run: int | None = None
+    free: int | None = None
+    total: int | None = None

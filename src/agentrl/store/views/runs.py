@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -16,11 +17,24 @@ from agentrl.store.admin.migrate import unfinished
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
-from agentrl.store.views.run_status import Activity, activity_of
+from agentrl.store.views.counts import read_disk
 
 _AT_A_TIME = 8
 """Databases that are read at the same time."""
 _ANY_DATABASE = "agentrl"
+
+Activity = Literal["training", "sampling", "finished", "serving", "idle"]
+
+
+def activity_of(*, trainer: bool, samplers: bool, engines: bool, ended: TrainerEnd | None) -> Activity:
+    """Return what a run does now, of its live processes; ``ended`` says how its last trainer ended."""
+    if trainer:
+        return "training"
+    if samplers:
+        return "sampling"
+    if ended is TrainerEnd.FINISHED:
+        return "finished"
+    return "serving" if engines else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +161,7 @@ class Runs(Repository):
             active_at=max(moments, default=None),
             model=begun.get("values", {}).get("model_name_or_path"),
             tasks=await database[TASK].estimated_document_count(),
-            bytes=await self._bytes(empty.name),
+            bytes=(await read_disk(database)).run,
             tags=RunFact.from_document(remarks).tags,
             note=RunFact.from_document(remarks).note,
         )
@@ -166,13 +180,6 @@ class Runs(Repository):
         found += [f"sampler {owner}" for owner in await self._samplers(name, at)]
         engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
         return found + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
-
-    async def _bytes(self, name: str) -> int | None:
-        try:
-            stats = await self._connection.client[name].command("dbStats")
-        except OperationFailure:
-            return None
-        return int(stats.get("totalSize", stats["storageSize"]))
 
     async def _samplers(self, name: str, at: datetime) -> list[str]:
         claimed = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": at}}

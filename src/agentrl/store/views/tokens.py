@@ -18,9 +18,11 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, values
 from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import TrainableSpan
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.connection import Repository, database_call
 from agentrl.store.model_calls import read_model_calls
-from agentrl.store.names import DATA, RECORD, STEP, TOKEN_STATISTICS, VERSION
+from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS, VERSION
+from agentrl.store.views import VIEWS
+from agentrl.store.views.rows import StepRow
 
 NO_VERSION = -1
 
@@ -51,16 +53,6 @@ class CallTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMeans:
-    """What a step that trained the trajectory stores of its tokens, over the whole step."""
-
-    id: str
-    step: int
-    policy_version: int
-    metrics: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryTokens:
     """The generated tokens of one trajectory, by model call."""
 
@@ -68,7 +60,7 @@ class TrajectoryTokens:
     calls: Sequence[CallTokens]
     data_status: DataStatus | None
     """None if the trajectory has no training data."""
-    steps: Sequence[StepMeans]
+    steps: Sequence[StepRow]
     """The committed steps that trained it, in order."""
     locations: Mapping[int, str]
     """Policy version → the folder of its weights, which holds the tokenizer."""
@@ -109,21 +101,15 @@ class TokenReads(Repository):
             locations=await self._locations(versions),
         )
 
-    async def _steps(self, numbers: Sequence[int]) -> list[StepMeans]:
+    async def _steps(self, numbers: Sequence[int]) -> list[StepRow]:
         query = {"step": {"$in": list(numbers)}, "status": {"$in": values(APPLIED_STEPS)}}
-        fields: Json = {"step": 1, "policy_version": 1, "metrics": 1}
-        found = self._collection(STEP).find(query, fields, sort=[("step", 1)])
-        return [
-            StepMeans(
-                id=item["_id"],
-                step=item["step"],
-                policy_version=item["policy_version"],
-                metrics=item["metrics"] or {},
-            )
-            async for item in found
-        ]
+        source, pipeline = VIEWS["audit_steps"]
+        cursor = await self._collection(source).aggregate(
+            [{"$match": query}, {"$sort": {"step": 1}}, *pipeline]
+        )
+        return [StepRow.from_document(row) async for row in cursor]
 
-    async def _values(self, record_id: str, steps: Sequence[StepMeans], tokens: int) -> dict[int, StepValues]:
+    async def _values(self, record_id: str, steps: Sequence[StepRow], tokens: int) -> dict[int, StepValues]:
         """Return what each of ``steps`` stored, over all ``tokens`` of the training data."""
         query = {"record": record_id, "train_step": {"$in": [step.id for step in steps]}}
         found = self._collection(TOKEN_STATISTICS).find(query, sort=[("step", 1)])

@@ -1,4 +1,4 @@
-"""Pipelines of the views of training: groups, tasks over epochs, steps, trained and waiting data."""
+"""Pipelines of the views of training: groups, tasks, steps, trained and waiting data, evaluations."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ _CHANGE: Json = {
 }
 """Mean score of the last epoch with a score minus that of the first."""
 
+_DIFFER: Json = {"$gt": [{"$max": "$slots.score"}, {"$min": "$slots.score"}]}
 _ALWAYS_WRONG: Json = {"$and": [{"$ne": ["$best_score", None]}, {"$lte": ["$best_score", 0]}]}
 
 GROUPS: list[Json] = [
@@ -78,8 +79,10 @@ TASKS: list[Json] = [
             "epochs": {"$push": "$epoch"},
             "mean_scores": {"$push": "$group.mean_score"},
             "best_score": {"$max": {"$max": "$slots.score"}},
+            "lowest_score": {"$min": {"$min": "$slots.score"}},
             "scored": {"$sum": "$group.scored"},
             "failed": {"$sum": "$group.failed"},
+            "mixed": {"$sum": {"$cond": [_DIFFER, 1, 0]}},
         }
     },
     {"$set": {"change": _CHANGE, "always_wrong": _ALWAYS_WRONG}},
@@ -100,7 +103,7 @@ _TASKS_OF_STEP: Json = {
         }
     }
 }  # fmt: skip
-"""The Tasks of a step's data, extracted from the ids of the data."""
+"""The Tasks of a step's data, extracted from the ids of the data: slow over thousands of steps."""
 
 STEPS: list[Json] = [
     {
@@ -112,7 +115,7 @@ STEPS: list[Json] = [
             "entropy": "$metrics.entropy",
             "grad_norm": "$metrics.grad_norm",
             "trajectories": {"$size": "$data"},
-            "groups": {"$size": _TASKS_OF_STEP},
+            "groups": {"$ifNull": ["$metrics.groups", {"$size": _TASKS_OF_STEP}]},
             "tokens": "$metrics.tokens",
             "trainable_tokens": "$metrics.trainable_tokens",
             "staleness_mean": "$metrics.staleness_mean",
@@ -186,4 +189,24 @@ WAITING: list[Json] = [
             **as_is("created_at"),
         }
     },
+]
+
+
+EVALUATIONS: list[Json] = [
+    {
+        "$project": {
+            **as_is("status", "version", "step", "model", "file", "samples", "label"),
+            "tasks": "$results.total.tasks",
+            "scored": "$results.total.scored",
+            "failed": "$results.total.failed",
+            "score": "$results.total.score.value",
+            "score_low": "$results.total.score.low",
+            "score_high": "$results.total.score.high",
+            "pass_at_1": "$results.total.pass_at.1.value",
+            "turns": "$results.total.turns",
+            "generated_tokens": "$results.total.generated_tokens",
+            "cost": "$results.total.cost",
+            **as_is("tasks_digest", "settings_digest", "by", "began_at", "seen_at", "finished_at"),
+        }
+    }
 ]

@@ -1,1 +1,0 @@
-"""The pages of ``agentrl audit``: each formats what ``store.views`` reads."""

@@ -1,0 +1,266 @@
+"""Read one run for a screen: ``RunSnapshot`` has its processes, its steps, its counts and its settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar, cast
+
+from agentrl.config.load import Configs
+from agentrl.config.run import EngineConfig, EngineListConfig
+from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.outage import Outage
+from agentrl.documents.run import RunSettings, TrainerLease
+from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.status import (
+    APPLIED_STEPS,
+    DataStatus,
+    EvaluationStatus,
+    StepStatus,
+    TaskStatus,
+    TrainerEnd,
+)
+from agentrl.snapshot.cache import Cache
+from agentrl.store.client import Store
+from agentrl.store.evaluations import SEEN_SECONDS
+from agentrl.store.services import Liveness
+from agentrl.store.views.rows import (
+    DataCount,
+    Disk,
+    EngineRow,
+    EnvironmentCount,
+    FailureCount,
+    GroupCount,
+    LengthBias,
+    PromptTokens,
+    Rates,
+    StepRow,
+)
+from agentrl.store.views.runs import Activity, activity_of
+from agentrl.store.views.versions import Versions
+
+TRAIN = "train"
+MAX_STEPS = 5000
+"""Steps that a curve shows; of a longer run, the last ones."""
+_LAST_STEPS = 10
+_LAST_VERSIONS = 5
+_PAST_OUTAGES = 5
+_COUNT_SECONDS = 3.0
+_SLOW_SECONDS = 10.0
+_STALE_SECONDS = 30.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What the tables of ``agentrl audit run`` add; it reads whole collections."""
+
+    groups: Sequence[GroupCount]
+    data: Sequence[DataCount]
+    lengths: Sequence[LengthBias]
+    prompts: Sequence[PromptTokens]
+    environments: Sequence[EnvironmentCount]
+    versions: Sequence[PolicyVersion]
+    """The newest ones, newest first, without their files."""
+    steps: Sequence[StepRow]
+    """The last planned ones of every status, oldest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """One run at the server's time ``at``: what the dashboard, ``agentrl status`` and ``audit run`` show."""
+
+    run_name: str
+    liveness: Liveness
+    lease: TrainerLease
+    steps: Sequence[StepRow]
+    """The committed ones, oldest first."""
+    planned: StepRow | None
+    """The step that the trainer works on."""
+    tasks: Mapping[tuple[str, int], Mapping[str, int]]
+    """(split, epoch) → status → Tasks."""
+    records: Mapping[str, Mapping[str, int]]
+    """split → status as people read it (``SHOWN_STATUSES``) → Records."""
+    data: Mapping[str, Mapping[str, int]]
+    """split → status → training data."""
+    quarantined_because: str | None
+    failures: Sequence[FailureCount]
+    """Failed attempts by kind, the most frequent first, then groups."""
+    rates: Rates
+    engines: Sequence[EngineRow]
+    past_outages: Sequence[Outage]
+    """What was down, the latest first."""
+    evaluations: Sequence[Evaluation]
+    """Oldest first."""
+    settings: Sequence[RunSettings]
+    """The settings that the processes of the run agree on."""
+    configurations: Sequence[RunSettings]
+    """The resolved configuration of each role."""
+    disk: Disk
+
+    @property
+    def at(self) -> datetime:
+        """The server's time."""
+        return self.liveness.at
+
+    @property
+    def empty(self) -> bool:
+        """Whether the database holds nothing of a run."""
+        return not (self.tasks or self.records or self.engines or self.steps or self.planned)
+
+    @property
+    def trainer_alive(self) -> bool:
+        """Whether a trainer holds the lease, by the server's clock."""
+        return self.lease.is_held(self.at)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last trainer reached ``--max_steps`` or the end of the data."""
+        return not self.trainer_alive and self.lease.ended is TrainerEnd.FINISHED
+
+    @property
+    def activity(self) -> Activity:
+        """What the run does now."""
+        return activity_of(
+            trainer=self.trainer_alive, samplers=bool(self.liveness.claims),
+            engines=bool(self.liveness.live_engines), ended=self.lease.ended,
+        )  # fmt: skip
+
+    @property
+    def tasks_by_split(self) -> dict[str, dict[str, int]]:
+        """Split → status → Tasks of all epochs."""
+        counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for (split, _), by_status in self.tasks.items():
+            for status, count in by_status.items():
+                counts[split][status] += count
+        return {split: dict(by_status) for split, by_status in counts.items()}
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """What waits between the processes of the train split: groups as tasks, else trajectories."""
+        tasks, data = self.tasks_by_split.get(TRAIN, {}), self.data.get(TRAIN, {})
+        return {
+            **{f"tasks_{status.value}": tasks.get(status.value, 0) for status in TaskStatus},
+            "waiting_for_score": self.liveness.waiting_for_score,
+            **{
+                f"data_{status.value}": data.get(status.value, 0)
+                for status in (DataStatus.READY, DataStatus.PLANNED, DataStatus.TRAINED)
+            },
+        }
+
+    def is_alive(self, engine: EngineRow) -> bool:
+        """Return whether an engine is neither stopped nor silent."""
+        return engine.id in {live.id for live in self.liveness.live_engines}
+
+    def state_of(self, evaluation: Evaluation) -> str:
+        """Return the status of an evaluation as people read it."""
+        silent = (self.at - evaluation.seen_at).total_seconds() > SEEN_SECONDS
+        if silent and evaluation.status is EvaluationStatus.RUNNING:
+            return "lost: its process is silent"
+        return str(evaluation.status)
+
+    def flag(self, name: str) -> Any:
+        """Return the value of a flag in the first stored configuration that has it; None without one."""
+        return _flag(self.configurations, name)
+
+
+class SnapshotReader:
+    """Reads snapshots of a run. Its cache keeps committed steps, and each count for some seconds."""
+
+    def __init__(self, store: Store, cache: Cache | None = None) -> None:
+        self._store = store
+        self._cache = Cache() if cache is None else cache
+
+    async def read(self, alive_seconds: float | None = None) -> RunSnapshot:
+        """Return the run as it is now.
+
+        An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
+        """
+        store, counts = self._store, self._store.counts
+        configurations = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        if alive_seconds is None:
+            alive_seconds = _alive_seconds(configurations)
+        liveness = await store.services.liveness(TRAIN, alive_seconds)
+        reads: dict[str, Awaitable[Any]] = {
+            "lease": store.trainer_lease.read(),
+            "steps": self.steps(),
+            "planned": self._planned(),
+            "tasks": self.tasks(),
+            "records": self._cached("records", counts.records, stale=_STALE_SECONDS),
+            "data": self._cached("data", counts.data, stale=_STALE_SECONDS),
+            "quarantined_because": counts.quarantined_because(),
+            "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
+            "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
+            "engines": self._cached("engines", store.views.engines),
+            "past_outages": store.outages.past(_PAST_OUTAGES),
+            "evaluations": self._cached("evaluations", store.evaluations.all),
+            "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
+            "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
+        }
+        found = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **found)
+
+    async def steps(self) -> list[StepRow]:
+        """Return the committed steps, oldest first. Only new ones are read: a committed step is final.
+
+        A trainer that resumes from a checkpoint undoes steps; then all are read again.
+        """
+        known = cast("list[StepRow] | None", self._cache.peek(("steps", self._store.run_name))) or []
+
+        async def read() -> list[StepRow]:
+            steps = self._store.views.steps
+            if known:
+                newer = await steps(status=APPLIED_STEPS, after=known[-1].step - 1, last=MAX_STEPS)
+                if newer and newer[0].id == known[-1].id:
+                    return [*known[:-1], *newer]
+            return await steps(status=APPLIED_STEPS, last=MAX_STEPS)
+
+        return await self._cached("steps", read, 0.5)
+
+    async def tasks(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Return (split, epoch) → status → Tasks."""
+        return await self._cached("tasks", self._store.counts.tasks, stale=_STALE_SECONDS)
+
+    async def details(self) -> Details:
+        """Return what the tables of ``agentrl audit run`` add."""
+        counts = self._store.counts
+        return Details(
+            groups=await counts.groups(),
+            data=await counts.stored(),
+            lengths=await counts.lengths(),
+            prompts=await counts.prompts(),
+            environments=await counts.environments(),
+            versions=await Versions(self._store.connection).published(_LAST_VERSIONS),
+            steps=await self._store.views.steps(last=_LAST_STEPS),
+        )
+
+    async def _planned(self) -> StepRow | None:
+        unfinished = (StepStatus.PLANNING, StepStatus.PLANNED)
+        found = await self._store.views.steps(status=unfinished, last=1)
+        return found[-1] if found else None
+
+    async def _cached(
+        self, name: str, read: Callable[[], Awaitable[T]], seconds: float = _COUNT_SECONDS, stale: float = 0.0
+    ) -> T:
+        return await self._cache.get((name, self._store.run_name), seconds, read, stale=stale)
+
+
+def stated_alive_seconds(configs: Configs) -> float | None:
+    """Return the age of a heartbeat above which an engine is dead, if ``--heartbeat_seconds`` was given."""
+    return configs[EngineConfig].alive_seconds if "heartbeat_seconds" in configs.given else None
+
+
+def _flag(configurations: Sequence[RunSettings], name: str) -> Any:
+    found = (configuration.values.get(name) for configuration in configurations)
+    return next((value for value in found if value is not None), None)
+
+
+def _alive_seconds(configurations: Sequence[RunSettings]) -> float:
+    """Return the age of a heartbeat above which an engine of the run is dead."""
+    seconds = _flag(configurations, "heartbeat_seconds")
+    if isinstance(seconds, int | float) and seconds > 0:
+        return EngineListConfig(heartbeat_seconds=float(seconds)).alive_seconds
+    return EngineListConfig().alive_seconds

@@ -1,0 +1,139 @@
+"""What the dashboard's pages compute: tokens, comparisons, signs of reward hacking, filters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from snapshots import short_call as call
+
+from agentrl.dashboard.failures import BadQueryError
+from agentrl.dashboard.pages.compare import pair_turns
+from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
+from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
+from agentrl.dashboard.query import read_form
+from agentrl.documents.base import now
+from agentrl.store.views.rewards import ScoredTrajectory
+from agentrl.store.views.tokens import CallTokens, StepValues
+
+
+def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:
+    return CallTokens(
+        call=call(0, None), ids=np.asarray([7, 8, 9], np.int32), logprobs=np.asarray(logprobs, np.float32),
+        versions=np.asarray([1, 1, -1], np.int32), advantages=np.asarray(advantages, np.float32),
+    )  # fmt: skip
+
+
+def test_a_token_has_a_level_of_the_chosen_value_and_all_values_in_words() -> None:
+    nan = float("nan")
+    tokens = tokens_of([0.5, -1.0, nan], [0.0, -60.0, nan])
+    levels = {colour: [view.level for view in token_views(tokens, colour, None)] for colour in Colour}
+    assert levels == {
+        Colour.LOGPROB: ["s0", "s7", None], Colour.ADVANTAGE: ["p2", "n4", None],
+        Colour.VERSION: ["v1", "v1", None], Colour.TRAINED: ["p3", "p3", None],
+        Colour.RATIO: [None] * 3, Colour.ENTROPY: [None] * 3,
+    }  # fmt: skip
+    views = token_views(tokens, Colour.LOGPROB, lambda number: "\x1b" * (number == 8) or "a")
+    assert [view.text for view in views] == ["a", "\x1b", "a"]
+    assert views[0].detail == (
+        "token 0 · id 7 · logprob 0.000 (probability 1) · policy version 1 · trained, advantage +0.500"
+    )
+    assert views[2].detail == "token 2 · id 9 · no logprob · version unknown · not trained"
+    assert [view.place for view in token_views(tokens, Colour.LOGPROB, None, start=2)] == [2]
+    zero = [view.level for view in token_views(tokens_of([0.0] * 3, [0.0] * 3), Colour.ADVANTAGE, None)]
+    assert zero == ["p0"] * 3
+    assert PAGE > 0
+    assert decoder("/no/such/folder") is None
+
+
+def test_ratio_and_entropy_are_those_of_a_step_and_small_drifts_are_plain() -> None:
+    nan = float("nan")
+    tokens = tokens_of([0.5, -1.0, nan], [0.0, -60.0, nan])
+
+    def levels(colour: Colour, values: list[float]) -> list[str | None]:
+        array = np.asarray(values, np.float32)
+        return [view.level for view in token_views(tokens, colour, None, values=StepValues(array, array))]
+
+    assert levels(Colour.RATIO, [0.0, -0.019, nan]) == ["p0", "p0", None]
+    assert levels(Colour.RATIO, [0.05, -0.2, -0.5]) == ["p1", "n2", "n3"]
+    assert levels(Colour.RATIO, [1e4, -1.5, 0.3]) == ["p4", "n4", "p3"]
+    assert levels(Colour.ENTROPY, [0.0, 0.5, nan]) == ["s0", "s1", None]
+    assert levels(Colour.ENTROPY, [3.6, 9.0, -0.001]) == ["s7", "s7", "s0"]
+    assert levels(Colour.LOGPROB, [0.0, 0.0, 0.0]) == ["s0", "s7", None]
+    values = StepValues(np.asarray([0.25, 9e4, nan], np.float32), np.asarray([1.5, 0.0, nan], np.float32))
+    views = token_views(tokens, Colour.RATIO, None, values=values)
+    assert views[0].detail.endswith(
+        "trained, advantage +0.500 · ratio 1.284 (log-ratio +0.2500 nats) · entropy 1.500 nats"
+    )
+    assert views[1].ratio == pytest.approx(np.exp(700.0))
+    assert views[2].detail.endswith("not trained")
+    assert (views[2].ratio, views[2].entropy) == (None, None)
+    assert [level for level, _ in legend_of(tokens, Colour.RATIO)] == [
+        "n4", "n3", "n2", "n1", "p0", "p1", "p2", "p3", "p4"
+    ]  # fmt: skip
+    assert dict(legend_of(tokens, Colour.RATIO))["p0"] == "0.98 to 1.02: as at sampling"
+    assert legend_of(tokens, Colour.ENTROPY)[-1] == ("s7", "above 3.5 nats: the policy is uncertain")
+
+
+def test_two_trajectories_part_at_their_first_difference() -> None:
+    same, other = call(0, None, "I add 2 and 2"), call(1, 0, "It is 4")
+    pairs = pair_turns([same, other], [same, replace(other, response={"content": "It is 5"}), call(2, 1)])
+    assert [(pair.is_same, pair.parts_here) for pair in pairs] == [
+        (True, False),
+        (False, True),
+        (False, False),
+    ]
+    assert pairs[1].left is not None
+    assert pairs[1].right is not None
+    assert (pairs[1].left.same, pairs[1].left.rest) == ("I", " think\nIt is 4")
+    assert pairs[1].right.rest == "t is 5"
+    assert pairs[2].left is None
+
+
+def row(
+    task: str, number: int, score: float, tokens: int, *, answer: str | None = "4", **opinions: float
+) -> ScoredTrajectory:
+    return ScoredTrajectory(
+        id=f"{task}/{number}", task=task, score=score, generated_tokens=tokens, turns=1, tool_calls=0,
+        answer=answer, opinions=opinions, judges=frozenset({"judge"} & opinions.keys()), created_at=now(),
+    )  # fmt: skip
+
+
+def test_a_score_that_grows_with_length_is_found() -> None:
+    rows = [row(f"t{task}", n, n / 4, 100 * n + 10 * task) for task in range(10) for n in range(4)]
+    found = dependence("generated tokens", rows)
+    assert found.correlation == pytest.approx(1.0, abs=0.05)
+    assert found.within_groups == pytest.approx(1.0)
+    assert sum(item.count for item in found.bins) == len(rows)
+    assert found.bins[0].mean_score < found.bins[-1].mean_score
+    assert all(dependence(name, []).correlation is None for name in VALUES)
+    assert dependence("turns", rows).correlation is None
+    assert edges([]) == []
+    assert edges(rows)[0].trajectories[0].id == "t0/3"
+
+
+def test_repeated_answers_and_scorers_that_disagree_are_found() -> None:
+    rows = [
+        row("a", 0, 1.0, 5, answer="I  cannot", judge=1.0, exact=0.0),
+        row("b", 0, 1.0, 6, answer="i cannot", judge=1.0, exact=1.0),
+        row("b", 1, 0.0, 7, answer=None),
+    ]
+    (repeated,) = repeated_answers(rows)
+    assert (repeated.answer, repeated.tasks, repeated.mean_score) == ("i cannot", 2, 1.0)
+    (pair,) = disagreements(rows)
+    assert (pair.one, pair.other, pair.count, pair.disagree) == ("exact", "judge", 2, 1)
+    assert pair.with_judge
+    assert [each.id for each in pair.apart] == ["a/0"]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["min_score", "max_tokens", "step", "version", "text", "status", "order"])
+@pytest.mark.parametrize("value", ["[" * 200_000, "9" * 311, "nan", "1e999", "$where"])
+def test_a_hostile_filter_is_refused_or_literal(name: str, value: str) -> None:
+    if name == "text" and len(value) < 100:
+        assert read_form({name: value}).wanted.text == value
+        return
+    with pytest.raises(BadQueryError) as caught:
+        read_form({name: value})
+    assert len(caught.value.detail) < 200

@@ -1,0 +1,186 @@
+"""The screens of ``agentrl status``: 80 columns, text of others without control characters, a lost server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from snapshots import NOW, engine, snapshot, step_row
+
+from agentrl.cli import status as command
+from agentrl.documents.outage import Outage
+from agentrl.documents.run import TrainerLease
+from agentrl.documents.status import TrainerEnd
+from agentrl.errors import ConfigError, StoreUnavailableError
+from agentrl.observe.terminal import excerpt
+from agentrl.snapshot.as_json import status_json
+from agentrl.snapshot.findings import findings
+from agentrl.snapshot.snapshot import RunSnapshot
+from agentrl.snapshot.status_screen import amount, render_run_status, sparkline
+from agentrl.store.views.rows import Disk, FailureCount, Rates
+from agentrl.store.views.runs import activity_of
+
+
+def _status(**changes: Any) -> RunSnapshot:
+    steps = [
+        step_row(
+            step, planned_at=NOW - timedelta(minutes=10 - step), reward=step / 10, pass_rate=0.5,
+            committed_at=NOW - timedelta(minutes=10 - step), staleness_mean=0.5, staleness_max=1.0,
+            metrics={"tokens_per_second": 1234.5, "kl_k3": float("nan")},
+        )
+        for step in (1, 2, 3)
+    ]  # fmt: skip
+    outage = Outage(
+        id="o", dependency="tool server search", by="host-8", why="refused \x1b[31m[red]", held=3,
+        began_at=NOW - timedelta(seconds=30),
+    )  # fmt: skip
+    liveness = {
+        "claims": {"host-8": 12}, "waiting_for_score": 2, "engines": (engine(120.0),), "outages": [outage],
+    }  # fmt: skip
+    fields: dict[str, Any] = {
+        "steps": steps, "liveness": liveness | changes.pop("liveness", {}),
+        "tasks": {
+            ("train", 0): {"completed": 9}, ("train", 1): {"created": 4, "running": 3, "waiting": 1},
+        },
+        "data": {"train": {"ready": 16, "planned": 8, "trained": 192}},
+        "rates": Rates(
+            seconds=300.0, trajectories=40, scored=30, failed=2, generated_tokens=6000, mean_score=0.25
+        ),
+        "lease": TrainerLease(owner="host-7", host="host", pid=7, lease_expires_at=NOW + timedelta(hours=1)),
+        "failures": [FailureCount(kind="tool", count=2, message="\x1b]0;title\x07went\u202e away [b]x[/b]")],
+        "disk": Disk(run=3 * 2**30, free=2**40, total=2**41),
+    }  # fmt: skip
+    return snapshot(**(fields | changes))
+
+
+def _printed(run: RunSnapshot, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, markup=False, highlight=False).print(render_run_status(run))
+    return out.getvalue()
+
+
+def test_the_screen_fits_80_columns_and_says_what_is_wrong() -> None:
+    page = _printed(_status())
+    assert max(len(line) for line in page.splitlines()) <= 80
+    flat = " ".join(page.split())
+    parts = [
+        "demo training", "step 3 7 min ago 60 steps/h", "reward 0.300 ▁▄█", "6.0 scored trajectories/min",
+        "trainer host-7", "host-8 (12)", "http://e local dead",
+        "groups: 4 to come, 3 open, 1 to finalize, 9 done; trajectories: 2 to score, 16 ready, 8 planned",
+        "tool 2 went away [b]x[/b]", "database 3.0 GiB, 1.0 TiB free on the server",
+    ]  # fmt: skip
+    assert [part for part in parts if part not in flat] == []
+    found = findings(_status())
+    assert found[0].what.startswith("tool server search is down for 30.0 s; 3 calls wait for it: refused")
+    assert len(found) == 3
+    for finding in found:
+        assert excerpt(finding.what, 400) in flat
+        assert f"→ {finding.hint}" in flat
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+def test_an_empty_run_has_a_screen() -> None:
+    nobody = {"claims": {}, "engines": (), "outages": (), "last_claim": None}
+    page = _printed(_status(steps=[], tasks={}, failures=[], lease=TrainerLease(), liveness=nobody))
+    assert "demo  empty" in page
+    assert "no optimizer step yet" in page
+
+
+def test_a_healthy_run_and_a_finished_one_say_so() -> None:
+    assert "healthy    nothing is down" in _printed(snapshot())
+    quiet: dict[str, Any] = {"claims": {}, "outages": []}
+    page = _printed(_status(lease=TrainerLease(ended=TrainerEnd.FINISHED), liveness=quiet))
+    assert "demo  finished" in page
+    assert "trainer    finished" in page
+    assert "healthy" not in page
+
+
+@pytest.mark.parametrize(
+    ("trainer", "samplers", "engines", "ended", "activity"),
+    [
+        (True, True, True, None, "training"),
+        (False, True, True, TrainerEnd.FINISHED, "sampling"),
+        (False, False, True, TrainerEnd.FINISHED, "finished"),
+        (False, False, True, TrainerEnd.STOPPED, "serving"),
+        (False, False, False, TrainerEnd.STOPPED, "idle"),
+        (False, False, False, None, "idle"),
+    ],
+)
+def test_activities(
+    trainer: bool, samplers: bool, engines: bool, ended: TrainerEnd | None, activity: str
+) -> None:
+    assert activity_of(trainer=trainer, samplers=samplers, engines=engines, ended=ended) == activity
+
+
+def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
+    value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
+    keys = (
+        "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
+        " disk output_free state findings"
+    )
+    assert set(value) == set(keys.split())
+    assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}
+    assert value["at"] == NOW.isoformat()
+    assert (value["activity"], value["state"]) == ("training", "training")
+    assert value["trainer"] == {"owner": "host-7", "host": "host", "pid": 7, "alive": True}
+    assert value["queues"] == {
+        "tasks_created": 4, "tasks_running": 3, "tasks_waiting": 1, "tasks_completed": 9,
+        "waiting_for_score": 2, "data_ready": 16, "data_planned": 8, "data_trained": 192,
+    }  # fmt: skip
+    engine_keys = {
+        "url", "engine", "status", "alive", "policy_version", "running_requests", "heartbeat", "detail"
+    }  # fmt: skip
+    assert engine_keys <= set(value["engines"][0])
+    assert value["engines"][0]["alive"] is False
+    assert value["findings"][0]["severity"] == "bad"
+
+
+def test_a_sparkline_leaves_gaps() -> None:
+    assert sparkline([0.0, None, 1.0, float("nan"), 0.5]) == "▁ █ ▄"
+    assert sparkline([1.0]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+
+
+def test_amounts_have_units() -> None:
+    assert [amount(size) for size in (0, 1023, 1536, 5 * 2**40)] == ["0 B", "1023 B", "1.5 KiB", "5.0 TiB"]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_an_interval_that_is_too_short_is_refused(seconds: str) -> None:
+    with pytest.raises(ConfigError, match="--interval_seconds"):
+        command.StatusFlags(interval_seconds=float(seconds))
+
+
+async def test_the_last_screen_stays_while_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(
+        "agentrl.observe.terminal.stdout_console",
+        lambda: Console(file=out, force_terminal=True, width=80, height=20),
+    )
+    answers = [Text("first screen"), StoreUnavailableError("MongoDB does not answer"), Text("second screen")]
+    read_all = asyncio.Event()
+
+    async def read() -> command._Reading:
+        if not answers:
+            read_all.set()
+            await asyncio.Event().wait()
+        answer = answers.pop(0)
+        if isinstance(answer, StoreUnavailableError):
+            raise answer
+        return command._Reading(None, answer)
+
+    watching = asyncio.create_task(command._watch(read, 0.0))
+    await asyncio.wait_for(read_all.wait(), 10)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    shown = out.getvalue()
+    assert "not up to date: MongoDB does not answer" in shown
+    assert shown.rindex("second screen") > shown.index("not up to date")

@@ -1,0 +1,155 @@
+"""The pages of trajectories, rendered from hand-made documents: a list, and one turn by turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import snapshots as documents
+from snapshots import printed, rows
+
+from agentrl.documents.gateway import ReportedReward
+from agentrl.documents.harness import CommandRun, Ending, HarnessRun
+from agentrl.documents.record import Failure
+from agentrl.documents.status import CallStatus, RecordStatus, StopReason
+from agentrl.snapshot.trajectory_page import render_rows, render_trajectory
+from agentrl.store.views.read import WholeTrajectory
+
+RUN = CommandRun(
+    ended=Ending.EXITED, exit_code=0, seconds=2.5, memory_mb=100.0, stdout="hi \x1b[31mred\n", stdout_bytes=9
+)
+TESTS = replace(
+    RUN, ended=Ending.NONZERO_EXIT, exit_code=1, stdout="", stderr="1 test failed", stderr_bytes=13
+)
+
+
+def test_a_trajectory_reads_turn_by_turn() -> None:
+    page = printed(
+        render_trajectory(
+            WholeTrajectory(record=documents.record(), calls=documents.two_turns(), trained_at_steps=(6,))
+        )
+    )
+    expected = [
+        "train/0/task_001/3/1  TRAINED  score 1.000",
+        "2 turns · 1 tool calls · 0 context resets · 42 generated tokens · last prompt 140 tokens · policy"
+        " version 4–5",
+        "model calls 2.50 s · tools 0.02 s · scoring 0.75 s",
+        "advantage +0.500 · trained at step 6",
+        "turn 1 · version 4 · 100 prompt tokens (0 cached) + 20 generated in 1.25 s · stop",
+        "system",
+        "  You may calculate.",
+        "user",
+        "  What is 17 * 23?",
+        "assistant",
+        "  I use the tool.",
+        '  → calculate(expression="17 * 23")',
+        "  ← result from calc in 0.012 s",
+        "    391",
+        "turn 2 · version 4 [0, 5), 5 [5, 22)",
+        "  <answer>391</answer>",
+        "stopped    answered",
+        "answer     391",
+        'score      1.000  {"verdict": "equal"}',
+    ]
+    places = [page.find(line) for line in expected]
+    assert -1 not in places, expected[places.index(-1)]
+    assert places == sorted(places)
+    assert page.count("calculate(") == 1
+    assert "tool\n" not in page.split("turn 2")[1]
+
+
+def test_a_failed_attempt_says_why() -> None:
+    failed = documents.record(
+        status=RecordStatus.FAILED, score=None, advantage=None, final_answer=None,
+        stop_reason=StopReason.FAILED,
+        failure=Failure(kind="tool", message="the server went away"), completed_at=None, score_details={},
+    )  # fmt: skip
+    page = printed(render_trajectory(WholeTrajectory(record=failed, failures=[failed])))
+    assert "attempt 1 " in page
+    assert "FAILED  score –" in page
+    assert "not trained" in page
+    assert "failed     tool: the server went away" in page
+    assert "answer     –" in page
+
+
+def test_malformed_calls_and_context_resets_are_shown() -> None:
+    broken = documents.call(
+        1, parent=None, status=CallStatus.FORMAT_ERROR, error="arguments are no JSON",
+        response={"content": None, "tool_calls": [{"name": "calculate", "arguments": "{17"}]},
+        messages=({"role": "user", "content": [{"type": "text", "text": "part one"}]},),
+    )  # fmt: skip
+    page = printed(
+        render_trajectory(WholeTrajectory(record=documents.record(), calls=[documents.call(0), broken]))
+    )
+    assert "the context was reset" in page
+    assert "formaterror" in page
+    assert "→ calculate({17)" in page
+    assert "arguments are no JSON" in page
+    assert "  part one" in page
+
+
+def test_what_a_model_writes_cannot_touch_the_terminal() -> None:
+    evil = "[red]markup[/] \x1b[2J\x1b]0;title\x07 \x1b]8;;http://x\x1b\\link \x9b31m \u202e :smile: \x00"
+    message = {"role": evil, "content": evil}
+    turn = documents.call(0, response={"content": evil}, messages=(message,), error=evil)
+    page = printed(
+        render_trajectory(
+            WholeTrajectory(record=documents.record(query=evil, final_answer=evil, owner=evil), calls=[turn])
+        )
+    )
+    assert not [letter for letter in page if ord(letter) < 32 and letter != "\n"]
+    assert not {"\x7f", "\x9b", "\u202e"} & set(page)
+    assert "[red]markup[/]" in page
+    assert ":smile:" in page
+    assert "title" not in page
+
+
+def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
+    main, side = documents.call(0), documents.call(1, parent=None, opens_branch=True, role="critic")
+    again = documents.call(2, parent=main.id, messages=({"role": "user", "content": "and now"},))
+    record = documents.record(
+        train_rule="main", untrained_calls=(1,), trace_id="ab" * 16,
+        reported_reward=ReportedReward(score=0.75, details={"by": "me"}, turn_rewards={"2": 0.5, "0": -1}),
+    )  # fmt: skip
+    page = printed(render_trajectory(WholeTrajectory(record=record, calls=[main, side, again])))
+    for line in (
+        f"trace {'ab' * 16}",
+        "train rule main: it chooses 2 of 3 model calls",
+        "stop · role critic · not trained",
+        "a new branch: this is the whole prompt",
+        "stop · continues turn 1",
+        'reported   score 0.750 by the agent, turn 1 -1, turn 3 +0.5  {"by": "me"}',
+    ):
+        assert line in page, line
+    assert rows(page, "1 ") == [["1", "2", "role", "critic", "no"]]
+    assert rows(page, "2 ")[-1] == ["2", "1", "3", "main", "yes", "and", "now"]
+    assert "context was reset" not in page
+
+
+def test_records_are_listed_with_their_reasons() -> None:
+    failed = documents.row(
+        id="train/0/a/0/1", status=RecordStatus.FAILED, failure=Failure(kind="engine", message="gone"),
+        score=None, advantage=None, final_answer=None, min_version=None, max_version=None,
+    )  # fmt: skip
+    unused = documents.row(id="train/0/b/0/1", status=RecordStatus.ABANDONED, abandoned_because="zero_spread")
+    page = printed(render_rows([documents.row(), failed, unused]))
+    assert rows(page, "train/0/task_001")[0][1:6] == ["trained", "answered", "391", "1.000", "+0.500"]
+    assert rows(page, "train/0/a")[0][1:5] == ["failed", "engine:", "gone", "–"]
+    assert rows(page, "train/0/b")[0][1:3] == ["abandoned", "zero_spread"]
+
+
+def test_a_harness_shows_ending_output_diff_and_tests() -> None:
+    harness = HarnessRun(
+        run=RUN, changed_files=("a.py",), changes=1, diff="--- a/a.py\n+++ b/a.py\n", scoring=TESTS
+    )
+    shown = replace(documents.record(), harness=HarnessRun.from_document(harness.to_document()))
+    assert shown.harness == harness
+    text = printed(render_trajectory(WholeTrajectory(record=shown)), 100)
+    assert "\x1b" not in text
+    for part in (
+        "exited · exit code 0 · 2.5 s",
+        "1 files changed: a.py",
+        "+++ b/a.py",
+        "1 test failed",
+        "hi ",
+    ):
+        assert part in text
