@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import small_run as run
+from agentrl.store.views.run_status import RunStatuses
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents import base
@@ -17,7 +18,6 @@ from agentrl.documents.images import Image
 from agentrl.documents.serving import InferenceService
 from agentrl.store.admin.image_retention import ImageRetention
 from agentrl.store.client import Store, open_store
-from agentrl.store.views.run_status import RunStatuses
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack]
 
