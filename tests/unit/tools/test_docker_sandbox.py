@@ -56,6 +56,8 @@ async def test_programs_of_a_trajectory_run_in_one_container_that_is_removed_at_
     assert (first.stdout, first.succeeded) == ("hello\n", True)
     assert (second.stdout, second.exit_code, second.exceeded) == ("x\n", 3, None)
     commands = [line.split()[0] for line in (docker / "log").read_text().splitlines()]
+    if commands[0] == "ps":  # the first container of a process looks for those of killed ones
+        del commands[0]
     assert (commands[0], commands[-1], commands.count("run"), commands.count("rm")) == ("run", "rm", 1, 1)
 
 
