@@ -158,14 +158,14 @@ def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], 
 @contextmanager
 def _source(config: HarnessConfig) -> Iterator[Path | None]:
     """Yield the folder that the working directory is copied from; None for an empty one."""
-    if config.bundle is None:
-        yield config.template
+    if config.workspace.bundle is None:
+        yield config.workspace.template
         return
     with tempfile.TemporaryDirectory(prefix="agentrl-bundle-") as folder:
         clone = Path(folder) / "clone"
-        _git(config, "clone", "--quiet", str(config.bundle), str(clone))
-        if config.ref is not None:
-            _git(config, "-C", str(clone), "checkout", "--quiet", config.ref)
+        _git(config, "clone", "--quiet", str(config.workspace.bundle), str(clone))
+        if config.workspace.ref is not None:
+            _git(config, "-C", str(clone), "checkout", "--quiet", config.workspace.ref)
         _git(config, "-C", str(clone), "remote", "remove", "origin")
         yield clone
 
@@ -185,9 +185,10 @@ def _git(config: HarnessConfig, *words: str) -> None:
         raise ConfigError(f"{config.source}: workspace.bundle needs git", hint="install git") from error
     except subprocess.SubprocessError as error:
         said = getattr(error, "stderr", None) or str(error)
+        bundle, ref = config.workspace.bundle, config.workspace.ref
         raise ConfigError(
-            f"{config.source}: workspace.bundle {config.bundle} with ref {config.ref!r} cannot be checked"
-            f" out: {str(said).strip()[-500:]}",
+            f"{config.source}: workspace.bundle {bundle} with ref {ref!r} cannot be checked out:"
+            f" {str(said).strip()[-500:]}",
             hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
         ) from error
 
