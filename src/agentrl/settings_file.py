@@ -49,11 +49,13 @@ class SettingsFile:
             return validate(kind, given, folder=self.path.parent)
         except ValidationError as error:
             found = problems_of(error, value, *place, whole="the file")
-        first, *more = found
-        if not more:
-            raise self.error(first.text, *first.place, hint=first.hint)
-        listed = [f"{self._where(each.place)}: {each.text}" for each in found]
-        raise ConfigError("\n  ".join(listed), hint=first.hint or self.hint)
+        if len(found) == 1:
+            raise self.error(found[0].text, *found[0].place, hint=found[0].hint)
+        listed = [
+            f"{self._where(each.place)}: {each.text}" + (f" ({each.hint})" if each.hint else "")
+            for each in found
+        ]
+        raise ConfigError("\n  ".join(listed), hint=self.hint)
 
     def expand(self, value: Any, *place: str | int, keep: str = "") -> Any:
         """Return ``value`` with ``${NAME}`` and ``${NAME:-default}`` in its texts replaced, except ``keep``.

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -37,20 +38,27 @@ _SECRET = re.compile(r"key|token|secret|password|headers|authorization", re.IGNO
 
 
 class Settings:
-    """Base of the dataclasses that users write: an unknown key is an error with the nearest known one."""
+    """Base of the dataclasses that users write.
+
+    An unknown key is an error that names the nearest known one. A key without a value has its default.
+    """
 
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], CoreSchema]) -> CoreSchema:
+        hints = get_type_hints(source)
         known = [item.name for item in dataclasses.fields(source)]
+        nullable = {name for name in known if NoneType in get_args(hints[name])}
 
         def refuse_unknown_keys(given: Any) -> Any:
-            for key in given if isinstance(given, Mapping) else ():
+            if not isinstance(given, Mapping):
+                return given
+            for key in given:
                 if key not in known:
                     raise PydanticCustomError("unknown_key", "unknown", {"key": key, "known": known})
-            return given
+            return {key: value for key, value in given.items() if value is not None or key in nullable}
 
         return no_info_before_validator_function(refuse_unknown_keys, handler(source))
 
@@ -196,6 +204,7 @@ PlainText = Annotated[str, BeforeValidator(_as_text)]
 """Text; numbers and booleans of YAML are read as they are written."""
 Switch = Annotated[bool, Strict()]
 Whole = Annotated[int, Strict()]
+Count = Annotated[int, Strict(), Field(ge=0)]
 PositiveWhole = Annotated[int, Strict(), Field(gt=0)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Positive = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
