@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -84,12 +84,12 @@ def broken(text: str, *place: str | int, hint: str | None = None) -> PydanticCus
 
 def validate(kind: type[T], given: Any, *, folder: Path | None = None) -> T:
     """Return ``given`` as ``kind``; ``folder`` is that of relative paths. Raises a ValidationError."""
-    found: T = _adapter(kind).validate_python(given, context=folder)
+    found: T = _adapter(cast("Hashable", kind)).validate_python(given, context=folder)
     return found
 
 
 @cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
@@ -160,10 +160,13 @@ def _shown(value: Any, place: Place) -> str:
 
 _EXPECTED: Mapping[str, str] = {
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "bool_type": "true or false",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
     "float_type": "a number",
+    "float_parsing": "a number",
     "finite_number": "a finite number",
     "list_type": "a list",
     "tuple_type": "a list",
