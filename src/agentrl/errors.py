@@ -109,6 +109,16 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return nearest(name, names) or f"choose one of {', '.join(names)}"
 
 
+Place = tuple[str | int, ...]
+"""The keys and list indexes that lead to a value of a file."""
+
+
+def dotted(place: Place) -> str:
+    """Return a place as errors show it, such as ``servers.calc.args[0]``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")
+
+
 class ConfigError(AgentRLError):
     """A flag, YAML key or configuration file is wrong."""
 

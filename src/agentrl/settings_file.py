@@ -12,12 +12,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, Place, dotted
 
 T = TypeVar("T")
-
-Place = tuple[str | int, ...]
-"""The keys and list indexes that lead to a value of a file."""
 
 _VARIABLE = re.compile(r"\$\{(?:env:)?([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
@@ -120,12 +117,6 @@ def _parsed(path: Path, hint: str, mtime_ns: int, size: int) -> SettingsFile:
     text = path.read_text(encoding="utf-8")
     content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     return SettingsFile(path, content, hint, text)
-
-
-def dotted(place: Place) -> str:
-    """Return a place as errors show it, such as ``servers.calc.args[0]``."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return text.removeprefix(".")
 
 
 def _line_of(text: str, place: Place) -> int | None:

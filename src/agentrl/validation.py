@@ -28,8 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from agentrl.errors import ConfigError, did_you_mean, nearest
-from agentrl.settings_file import Place, dotted
+from agentrl.errors import ConfigError, Place, did_you_mean, dotted, nearest
 
 T = TypeVar("T")
 
@@ -175,6 +174,7 @@ _EXPECTED: Mapping[str, str] = {
     "mapping_type": "a mapping",
     "dataclass_type": "a mapping",
     "path_type": "a path",
+    "less_than": "below {lt:g}",
     "greater_than": "above {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",

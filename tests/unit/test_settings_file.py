@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.errors import ConfigError
-from agentrl.settings_file import SettingsFile, dotted, read_settings
+from agentrl.errors import ConfigError, dotted
+from agentrl.settings_file import SettingsFile, read_settings
 from agentrl.validation import BesideFile, PositiveWhole, Settings, Text
 
 
