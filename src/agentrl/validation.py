@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from agentrl.errors import ConfigError, Place, did_you_mean, dotted, nearest
+from agentrl.errors import AgentRLError, ConfigError, Place, did_you_mean, dotted, nearest
 
 T = TypeVar("T")
 
@@ -97,13 +97,15 @@ def problems_of(error: ValidationError, given: Any, *place: str | int, whole: st
     return [_problem(item, given, place, whole) for item in error.errors(include_url=False)]
 
 
-def read_config(kind: type[T], given: Any, where: str, *, hint: str) -> T:
-    """Return ``given``, which is in no file, as ``kind``. Raises ConfigError that begins with ``where``."""
+def read_config(
+    kind: type[T], given: Any, where: str, *, hint: str, error: type[AgentRLError] = ConfigError
+) -> T:
+    """Return ``given``, which is in no file, as ``kind``. Raises ``error``, which begins with ``where``."""
     try:
         return validate(kind, given)
-    except ValidationError as error:
-        problem = problems_of(error, given)[0]
-        raise ConfigError(f"{where}: {problem.text}", hint=problem.hint or hint) from error
+    except ValidationError as found:
+        problem = problems_of(found, given)[0]
+        raise error(f"{where}: {problem.text}", hint=problem.hint or hint) from found
 
 
 def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Problem:
