@@ -12,7 +12,7 @@ import os
 from typing import Any, NoReturn
 
 from agentrl.cli.commands import COMMANDS
-from agentrl.config.collect_parser import collect
+from agentrl.config.arguments import collect
 from agentrl.config.load import CommandParser
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError

@@ -1,9 +1,11 @@
-"""Make arguments of argparse from the fields of flag dataclasses: for parsing, ``--help`` and completion."""
+"""Make arguments of argparse from the fields of flag dataclasses, and show completion a command's parser."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
+from contextvars import ContextVar
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -83,3 +85,33 @@ def _boolean(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in _TRUE
+
+
+_collecting: ContextVar[bool] = ContextVar("agentrl_collects_parsers", default=False)
+
+
+class CollectedParser(BaseException):
+    """Ends a command where it would parse its words; ``parser`` is its parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser, command: str) -> None:
+        super().__init__(command)
+        self.parser = parser
+        self.command = command
+
+
+def collect(command: Callable[[], object]) -> CollectedParser | None:
+    """Call ``command`` until it would parse its words; None if it ends before."""
+    token = _collecting.set(True)
+    try:
+        command()
+    except CollectedParser as collected:
+        return collected
+    finally:
+        _collecting.reset(token)
+    return None
+
+
+def end_if_collected(parser: argparse.ArgumentParser, command: str) -> None:
+    """Raise CollectedParser if ``collect`` called the command whose parser this is."""
+    if _collecting.get():
+        raise CollectedParser(parser, command)

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from agentrl.config.arguments import add_flag
-from agentrl.config.collect_parser import CollectedParser, collecting
+from agentrl.config.arguments import add_flag, end_if_collected
 from agentrl.config.examples import examples_text
 from agentrl.config.fields import Switch
 from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
@@ -75,8 +74,7 @@ def parse(
     has no effect logs a warning. Raises ConfigError on unknown flags or keys and on invalid values.
     """
     parser = _parser(command, description, shown, extra)
-    if collecting():
-        raise CollectedParser(parser, command)
+    end_if_collected(parser, command)
     groups = (*GROUPS, *extra)
     known = [f"--{name}" for name in _names(groups)]
     words = ["--verbose" if word == "-v" else _underscored(word, known) for word in replace_flags(argv)]
@@ -251,8 +249,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""
-        if collecting():
-            raise CollectedParser(self, self.prog)
+        end_if_collected(self, self.prog)
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             known = [option for parser in self._all_parsers() for option in parser._option_string_actions]
