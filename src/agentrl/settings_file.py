@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ class SettingsFile:
     """The content of a file. ``hint`` says how such a file is written."""
 
     path: Path
-    content: Any
+    content: Any = field(repr=False)
     hint: str
     _text: str = field(repr=False)
 
@@ -37,6 +38,8 @@ class SettingsFile:
 
         ``own`` are fields that no file gives. Raises ConfigError for everything that is wrong.
         """
+        for key in own.keys() & value.keys() if isinstance(value, dict) else ():
+            raise self.error(f"unknown key {dotted((*place, key))!r}", *place, key)
         from pydantic import ValidationError
 
         from agentrl.validation import problems_of, validate
@@ -94,7 +97,8 @@ def read_settings(path: str | Path, *, hint: str, what: str = "") -> SettingsFil
     named = f"{what} {path}".strip()
     try:
         state = path.stat()
-        return _parsed(path, hint, state.st_mtime_ns, state.st_size)
+        found = _parsed(path, hint, state.st_mtime_ns, state.st_size)
+        return replace(found, content=copy.deepcopy(found.content))
     except OSError as error:
         raise ConfigError(f"{named} cannot be read: {error.strerror}", hint=hint) from error
     except UnicodeDecodeError as error:

@@ -42,6 +42,12 @@ def test_one_error_names_its_line_and_its_fix(tmp_path: Path) -> None:
     assert caught.value.hint == "did you mean 'limits'?"
 
 
+def test_a_field_that_no_file_gives_is_an_unknown_key(tmp_path: Path) -> None:
+    file = write(tmp_path, "a: {command: x, name: b}\n")
+    with pytest.raises(ConfigError, match=r":1: unknown key 'a\.name'"):
+        file.check(Server, file.content["a"], "a", name="a")
+
+
 def test_every_error_is_named_at_once(tmp_path: Path) -> None:
     file = write(tmp_path, "a:\n  command: ''\n  limits:\n    x: 0\n    y: many\n")
     with pytest.raises(ConfigError) as caught:
@@ -80,9 +86,12 @@ def test_what_cannot_be_read_names_the_flag(tmp_path: Path) -> None:
         read_settings(tmp_path / "binary", what="--servers", hint="h")
 
 
-def test_a_file_is_parsed_once_until_it_changes(tmp_path: Path) -> None:
-    first = write(tmp_path, "a: 1\n")
-    assert read_settings(first.path, hint="docs/servers.md") is first
+def test_a_file_is_parsed_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = write(tmp_path, "a: [1]\n")
+    first.content["a"].append(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("yaml.safe_load", lambda _: pytest.fail("it was parsed again"))
+        assert read_settings(first.path, hint="docs/servers.md").content == {"a": [1]}
     assert write(tmp_path, "a: 12\n").content == {"a": 12}
 
 
