@@ -50,6 +50,12 @@ def _folders(paths: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
     return tuple(str((info.context or Path()) / path) for path in expanded if "$" not in path)
 
 
+def _network(name: str) -> str:
+    if name == "none":
+        raise wrong("a network in which the gateway is reachable")
+    return name
+
+
 def _shape(value: Any) -> str | None:
     """Return the tag of a word, or of a mapping with exactly one of ``file`` and ``command``."""
     if isinstance(value, str):
@@ -147,7 +153,7 @@ class HarnessConfig(Settings):
     isolation: Literal["auto", "namespaces", "limits", "docker"] = "auto"
     image: Text | None = None
     """The image of ``isolation: docker``."""
-    network: Text = ""
+    network: Annotated[Text, AfterValidator(_network)] = ""
     """``gateway``, ``host``, or a network of Docker."""
     limits: HarnessLimits = field(default_factory=HarnessLimits)
     score: Score = "scorer"

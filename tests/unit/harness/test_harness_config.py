@@ -34,6 +34,9 @@ BAD = {
         "environment.DOCKER_HOST is 'x'", "another name",
     ),
     "{command: 'true', isolation: docker, image: a, path: [x]}": ("path is ['x']", "into the image"),
+    "{command: 'true', isolation: docker, image: python, network: none}": (
+        "network is 'none'", "the gateway is reachable",
+    ),
     "{command: 'true', workspace: {template: nowhere}}": (
         "workspace.template is 'nowhere'", "must be an existing folder",
     ),
