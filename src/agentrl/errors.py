@@ -31,6 +31,7 @@ AgentRLError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
@@ -92,6 +93,30 @@ class AgentRLError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  → {self.hint}" if self.hint else self.message
+
+
+def nearest(name: object, known: Iterable[object]) -> str | None:
+    """Return the hint that names the known name nearest to a misspelt one; None if none is near."""
+    import difflib
+
+    found = difflib.get_close_matches(str(name), map(str, known), n=1)
+    return f"did you mean {found[0]!r}?" if found else None
+
+
+def did_you_mean(name: object, known: Iterable[object]) -> str:
+    """Return the hint for an unknown name: the nearest known one, else all of them."""
+    names = list(map(str, known))
+    return nearest(name, names) or f"choose one of {', '.join(names)}"
+
+
+Place = tuple[str | int, ...]
+"""The keys and list indexes that lead to a value of a file."""
+
+
+def dotted(place: Place) -> str:
+    """Return a place as errors show it, such as ``servers.calc.args[0]``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    return text.removeprefix(".")
 
 
 class ConfigError(AgentRLError):

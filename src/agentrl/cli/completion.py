@@ -12,7 +12,7 @@ import os
 from typing import Any, NoReturn
 
 from agentrl.cli.commands import COMMANDS
-from agentrl.config.collect_parser import collect
+from agentrl.config.arguments import collect
 from agentrl.config.load import CommandParser
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
@@ -82,7 +82,7 @@ def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, int]:
             _set_completer(parser.add_argument(name.lower(), nargs="*"), completer)
     if collected.command.endswith((" ID", " A B")):
         parser.add_argument("id", nargs="*")
-    _complete_run_names(parser)
+    _complete_values(parser)
     return parser, skipped
 
 
@@ -92,14 +92,16 @@ def _choice(words: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def _complete_run_names(parser: argparse.ArgumentParser) -> None:
-    """Complete ``--run_name`` in ``parser`` and the parsers of its subcommands."""
+def _complete_values(parser: argparse.ArgumentParser) -> None:
+    """Complete ``--run_name`` and switches in ``parser`` and the parsers of its subcommands."""
     for action in parser._actions:
         if action.dest == "run_name":
             _set_completer(action, _runs)
+        elif action.const is True and action.nargs == "?":
+            _set_completer(action, lambda **_: ("true", "false"))
         elif isinstance(action, argparse._SubParsersAction):
             for nested in action.choices.values():
-                _complete_run_names(nested)
+                _complete_values(nested)
 
 
 def _set_completer(action: argparse.Action, completer: Any) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agentrl.config.load import CommandParser
+from agentrl.config.load import CommandParser, group_of
+from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import RunConfig
 
 
 def main(argv: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
     arguments = _parser().parse_args(argv)
-    run = RunConfig(
-        db_connection_string=arguments.db_connection_string,
-        mongo_dir=arguments.mongo_dir,
-        db_timeout_seconds=arguments.db_timeout_seconds,
-    )
+    run = group_of(RunConfig, arguments)
     from agentrl.dashboard.serve import ServeConfig, serve
 
     config = ServeConfig(
@@ -38,14 +35,7 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
     )
-    parser.add_argument("--db_connection_string", help="MongoDB URI (default: the embedded server)")
-    parser.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
-    parser.add_argument(
-        "--db_timeout_seconds",
-        type=float,
-        default=10.0,
-        help="how long one database operation may take (%(default)s)",
-    )
+    parser.add_flags(RunConfig, *DATABASE_FLAGS)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, help="port (default: 8900, or the next free one)")
     parser.add_argument(

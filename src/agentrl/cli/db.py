@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.cli.db_regroup import add_reopen, add_rescore
-from agentrl.config.load import CommandParser
+from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.documents.run import SETTINGS
 from agentrl.errors import ConfigError
@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 def main(argv: list[str]) -> int:
     """Run one subcommand; its handler's result is the exit code."""
     arguments = parser().parse_args(argv)
-    run = RunConfig(
-        run_name=arguments.run_name, db_connection_string=arguments.db_connection_string,
-        mongo_dir=arguments.mongo_dir, db_timeout_seconds=arguments.db_timeout_seconds,
-    )  # fmt: skip
-    return int(asyncio.run(arguments.handler(run, arguments)))
+    return int(asyncio.run(arguments.handler(group_of(RunConfig, arguments), arguments)))
 
 
 class _DatabaseParser(CommandParser):
@@ -37,17 +33,9 @@ class _DatabaseParser(CommandParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_argument("--run_name", required=True, help="the run: the name of its database")
-        self.add_argument(
-            "--db_connection_string", help="MongoDB URI (default: $MONGO_URI, or the embedded server)"
-        )
-        self.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
-        self.add_argument(
-            "--db_timeout_seconds",
-            type=float,
-            default=30.0,
-            help="how long one database operation may take (%(default)s)",
-        )
+        self.add_flags(RunConfig, "run_name", required=True)
+        self.add_flags(RunConfig, "db_connection_string", "mongo_dir")
+        self.add_flags(RunConfig, "db_timeout_seconds", default=30.0)
 
 
 def parser() -> CommandParser:
@@ -81,9 +69,7 @@ def _check(subparsers: Any) -> None:
         "--max_trained_count", type=int,
         help="the run's flag of that name, the largest that it had (as its first trainer stored it)",
     )  # fmt: skip
-    parser.add_argument(
-        "--lease_seconds", type=float, default=60.0, help="the run's flag of that name (%(default)s)"
-    )
+    parser.add_flags(ClaimConfig, "lease_seconds")
     parser.add_argument(
         "--clock_skew_seconds", type=float, default=5.0,
         help="the largest difference between the clocks of trainer and samplers (%(default)s)",
@@ -129,7 +115,7 @@ def check_options(arguments: argparse.Namespace) -> CheckOptions:
         checkpoint=None if output is None else newest_checkpoint(Path(output)),
         is_final=arguments.final,
         max_trained_count=arguments.max_trained_count or 1,
-        heartbeat_seconds=ClaimConfig(lease_seconds=arguments.lease_seconds).heartbeat_seconds,
+        heartbeat_seconds=group_of(ClaimConfig, arguments).heartbeat_seconds,
         clock_skew_seconds=arguments.clock_skew_seconds,
         settle_seconds=arguments.settle_seconds,
     )
@@ -252,7 +238,7 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     if days is not None and days < 0:
         raise ConfigError(f"--older_than_days is {days:g}", hint="give --older_than_days 0 or more")
-    output = Path(arguments.output_dir or run.output)
+    output = Path(run.output)
     last_step = oldest_checkpoint_step(output)
     if last_step is None:
         print(f"there is no checkpoint under {output}: nothing that was trained is deleted")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from agentrl.config.schema import RunConfig
+from agentrl.config.load import group_of
+from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.errors import ConfigError
 
 KINDS = (
@@ -35,13 +37,8 @@ def add_rescore(subparsers: Any) -> None:
     parser.add_argument("--task", action="append", default=[], help="only this Task's; may be repeated")
     parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
     parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
-    parser.add_argument("--scorer_timeout_seconds", type=float, default=120.0, help="(%(default)s)")
-    parser.add_argument(
-        "--agent_config_path", default="assets/agent_config.yml", help="the judge's endpoints"
-    )
-    parser.add_argument(
-        "--allowed_modules", default="", help="modules, separated by commas, that rules may name a filter of"
-    )
+    parser.add_flags(SamplingConfig, "scorer_timeout_seconds", "agent_config_path")
+    parser.add_flags(TaskConfig, "allowed_modules")
     parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
     parser.set_defaults(handler=rescore)
 
@@ -62,7 +59,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
             "--from_labels goes with neither --scorer nor --status failed: people give the scores",
             hint="leave --from_labels out, or the other flag",
         )
-    allow_imports(name.strip() for name in arguments.allowed_modules.split(",") if name.strip())
+    allow_imports(group_of(TaskConfig, arguments).allowed_names)
     if "failed" in arguments.status:
         return await _score_failed(run, arguments)
     allow_imports(scorer_weights(arguments.scorer) if arguments.scorer else {})
@@ -101,7 +98,6 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
     import asyncio
 
-    from agentrl.config.schema import ClaimConfig, SamplingConfig
     from agentrl.rollout.score import score_queued
     from agentrl.store.admin.requeue import Requeueing
     from agentrl.store.client import open_existing
@@ -112,11 +108,7 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
             " scorer of its task",
             hint="run agentrl db rescore once for --status failed, and again for the rest",
         )
-    sampling = SamplingConfig(
-        scorer_timeout_seconds=arguments.scorer_timeout_seconds,
-        agent_config_path=arguments.agent_config_path,
-        max_concurrent_scorings=arguments.concurrency,
-    )
+    sampling = replace(group_of(SamplingConfig, arguments), max_concurrent_scorings=arguments.concurrency)
     async with await open_existing(run) as store:
         done = await Requeueing(store.connection).requeue(
             split=arguments.split, tasks=arguments.task, records=arguments.record, dry_run=arguments.dry_run

@@ -17,9 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from agentrl.cli.context_limits import as_words, fitted_limits, machine_context
 from agentrl.cli.gpus import place_processes
@@ -46,6 +43,7 @@ from agentrl.errors import ConfigError
 from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.processes import half_of_cores, thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
+from agentrl.settings_file import read_settings
 from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
@@ -356,20 +354,16 @@ def _accelerate_config(variables: Mapping[str, str]) -> AccelerateConfig | None:
     path = variables.get("ACCELERATE_CONFIG")
     if not path:
         return None
-    try:
-        content: Any = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"ACCELERATE_CONFIG is {path}, which cannot be read: {error}", hint="accelerate config writes one"
-        ) from error
+    file = read_settings(path, what="ACCELERATE_CONFIG", hint="accelerate config writes one")
+    content = file.content
     if not isinstance(content, dict):
-        raise ConfigError(f"ACCELERATE_CONFIG is {path}, which holds no mapping", hint="accelerate config")
+        raise file.error("the file holds no mapping")
     chosen = str(content.get("gpu_ids") or "all")
     if chosen != "all":
-        raise ConfigError(
-            f"{path}: gpu_ids is {chosen}, which would replace the GPUs of the placement",
+        raise file.error(
+            f"gpu_ids is {chosen}, which would replace the GPUs of the placement", "gpu_ids",
             hint=f"remove gpu_ids, and give --train_gpus {chosen}",
-        )
+        )  # fmt: skip
     uses_cpu = bool(content.get("use_cpu")) or content.get("distributed_type") == "MULTI_CPU"
     parallelism = content.get("parallelism_config") or {}
     found = {name: parallelism.get(f"parallelism_config_{name}") for name in _ACCELERATE_SIZES}

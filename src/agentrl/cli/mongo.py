@@ -6,6 +6,7 @@ from datetime import date
 from typing import TYPE_CHECKING
 
 from agentrl.config.load import CommandParser
+from agentrl.config.run import RunConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "action", choices=("up", "status", "uri", "down"), help="uri prints the URI with the password"
     )
-    parser.add_argument("--mongo_dir", "--dir", default=".agentrl/mongo", help="its folder (%(default)s)")
+    parser.add_argument("--mongo_dir", "--dir", default=RunConfig.mongo_dir, help="its folder (%(default)s)")
     parser.add_argument("--mongod", help="up: the mongod to start (default: the newest usable one)")
     parser.add_argument("--port", type=int, help="up: move it to this port (0: any free one)")
     parser.add_argument("--json", action="store_true", help="status: print one JSON value")

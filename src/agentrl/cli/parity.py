@@ -76,7 +76,7 @@ def _parser() -> CommandParser:
         prog="agentrl parity",
         description="Compares the trainer's logprobs with an engine's, for the same token ids and weights.",
     )
-    parser.add_argument("--model_name_or_path", required=True, help="folder of a Hugging Face model")
+    parser.add_flags(ModelConfig, "model_name_or_path", required=True)
     parser.add_argument("--engine", default="local", help="engines to start: local, sglang, vllm, or several")
     parser.add_argument("--url", help="URL of a running engine of that kind with the same weights")
     parser.add_argument("--prompts", type=int, default=16, help="number of prompts")
@@ -87,10 +87,8 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights"
     )
-    parser.add_argument("--chat_template", help="file of a chat template that replaces the model's own")
-    parser.add_argument(
-        "--engine_start_seconds", type=float, default=300.0, help="timeout of an engine's start"
-    )
+    parser.add_flags(ModelConfig, "chat_template")
+    parser.add_flags(EngineConfig, "engine_start_seconds")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

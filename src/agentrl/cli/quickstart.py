@@ -6,7 +6,7 @@ import os
 
 from agentrl.config.load import CommandParser
 from agentrl.config.run import URI_VARIABLES
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.quickstart.run import Options, run_quickstart
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
@@ -33,20 +33,14 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--minutes", type=float, help="time limit of the training (default: it follows the measured speed)"
     )
-    parser.add_argument("--engine", choices=("local", "sglang", "vllm"), default="local")
+    parser.add_flags(EngineConfig, "engine")
     parser.add_argument("--samplers", type=int, default=2, help="sampler processes (default: 2)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--prefix_merging", choices=("off", "trajectory", "group"), default="group",
-        help="what the trainer computes once (default: what a group shares)",
-    )  # fmt: skip
+    parser.add_flags(RunConfig, "seed")
+    parser.add_flags(TrainConfig, "prefix_merging", "keep_every")
     parser.add_argument(
         "--task_selection", choices=("order", "pass_rate"), default="order",
         help="what is sampled next: the next task, or one whose pass rate is near ½ (default: order)",
     )  # fmt: skip
-    parser.add_argument(
-        "--keep_every", type=int, default=0, help="keep every N-th published version (default: 0, none)"
-    )
     parser.add_argument("--run_name", help="name of the run (default: quickstart, or the next free number)")
     options = Options(**vars(parser.parse_args(argv)))
     for name in ("steps", "minutes", "samplers"):

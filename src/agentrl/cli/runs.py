@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from agentrl.config.load import CommandParser
+from agentrl.config.load import CommandParser, group_of
+from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 
@@ -60,22 +61,12 @@ def parser() -> CommandParser:
 
 
 def _database(parser: CommandParser, *, mongo_dir: str, seconds: Any, uri: str | None) -> None:
-    parser.add_argument(
-        "--db_connection_string",
-        default=uri,
-        help="MongoDB URI (default: $MONGO_URI, or the embedded server)",
-    )
-    parser.add_argument("--mongo_dir", default=mongo_dir, help="folder of the embedded MongoDB")
-    parser.add_argument(
-        "--db_timeout_seconds", type=float, default=seconds, help="how long one database operation may take"
-    )
+    for name, default in zip(DATABASE_FLAGS, (uri, mongo_dir, seconds), strict=True):
+        parser.add_flags(RunConfig, name, default=default)
 
 
 def _run_config(arguments: argparse.Namespace, name: str = RunConfig.run_name) -> RunConfig:
-    return RunConfig(
-        run_name=name, db_connection_string=arguments.db_connection_string, mongo_dir=arguments.mongo_dir,
-        db_timeout_seconds=arguments.db_timeout_seconds,
-    )  # fmt: skip
+    return group_of(RunConfig, argparse.Namespace(**vars(arguments) | {"run_name": name}))
 
 
 async def list_runs(arguments: argparse.Namespace) -> int:

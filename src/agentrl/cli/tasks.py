@@ -6,8 +6,9 @@ import argparse
 import asyncio
 from typing import Any
 
-from agentrl.config.load import CommandParser
-from agentrl.config.schema import RunConfig
+from agentrl.config.load import CommandParser, group_of
+from agentrl.config.run import DATABASE_FLAGS
+from agentrl.config.schema import RunConfig, TaskConfig
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
@@ -21,39 +22,34 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> CommandParser:
     database = CommandParser(add_help=False)
-    database.add_argument("--run_name", required=True, help="the run: the name of its database")
-    database.add_argument(
-        "--db_connection_string", help="MongoDB URI (default: $MONGO_URI, or the embedded server)"
-    )
-    database.add_argument("--mongo_dir", default=".agentrl/mongo", help="folder of the embedded MongoDB")
-    database.add_argument("--db_timeout_seconds", type=float, default=10.0)
+    database.add_flags(RunConfig, "run_name", required=True)
+    database.add_flags(RunConfig, *DATABASE_FLAGS)
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
     load.add_argument("file", help="JSONL or a JSON list, plain or gzip; or 'env:NAME?n=1000&seed=1'")
     load.add_argument("--split", default="train", help="train, eval, … (%(default)s)")
-    load.add_argument(
-        "--num_generations", type=_positive, default=8, help="trajectories per task (%(default)s)"
-    )
-    load.add_argument("--seed", type=int, default=0, help="seed of the order (%(default)s)")
+    load.add_flags(TaskConfig, "num_generations")
+    load.add_flags(RunConfig, "seed")
     load.add_argument("--no_shuffle", action="store_true", help="keep the order of the file")
     load.add_argument(
         "--update",
         action="store_true",
         help="change loaded tasks that have not begun",
     )
-    load.add_argument("--append", action="store_true", help="add tasks that the run does not have")
     load.add_argument("--skip_bad_lines", action="store_true", help="skip invalid lines")
+    load.add_argument("--append", action="store_true", help="add tasks that the run does not have")
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_argument("--json", action="store_true", help="print one JSON value")
     return parser
 
 
 async def _load(arguments: argparse.Namespace) -> int:
+    tasks = group_of(TaskConfig, arguments)
     with progress(f"reading {arguments.file}"):
         result = read_task_source(
             arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
-            num_generations=arguments.num_generations, skip_bad_lines=arguments.skip_bad_lines,
+            num_generations=tasks.num_generations, skip_bad_lines=tasks.skip_bad_lines,
         )  # fmt: skip
     from agentrl.rollout.load_tasks import require_scorers, store_tasks, unknown_names
     from agentrl.store.client import open_store
@@ -61,9 +57,9 @@ async def _load(arguments: argparse.Namespace) -> int:
     require_scorers(result.names)
     for warning in (*result.warnings, *unknown_names(result.names)):
         print(f"warning  {warning}")
-    async with await open_store(_run(arguments)) as store:
+    async with await open_store(group_of(RunConfig, arguments)) as store:
         if arguments.split == "train":
-            await store.settings.begin("tasks", {"num_generations": arguments.num_generations}, "tasks")
+            await store.settings.begin("tasks", {"num_generations": tasks.num_generations}, "tasks")
         with progress(f"storing tasks in run {arguments.run_name}"):
             loaded, refused = await store_tasks(
                 store, result, update=arguments.update, append=arguments.append
@@ -87,7 +83,7 @@ async def _list(arguments: argparse.Namespace) -> int:
     from agentrl.observe.json_output import print_json
     from agentrl.store.client import open_store
 
-    async with await open_store(_run(arguments)) as store:
+    async with await open_store(group_of(RunConfig, arguments)) as store:
         rows: list[dict[str, Any]] = [
             {"split": split, "epoch": epoch, "tasks": await store.tasks.counts(split, epoch)}
             for split in await store.tasks.splits()
@@ -102,17 +98,3 @@ async def _list(arguments: argparse.Namespace) -> int:
             states = "  ".join(f"{status.value} {count}" for status, count in row["tasks"].items())
             print(f"{row['split']}  epoch {row['epoch']}  {states}")
     return 0
-
-
-def _run(arguments: argparse.Namespace) -> RunConfig:
-    return RunConfig(
-        run_name=arguments.run_name, db_connection_string=arguments.db_connection_string,
-        mongo_dir=arguments.mongo_dir, db_timeout_seconds=arguments.db_timeout_seconds,
-    )  # fmt: skip
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
-    return value

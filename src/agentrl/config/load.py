@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
 import difflib
 import logging
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
-import yaml
-
-from agentrl.config.collect_parser import CollectedParser, collecting, flags_parser
+from agentrl.config.arguments import add_flag, end_if_collected
 from agentrl.config.examples import examples_text
 from agentrl.config.fields import Switch
 from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError
+from agentrl.settings_file import SettingsFile, read_settings
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+_WIDTH = 110
+_FLAG_COLUMN = 36
 
 
 class Configs:
@@ -71,72 +73,64 @@ def parse(
     lists the groups ``shown`` and ``extra``. ``validate`` checks the values against each other. A flag that
     has no effect logs a warning. Raises ConfigError on unknown flags or keys and on invalid values.
     """
-    if collecting():
-        raise CollectedParser(flags_parser(command, shown, extra), command)
-    if any(word in ("-h", "--help") for word in argv):
-        from agentrl.config.describe import help_text
-
-        print(help_text(command, description, (*extra, *shown)))
-        raise SystemExit(0)
-    argv = ["--verbose" if word == "-v" else word for word in argv]
+    parser = _parser(command, description, shown, extra)
+    end_if_collected(parser, command)
     groups = (*GROUPS, *extra)
-    parser = _parser(groups, command)
-    defaults, argv = _take_config_file(argv, groups)
-    argv = replace_flags(argv)
-    parser.set_defaults(**defaults)
-    for action in parser._actions:
-        if action.dest in defaults:
-            action.required = False
-    parsed = parser.parse_args_into_dataclasses(
-        list(argv), return_remaining_strings=True, look_for_args_file=False
+    known = [f"--{name}" for name in _names(groups)]
+    words = ["--verbose" if word == "-v" else _underscored(word, known) for word in replace_flags(argv)]
+    parsed, rest = parser.parse_known_args(words)
+    if rest:
+        what = "flag" if rest[0].startswith("-") else "argument"
+        raise _unknown(what, rest[0].split("=")[0], known)
+    flags = vars(parsed)
+    path = flags.pop("config", None)
+    given = flags if path is None else {**_read_flags(Path(path), groups), **flags}
+    configs = Configs(
+        [group(**{name: given[name] for name in _names([group]) if name in given}) for group in groups], given
     )
-    *values, remaining = parsed
-    if remaining:
-        what = "flag" if remaining[0].startswith("-") else "argument"
-        raise _unknown(what, remaining[0].split("=")[0], [f"--{name}" for name in _names(groups)])
-    words = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    words |= {word.removeprefix("no_") for word in words}
-    configs = Configs(values, words & set(_names(groups)) | set(defaults))
     _warn_of_ignored(configs)
     if validate is not None:
         validate(configs)
     return configs
 
 
-def _parser(groups: Sequence[type], command: str) -> Any:
-    from transformers.hf_argparser import HfArgumentParser
-
-    class Parser(HfArgumentParser):
-        """Raises ConfigError, and accepts the metadata of ``fields.flag``."""
-
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(message, hint=f"see: {command} --help")
-
-        @staticmethod
-        def _parse_dataclass_field(parser: Any, field: dataclasses.Field[Any]) -> None:
-            plain = copy.copy(field)
-            plain.metadata = MappingProxyType({"help": field.metadata["help"]})
-            HfArgumentParser._parse_dataclass_field(parser, plain)
-
-    parser = Parser(cast("Any", groups), prog=command, add_help=False, allow_abbrev=False)
-    _add_bare_switches(parser, groups)
+def _parser(command: str, description: str, shown: Sequence[type], extra: Sequence[type]) -> CommandParser:
+    """Return a parser with every flag; those of groups that are not ``shown`` are hidden."""
+    end = (
+        "The names in brackets are the sections of a --config file. Flags of the run's other commands are"
+        " accepted too, so that one set of flags, or one file, serves every process of a run."
+    )
+    parser = CommandParser(
+        prog=command, usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
+        description=textwrap.fill(description, _WIDTH),
+    )  # fmt: skip
+    parser.formatter_class = _WideHelp
+    parser.epilog = f"{textwrap.fill(end, _WIDTH)}\n\n{parser.epilog}"
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
+    known = set[str]()
+    for groups, is_shown in (((*extra, *shown), True), (GROUPS, False)):
+        for section in sections(*groups):
+            container = parser.add_argument_group(f"{section.title} [{section.key}]")
+            for item in section.flags:
+                if item.name not in known:
+                    hidden = {} if is_shown else {"help": argparse.SUPPRESS}
+                    add_flag(container, item, section.types[item.name], **hidden)
+                    known.add(item.name)
     return parser
 
 
-def _add_bare_switches(parser: Any, groups: Sequence[type]) -> None:
-    """Accept ``--name`` and ``--no_name`` for ``bool | None`` and ``Switch``, as for flags of type bool."""
-    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
-    for action in list(parser._actions):
-        hint = hints.get(action.dest)
-        if hint == (bool | None):
-            action.nargs, action.const = "?", True
-            parser.add_argument(f"--no_{action.dest}", action="store_false", dest=action.dest, default=None)
-        elif hint == Switch:
-            action.nargs, action.const, action.type = "?", "true", str.lower
-            parser.add_argument(
-                f"--no_{action.dest}", action="store_const", const="false", dest=action.dest,
-                default=argparse.SUPPRESS,
-            )  # fmt: skip
+class _WideHelp(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_FLAG_COLUMN, width=_WIDTH)
+
+
+def _underscored(word: str, known: Sequence[str]) -> str:
+    """Return ``--flag-name`` as ``--flag_name``, if it is a flag."""
+    name, joined, value = word.partition("=")
+    spelled = name.replace("-", "_").replace("__", "--", 1)
+    return (
+        spelled + joined + value if spelled.replace("--no_", "--", 1) in known or spelled in known else word
+    )
 
 
 def _warn_of_ignored(configs: Configs) -> None:
@@ -146,67 +140,40 @@ def _warn_of_ignored(configs: Configs) -> None:
                 logger.warning("--%s has no effect: %s", item.name, item.metadata["help"])
 
 
-def _take_config_file(argv: Sequence[str], groups: Sequence[type]) -> tuple[dict[str, Any], list[str]]:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config")
-    try:
-        known, rest = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error), hint="--config takes the path of a YAML file") from error
-    if known.config is None:
-        return {}, rest
-    path = Path(known.config)
-    return _read_flags(path, _read_yaml(path), groups), rest
-
-
-def _read_yaml(path: Path) -> dict[Any, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read: {error.strerror}", hint="give an existing file"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"--config {path} is not YAML: {error}", hint="correct the line that it names"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path} is not UTF-8 text: {error}", hint="save it as UTF-8") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds no mapping", hint="write one 'flag: value' per line")
-    return content
-
-
-def _read_flags(path: Path, content: Mapping[Any, Any], groups: Sequence[type]) -> dict[str, Any]:
+def _read_flags(path: Path, groups: Sequence[type]) -> dict[str, Any]:
     """Return the flags of a YAML file by name, flat or in sections; ConfigError for an invalid one."""
+    file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
+    content = file.content or {}
+    if not isinstance(content, dict):
+        raise file.error("the file holds no mapping")
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     names = {section.key: [item.name for item in section.flags] for section in sections(*groups)}
     found: dict[str, Any] = {}
     for key, value in content.items():
-        where = f"key in {path}:"
         if isinstance(value, dict):
             if key not in names:
-                raise _unknown(f"section in {path}:", str(key), list(names))
-            _require_in_section(path, key, value, names)
+                raise _unknown("section", str(key), list(names), file, key)
+            _require_in_section(file, key, value, names)
             given = value
         elif key in names and value is None:
             continue
         else:
             given = {key: value}
         for name, item in given.items():
+            place = (key, name) if given is value else (key,)
             if name not in hints and name in REPLACEMENTS:
                 text = str(item).lower() if isinstance(item, bool) or item is None else str(item)
                 name = replace_flag(name, text)
                 if name is None:
                     continue
             if name not in hints:
-                raise _unknown(where, str(name), [*_names(groups), *names])
+                raise _unknown("key", str(name), [*_names(groups), *names], file, *place)
             if name in found:
-                raise ConfigError(f"{path}: {name} is given twice", hint="leave one of them out")
+                raise file.error(f"{name} is given twice", *place, hint="leave one of them out")
             if not _fits(hints[name], item):
-                raise ConfigError(
-                    f"{path}: {name} is {item!r} ({type(item).__name__}), and it takes"
-                    f" {_describe(hints[name])}",
+                raise file.error(
+                    f"{name} is {item!r} ({type(item).__name__}), and it takes {_describe(hints[name])}",
+                    *place,
                     hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
                 )
             found[name] = str(item).lower() if hints[name] == Switch else item
@@ -214,7 +181,7 @@ def _read_flags(path: Path, content: Mapping[Any, Any], groups: Sequence[type]) 
 
 
 def _require_in_section(
-    path: Path, key: str, values: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+    file: SettingsFile, key: str, values: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise ConfigError for a flag that does not belong to section ``key``."""
     for name in values:
@@ -222,10 +189,10 @@ def _require_in_section(
             continue
         homes = [section for section, flags in names.items() if name in flags]
         if homes:
-            raise ConfigError(
-                f"{path}: {name} is not a flag of section {key}", hint=f"move it to section {homes[0]}"
+            raise file.error(
+                f"{name} is not a flag of section {key}", key, name, hint=f"move it to section {homes[0]}"
             )
-        raise _unknown(f"key in section {key} of {path}:", str(name), names[key])
+        raise _unknown(f"key in section {key}:", str(name), names[key], file, key, name)
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -249,10 +216,19 @@ def _names(groups: Sequence[type]) -> list[str]:
     return [field.name for group in groups for field in dataclasses.fields(group)]
 
 
-def _unknown(what: str, name: str, known: Sequence[str]) -> ConfigError:
+def _unknown(
+    what: str, name: str, known: Sequence[str], file: SettingsFile | None = None, *place: Any
+) -> ConfigError:
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]}?" if nearest else "see --help for the known ones"
-    return ConfigError(f"unknown {what} {name}", hint=hint)
+    text = f"unknown {what} {name}"
+    return ConfigError(text, hint=hint) if file is None else file.error(text, *place, hint=hint)
+
+
+def group_of(group: type[T], arguments: argparse.Namespace) -> T:
+    """Return a dataclass of flags with those that ``arguments`` has. Raises ConfigError for a wrong value."""
+    given = {name: getattr(arguments, name) for name in _names([group]) if name in arguments}
+    return group(**given)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -263,10 +239,17 @@ class CommandParser(argparse.ArgumentParser):
         self.epilog = examples_text(self.prog)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
 
+    def add_flags(self, group: type, *names: str, **changes: Any) -> None:
+        """Add flags of a dataclass, all without ``names``; ``changes`` are arguments of ``add_argument``."""
+        for section in sections(group):
+            for item in section.flags:
+                if not names or item.name in names:
+                    options = {"default": item.default, **changes}
+                    add_flag(self, item, section.types[item.name], **options)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""
-        if collecting():
-            raise CollectedParser(self, self.prog)
+        end_if_collected(self, self.prog)
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
             known = [option for parser in self._all_parsers() for option in parser._option_string_actions]

@@ -16,6 +16,9 @@ SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
 URI_VARIABLES = ("MONGO_URI", "MONGO_URI_FILE")
 """Environment variables with the URI of the database, or with the path of a file that holds it."""
 
+DATABASE_FLAGS = ("db_connection_string", "mongo_dir", "db_timeout_seconds")
+"""The flags that name a server, for commands that take no other flags of a run."""
+
 CPU_RUNNING_REQUESTS = 32
 """Sequences that an engine on a CPU decodes at a time by default."""
 _MISSED_HEARTBEATS = 5

@@ -1,12 +1,27 @@
-"""Define the error of a task that cannot be loaded, and name kinds of JSON values in words."""
+"""Define the error of a task that cannot be loaded, validate a task's fields, and name kinds of values."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from agentrl.validation import problems_of, validate
+
+T = TypeVar("T")
 
 
 class BadTaskError(ValueError):
     """A task of the file cannot be loaded; the message is the reason."""
+
+
+def checked(kind: type[T], given: Any, *place: str | int) -> T:
+    """Return ``given``, which stands at ``place`` of a task, as ``kind``. Raises BadTaskError."""
+    try:
+        return validate(kind, given)
+    except ValidationError as error:
+        problem = problems_of(error, given, *place)[0]
+    raise BadTaskError(problem.text + (f" ({problem.hint})" if problem.hint else ""))
 
 
 def kind_of(value: Any) -> str:

@@ -17,7 +17,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.task import Task
 from agentrl.documents.task_images import read_images
-from agentrl.documents.task_json import make_task, nearest_field, parse
+from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 
@@ -70,7 +70,7 @@ class _FileTasks(Sequence[Task]):
         seen: set[str] = set()
         for place in range(len(self)):
             if any(image.sha256 not in seen for image in self[place].images):
-                for image in read_images(self._value(place).get("images"), self._folder):
+                for image in read_images(image_sources(self._value(place)), self._folder):
                     if image.id not in seen:
                         seen.add(image.id)
                         yield image

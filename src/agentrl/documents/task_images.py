@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from agentrl.documents.bad_task import BadTaskError, kind_of
+from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.images import Image, ImageRef
 from agentrl.documents.read_image import image_of_file, image_of_url
 from agentrl.errors import ImageError
@@ -15,24 +16,14 @@ MAX_TASK_IMAGES: Final = 64
 """Images of one task."""
 
 
-def image_refs_of(value: Any, folder: Path | None) -> tuple[ImageRef, ...]:
+def image_refs_of(sources: Sequence[str], folder: Path | None) -> tuple[ImageRef, ...]:
     """Return the images of a task's field ``images``, after decoding each. Raises BadTaskError."""
-    return tuple(_ref(source, folder, f"images[{place}]") for place, source in enumerate(_sources(value)))
+    return tuple(_ref(source, folder, f"images[{place}]") for place, source in enumerate(sources))
 
 
-def read_images(value: Any, folder: Path | None) -> list[Image]:
+def read_images(sources: Sequence[str], folder: Path | None) -> list[Image]:
     """Return the same images with their bytes. Raises BadTaskError."""
-    return [_read(source, folder, f"images[{place}]") for place, source in enumerate(_sources(value))]
-
-
-def _sources(value: Any) -> list[str]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(source, str) and source for source in value):
-        raise BadTaskError(f"images is {kind_of(value)}; it must be a list of paths or data: URLs")
-    if len(value) > MAX_TASK_IMAGES:
-        raise BadTaskError(f"images has {len(value)} images; at most {MAX_TASK_IMAGES} are allowed")
-    return value
+    return [_read(source, folder, f"images[{place}]") for place, source in enumerate(sources)]
 
 
 def _read(source: str, folder: Path | None, where: str) -> Image:

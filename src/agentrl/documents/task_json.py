@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from agentrl.documents.bad_task import BadTaskError, kind_of
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
+
+from agentrl.documents.bad_task import BadTaskError, checked, kind_of
 from agentrl.documents.scorer_sum import sum_name
 from agentrl.documents.task import Slot, Task, task_key
-from agentrl.documents.task_images import image_refs_of
+from agentrl.documents.task_images import MAX_TASK_IMAGES, image_refs_of
 from agentrl.documents.task_messages import Chat, read_examples, read_prompt
+from agentrl.validation import PositiveWhole, Text, broken, wrong
 
 MAX_LINE_BYTES = 16 * 2**20
 """Longest JSON text of one task."""
@@ -151,12 +156,55 @@ _GSM8K_ANSWER = re.compile(r"####\s*(-?[0-9][0-9.,]*)\s*$")
 _ROW = ("data_source", "reward_model")
 """Fields by which rows of verl and ChatLearn are known: their questions say how to mark the answer."""
 _MARKS = {"\\boxed": "boxed", "####": "####"}
-_OTHER = (
-    "aug_answers", "scorer", "answer_schema", "agent_name", "agent_cfg_path", "environment", "system_prompt",
-    "query_prompt", "tools",
-    "max_turns", "meta", "images", "messages", "prompt", "raw", "reward_model", "extra_info",
-)  # fmt: skip
-_KNOWN = frozenset((*_ID, *_QUERY, *_ANSWER, *_OTHER))
+
+
+def _id_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise wrong("text or a whole number")
+    return str(value)
+
+
+def _scorer_name(value: Any) -> Any:
+    """Read {name: weight} as the name of the weighted sum. Raises ValueError."""
+    return sum_name(value) if isinstance(value, dict) else value
+
+
+def _with_query(text: str) -> str:
+    if "{query}" not in text:
+        raise broken("does not hold {query}")
+    return text
+
+
+Word = Annotated[Text, AfterValidator(str.strip)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fields:
+    """The fields of a task that have a type. A field that is null is as good as none."""
+
+    id: Annotated[Text | None, BeforeValidator(_id_text), Field(validation_alias=AliasChoices(*_ID))] = None
+    query: Annotated[Text | None, Field(validation_alias=AliasChoices(*_QUERY))] = None
+    answer: Annotated[Any, Field(validation_alias=AliasChoices(*_ANSWER))] = None
+    aug_answers: tuple[Any, ...] = ()
+    scorer: Annotated[Word | None, BeforeValidator(_scorer_name)] = None
+    answer_schema: Word | None = None
+    agent_name: Word | None = None
+    agent_cfg_path: Word | None = None
+    environment: Word | None = None
+    system_prompt: str | None = None
+    query_prompt: Annotated[str, AfterValidator(_with_query)] | None = None
+    tools: tuple[str, ...] | None = None
+    max_turns: PositiveWhole | None = None
+    images: Annotated[tuple[Text, ...], Field(max_length=MAX_TASK_IMAGES)] = ()
+
+
+_ALIASES = {"id": _ID, "query": _QUERY, "answer": _ANSWER}
+_KEYS = [_ALIASES.get(item.name, (item.name,)) for item in dataclasses.fields(_Fields)]
+"""The keys that each field is read from; the first one that is not null counts."""
+_KNOWN = frozenset({
+    *(key for keys in _KEYS for key in keys),
+    "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
+})  # fmt: skip
 _LONG_ENOUGH = 4
 _ALIKE = 0.8
 
@@ -179,15 +227,15 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
     if not isinstance(item, dict):
         raise BadTaskError(f"the task is {kind_of(item)}; it must be a JSON object")
     check_bson_limits(item)
-    rest = dict(item)
-    task_id = _take_id(rest)
-    query, chat = _take_question(rest)
-    answer = _take_answer(rest)
-    environment = _take_word(rest, "environment")
-    tools = _take_tools(rest)
-    system_prompt = _take_system_prompt(rest, chat)
+    fields, rest = _fields(item)
+    task_id = fields.id or _row_id(rest)
+    query, chat = _take_question(fields.query, rest)
+    if fields.system_prompt is not None and chat.system is not None:
+        raise BadTaskError("system_prompt and a system message in the messages: give one of them")
+    system_prompt = chat.system if fields.system_prompt is None else fields.system_prompt
     mark = _mark(rest, f"{system_prompt or ''}\n{query}")
-    scorer = "math" if mark is not None else "agentcpm"
+    is_played, tools = fields.environment is not None, fields.tools
+    scorer = "environment" if is_played else "agentcpm" if mark is None else "math"
     return Task(
         id=task_key(split, epoch, task_id),
         task_id=task_id,
@@ -195,34 +243,43 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
         epoch=epoch,
         order=0,
         query=query,
-        answer=answer,
-        aug_answers=tuple(_take(rest, "aug_answers", list) or ()),
-        scorer=_take_scorer(rest) or (scorer if environment is None else "environment"),
-        answer_schema=_take_word(rest, "answer_schema") or mark or "answer",
-        agent_name=_take_word(rest, "agent_name"),
-        agent_cfg_path=_take_word(rest, "agent_cfg_path"),
-        environment=environment,
+        answer=_final(_row_answer(rest) if fields.answer is None else fields.answer),
+        aug_answers=fields.aug_answers,
+        scorer=fields.scorer or scorer,
+        answer_schema=fields.answer_schema or mark or "answer",
+        agent_name=fields.agent_name,
+        agent_cfg_path=fields.agent_cfg_path,
+        environment=fields.environment,
         system_prompt=system_prompt,
         messages=chat.messages,
-        query_prompt=_take_query_prompt(rest),
-        images=image_refs_of(rest.pop("images", None), folder),
-        tools=() if tools is None and environment is not None else tools,
-        max_turns=_take_max_turns(rest),
+        query_prompt=fields.query_prompt,
+        images=image_refs_of(fields.images, folder),
+        tools=() if tools is None and is_played else tools,
+        max_turns=fields.max_turns,
         meta=_meta(rest),
         slots=tuple(Slot(traj_id=number) for number in range(num_generations)),
     )
 
 
-def _take_id(rest: dict[str, Any]) -> str:
-    for name in _ID:
-        value = rest.pop(name, None)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (str, int)):
-            raise BadTaskError(f"{name} is {kind_of(value)}; it must be text or a whole number")
-        if not str(value).strip():
-            raise BadTaskError(f"{name} is empty")
-        return str(value)
+def image_sources(item: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the paths and URLs of a task's images. Raises BadTaskError."""
+    return _fields(item)[0].images
+
+
+def _fields(item: Mapping[str, Any]) -> tuple[_Fields, dict[str, Any]]:
+    """Return the fields that have a type, and the rest of the task."""
+    given, rest = {}, dict(item)
+    for keys in _KEYS:
+        for key in keys:
+            value = rest.pop(key, None)
+            if value is not None:
+                given[key] = value
+                break
+    return checked(_Fields, given), rest
+
+
+def _row_id(rest: Mapping[str, Any]) -> str:
+    """Return the id of a row of verl."""
     index = _inside(rest, "extra_info", "index")
     if isinstance(index, (int, str)) and not isinstance(index, bool):
         source = rest.get("data_source")
@@ -230,9 +287,8 @@ def _take_id(rest: dict[str, Any]) -> str:
     raise BadTaskError("id is missing (task_id and verl's extra_info.index are read too)")
 
 
-def _take_question(rest: dict[str, Any]) -> tuple[str, Chat]:
+def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
     """Return the question and the chat in front of it."""
-    query = _take_query(rest)
     if query is not None:
         return query, _checked(read_examples("messages", rest.pop("messages", None) or [], query))
     for name in ("messages", "prompt"):
@@ -253,20 +309,7 @@ def _checked(chat: Chat) -> Chat:
     return chat
 
 
-def _take_query(rest: dict[str, Any]) -> str | None:
-    for name in _QUERY:
-        value = rest.pop(name, None)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise BadTaskError(f"{name} is {kind_of(value)}; it must be text")
-        if not value.strip():
-            raise BadTaskError(f"{name} is empty")
-        return value
-    return None
-
-
-def _inside(rest: dict[str, Any], holder: str, name: str) -> Any:
+def _inside(rest: Mapping[str, Any], holder: str, name: str) -> Any:
     value = rest.get(holder)
     return value.get(name) if isinstance(value, dict) else None
 
@@ -279,13 +322,11 @@ def _first_user_message(messages: Any) -> str | None:
     return None
 
 
-def _take_answer(rest: dict[str, Any]) -> Any:
-    for name in _ANSWER:
-        if rest.get(name) is not None:
-            return _final(rest.pop(name))
+def _row_answer(rest: Mapping[str, Any]) -> Any:
+    """Return the answer of a row of the original or of verl."""
     raw = (_inside(rest, "raw", name) for name in _RAW_ANSWER)
     found = next((value for value in raw if value is not None), None)
-    return _final(_inside(rest, "reward_model", "ground_truth") if found is None else found)
+    return _inside(rest, "reward_model", "ground_truth") if found is None else found
 
 
 def _final(answer: Any) -> Any:
@@ -299,65 +340,6 @@ def _mark(rest: Mapping[str, Any], text: str) -> str | None:
     if not any(name in rest for name in _ROW):
         return None
     return next((schema for mark, schema in _MARKS.items() if mark in text), None)
-
-
-def _take_system_prompt(rest: dict[str, Any], chat: Chat) -> str | None:
-    value: str | None = _take(rest, "system_prompt", str)
-    if value is not None and chat.system is not None:
-        raise BadTaskError("system_prompt and a system message in the messages: give one of them")
-    return chat.system if value is None else value
-
-
-def _take(rest: dict[str, Any], name: str, kind: type) -> Any:
-    value = rest.pop(name, None)
-    if value is not None and not isinstance(value, kind):
-        raise BadTaskError(f"{name} is {kind_of(value)}; it must be {kind_of(kind())}")
-    return value
-
-
-def _take_word(rest: dict[str, Any], name: str) -> str | None:
-    value = _take(rest, name, str)
-    if value is not None and not value.strip():
-        raise BadTaskError(f"{name} is empty")
-    return None if value is None else str(value).strip()
-
-
-def _take_scorer(rest: dict[str, Any]) -> str | None:
-    """Take a name, or {name: weight} as the name of the weighted sum."""
-    weights = rest.get("scorer")
-    if not isinstance(weights, dict):
-        return _take_word(rest, "scorer")
-    try:
-        return sum_name(rest.pop("scorer"))
-    except ValueError as error:
-        raise BadTaskError(f"scorer: {error}") from error
-
-
-def _take_query_prompt(rest: dict[str, Any]) -> str | None:
-    value: str | None = _take(rest, "query_prompt", str)
-    if value is not None and "{query}" not in value:
-        raise BadTaskError("query_prompt does not hold {query}")
-    return value
-
-
-def _take_tools(rest: dict[str, Any]) -> tuple[str, ...] | None:
-    value = _take(rest, "tools", list)
-    if value is None:
-        return None
-    if not all(isinstance(name, str) for name in value):
-        raise BadTaskError("tools is a list of the names of MCP servers, and this one holds other things")
-    return tuple(value)
-
-
-def _take_max_turns(rest: dict[str, Any]) -> int | None:
-    value = rest.pop("max_turns", None)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadTaskError(f"max_turns is {kind_of(value)}; it must be a whole number")
-    if value < 1:
-        raise BadTaskError(f"max_turns is {value}; it must be at least 1")
-    return value
 
 
 def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import tempfile
@@ -10,14 +9,17 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from urllib.parse import parse_qsl
+
+from pydantic import Field
 
 from agentrl.documents.task_file import ReadResult, read_tasks
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
-from agentrl.errors import AgentRLError, TaskFileError
+from agentrl.errors import AgentRLError, TaskFileError, nearest
 from agentrl.user_code import describe
+from agentrl.validation import Settings, read_config
 
 PREFIX = "env:"
 DEFAULT_COUNT = 1000
@@ -30,11 +32,11 @@ _HINT = "write env:NAME?n=1000&seed=1, in quotes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class Address(Settings):
     """The tasks of an environment: ``env:NAME?n=…&seed=…&split=…&agent_name=…`` and its own options."""
 
     name: str
-    n: int = DEFAULT_COUNT
+    n: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] = DEFAULT_COUNT
     seed: int = 0
     split: str | None = None
     agent_name: str | None = None
@@ -53,12 +55,10 @@ class Address:
         if not name or len(given) < len(pairs):
             problem = "a parameter is given twice" if name else "it names no environment"
             raise TaskFileError(f"{text}: {problem}", hint=_HINT)
-        count = _number(text, "n", given.pop("n", str(DEFAULT_COUNT)))
-        if not 1 <= count <= LARGEST_COUNT:
-            raise TaskFileError(f"{text}: n is {count}", hint=f"give 1 to {LARGEST_COUNT:,}")
-        seed = _number(text, "seed", given.pop("seed", "0"))
-        split, agent = given.pop("split", None), given.pop("agent_name", None)
-        return cls(name=name, n=count, seed=seed, split=split, agent_name=agent, options=given)
+        own = {key: given.pop(key) for key in _OWN if key in given}
+        return read_config(
+            cls, {"name": name, "options": given, **own}, text, hint=_HINT, error=TaskFileError
+        )
 
     def request(self, split: str) -> TaskRequest:
         """Return what the environment gets for tasks that are loaded into ``split``."""
@@ -135,15 +135,7 @@ def _check_options(text: str, address: Address, kind: type[Environment]) -> None
     known = [*_OWN, *kind.options]
     for name in address.options:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
             raise TaskFileError(
                 f"{text}: environment {address.name} has no option {name!r}; it has {', '.join(known)}",
-                hint=f"did you mean {nearest[0]!r}?" if nearest else _HINT,
+                hint=nearest(name, known) or _HINT,
             )
-
-
-def _number(text: str, name: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError as error:
-        raise TaskFileError(f"{text}: {name} is {value!r}; it must be a whole number", hint=_HINT) from error

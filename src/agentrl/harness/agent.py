@@ -17,7 +17,7 @@ from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.changes import compare
-from agentrl.harness.config import HarnessConfig
+from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.score import score_files
@@ -74,7 +74,7 @@ class CommandAgent:
             run = _checked(run, rollout)
             await _keep(rollout, session, run, secrets)
             stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
-            if stopped_by is None and run.ended in config.fail_on:
+            if stopped_by is None and run.ended in config.failing:
                 failure = _failure(prepared, run)
                 if endpoint.result.stopped_by == "unavailable":
                     raise EngineError(
@@ -180,8 +180,8 @@ async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tu
 async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run: CommandRun) -> str | None:
     """Return the final answer: the last message, standard output or a file, cut to the task's schema."""
     text: str | None
-    if config.answer_file is not None:
-        text = await asyncio.to_thread(read_file, session.archive, config.answer_file, _ANSWER_BYTES)
+    if isinstance(config.answer, HarnessFile):
+        text = await asyncio.to_thread(read_file, session.archive, config.answer.file, _ANSWER_BYTES)
     elif config.answer == "stdout":
         text = run.stdout.strip()
     else:

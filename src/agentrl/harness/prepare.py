@@ -10,7 +10,7 @@ from typing import Final
 
 from agentrl.errors import ConfigError
 from agentrl.harness.command import SYSTEM_PATH, find_program, folders_of
-from agentrl.harness.config import HarnessConfig
+from agentrl.harness.config import HarnessConfig, ScoreCommand
 from agentrl.harness.image import require_image
 from agentrl.harness.workspace import build_base, keep_until_exit
 
@@ -70,9 +70,9 @@ def _programs(config: HarnessConfig) -> tuple[list[str], list[str]]:
     own = [folder for folder in config.path if os.path.isdir(folder)]
     search = os.pathsep.join([*own, os.environ.get("PATH", SYSTEM_PATH)])
     programs = [find_program(config.command, search, f"{config.source}: command")]
-    if config.score_command is not None:
+    if isinstance(config.score, ScoreCommand):
         where = f"{config.source}: score.command"
-        programs.append(find_program(config.score_command.command, search, where))
+        programs.append(find_program(config.score.command, search, where))
     visible = [*_ETC, *config.visible]
     for program in filter(None, programs):
         own.append(os.path.dirname(program))

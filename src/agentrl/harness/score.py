@@ -9,7 +9,7 @@ from typing import Any, Final
 from agentrl.documents.harness import CommandRun, Ending
 from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
 from agentrl.errors import HarnessError
-from agentrl.harness.config import HarnessConfig, ScoreCommand
+from agentrl.harness.config import HarnessConfig, HarnessFile, ScoreCommand
 from agentrl.harness.session import Session
 from agentrl.harness.workspace import read_file, restore
 from agentrl.scoring.scorers import ScoreResult
@@ -32,16 +32,17 @@ async def score_files(
     if config.score == "exit_code":
         passed = run.ended is Ending.EXITED
         return ScoreResult(float(passed), {"exit_code": run.exit_code, "ended": run.ended.value}), None
-    if config.score_file is not None:
-        text = await asyncio.to_thread(read_file, session.archive, config.score_file, _FILE_BYTES)
+    if isinstance(config.score, HarnessFile):
+        name = config.score.file
+        text = await asyncio.to_thread(read_file, session.archive, name, _FILE_BYTES)
         if text is None:
             raise HarnessError(
-                f"the harness has not written {config.score_file!r}, the file with its score",
+                f"the harness has not written {name!r}, the file with its score",
                 hint="write a number, or JSON with 'score', into it",
             )
-        return _read_score(text, f"the file {config.score_file!r}"), None
-    if config.score_command is not None:
-        return await _run_command(config.score_command, session, environment)
+        return _read_score(text, f"the file {name!r}"), None
+    if isinstance(config.score, ScoreCommand):
+        return await _run_command(config.score, session, environment)
     return None, None
 
 

@@ -166,16 +166,23 @@ def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], 
 @contextmanager
 def _source(config: HarnessConfig) -> Iterator[Path | None]:
     """Yield the folder that the working directory is copied from; None for an empty one."""
-    if config.bundle is None:
-        yield config.template
+    if config.workspace.bundle is None:
+        yield config.workspace.template
         return
     folder = scratch_folder("bundle")
     try:
         clone = folder / "clone"
-        _git(config, "clone", "--quiet", "--no-checkout", str(config.bundle), str(clone))
+        _git(config, "clone", "--quiet", "--no-checkout", str(config.workspace.bundle), str(clone))
         commit = _commit(config, clone)
         _check_tree(config, clone, commit)
-        _git(config, "-C", str(clone), "checkout", "--quiet", *([] if config.ref is None else [config.ref]))
+        _git(
+            config,
+            "-C",
+            str(clone),
+            "checkout",
+            "--quiet",
+            *([] if config.workspace.ref is None else [config.workspace.ref]),
+        )
         _git(config, "-C", str(clone), "remote", "remove", "origin")
         yield clone
     finally:
@@ -184,7 +191,11 @@ def _source(config: HarnessConfig) -> Iterator[Path | None]:
 
 def _commit(config: HarnessConfig, clone: Path) -> str:
     """Return the commit that will be checked out: of a branch first, as git does. Raises ConfigError."""
-    names = ["HEAD"] if config.ref is None else [f"refs/remotes/origin/{config.ref}", config.ref]
+    names = (
+        ["HEAD"]
+        if config.workspace.ref is None
+        else [f"refs/remotes/origin/{config.workspace.ref}", config.workspace.ref]
+    )
     for name in names:
         with suppress(ConfigError):
             return _git(
@@ -204,8 +215,8 @@ def _check_tree(config: HarnessConfig, clone: Path, commit: str) -> None:
             if size > limits.disk_mb << 20 or count > limits.files:
                 listing.kill()
                 raise ConfigError(
-                    f"{config.source}: workspace.bundle {config.bundle} holds more than limits.disk_mb"
-                    f" {limits.disk_mb} or limits.files {limits.files}",
+                    f"{config.source}: workspace.bundle {config.workspace.bundle} holds more than"
+                    f" limits.disk_mb {limits.disk_mb} or limits.files {limits.files}",
                     hint="raise the limit, if you trust the bundle",
                 )
 
@@ -233,9 +244,10 @@ def _git_environment() -> dict[str, str]:
 
 
 def _not_checked_out(config: HarnessConfig, said: str) -> ConfigError:
+    bundle, ref = config.workspace.bundle, config.workspace.ref
     return ConfigError(
-        f"{config.source}: workspace.bundle {config.bundle} with ref {config.ref!r} cannot be checked"
-        f" out: {said.strip()[-500:]}",
+        f"{config.source}: workspace.bundle {bundle} with ref {ref!r} cannot be checked out:"
+        f" {said.strip()[-500:]}",
         hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
     )
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentrl.errors import ConfigError
+from agentrl.settings_file import read_settings
 
 
 def agent_cfg_path(of_task: str | None, of_flag: str | None) -> Path | None:
@@ -42,18 +41,10 @@ def read_agent_cfg(path: Path | None) -> AgentCfg:
     """Return the settings in a YAML file; empty without one. Raises ConfigError for other files."""
     if path is None:
         return AgentCfg()
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the agent's file {path} cannot be read: {error}", hint="--agent_cfg_path names a YAML file"
-        ) from error
-    if found is not None and not isinstance(found, dict):
-        raise ConfigError(
-            f"the agent's file {path} is {type(found).__name__}, not a mapping",
-            hint="write name: value lines",
-        )
-    return AgentCfg({str(key): _cfg(item) for key, item in (found or {}).items()})
+    file = read_settings(path, what="the agent's file", hint="write name: value lines")
+    if not isinstance(file.content, dict | None):
+        raise file.error(f"the file is {type(file.content).__name__}, not a mapping")
+    return AgentCfg({str(key): _cfg(item) for key, item in (file.content or {}).items()})
 
 
 def _cfg(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -25,6 +25,7 @@ from agentrl.rollout.model_caller import cleaned
 from agentrl.rollout.outcome import failure_text
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
+from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
 
 Reply = Answer[str]
 Hold = Callable[[Callable[[], Awaitable[Reply]]], Awaitable[Reply]]
@@ -39,32 +40,26 @@ async def call_at_once(call: Callable[[], Awaitable[Reply]]) -> Reply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedModel:
+class FixedModel(Settings):
     """A model behind an OpenAI-compatible API. Its key stays in the environment."""
 
-    base_url: str
+    base_url: Text
     """With ``/v1``."""
-    model: str
+    model: Text
     api_key_env: str | None = "OPENAI_API_KEY"
     """The environment variable that holds the key; None for a server that wants none."""
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Parameters of every request, such as ``temperature``."""
-    timeout: float = 120.0
+    timeout: Positive = 120.0
     """Seconds for one request."""
-    max_retries: int = 3
-    max_concurrency: int = 32
+    max_retries: PositiveWhole = 3
+    max_concurrency: PositiveWhole = 32
     """Requests of this process under way at a time."""
 
     @classmethod
     def of(cls, given: Any, what: str) -> FixedModel:
         """Return the model that a mapping of a file describes. Raises ConfigError that names ``what``."""
-        known = [item.name for item in fields(cls)]
-        try:
-            return cls(**given)
-        except TypeError as error:
-            raise ConfigError(
-                f"{what} is not a fixed model: {error}", hint=f"its fields are {', '.join(known)}"
-            ) from error
+        return read_config(cls, given, what, hint="docs/multi_agent.md describes a fixed model")
 
     @property
     def shown_url(self) -> str:

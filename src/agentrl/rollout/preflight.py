@@ -12,7 +12,7 @@ from agentrl.chat.vision import reads_images
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
-from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_section
+from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_judge
 from agentrl.rollout.agent_cfg import agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.worker import ToolSource
@@ -88,7 +88,7 @@ async def probe(
     judged = sorted(named.scorers.keys() & JUDGES)
     if judged:
         task = named.scorers[judged[0]]
-        section = _try(problems, task, lambda: load_section(sampling.agent_config_path, "scorer_agent"))
+        section = _try(problems, task, lambda: load_judge(sampling.agent_config_path))
         if section is not None:
             await _reach(section)
     if problems:

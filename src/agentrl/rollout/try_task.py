@@ -33,7 +33,7 @@ from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.gateway.trial import TrialGateway
-from agentrl.llm.agent_config import load_section
+from agentrl.llm.agent_config import load_judge
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -247,7 +247,7 @@ def _require_usable(configs: Configs, task: Task) -> None:
     require_scorer(task.scorer)
     check_schema(task.answer_schema)
     if not JUDGES.isdisjoint(scorer_weights(task.scorer)):
-        load_section(configs[SamplingConfig].agent_config_path, "scorer_agent")
+        load_judge(configs[SamplingConfig].agent_config_path)
 
 
 def _record(trial: _Trial, failure: object) -> Record:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from agentrl.chat.parsers import split_reasoning
 from agentrl.errors import ScorerError, judge
-from agentrl.llm.agent_config import AgentSection, load_section
+from agentrl.llm.agent_config import AgentSection, load_judge
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.client import Messages
 from agentrl.llm.deadline import Deadline, current_deadline
@@ -62,8 +62,8 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
         return ScoreResult(0.0, {"verdict": "no answer"})
     if any(same(context.final_answer, answer) for answer in context.accepted):
         return ScoreResult(1.0, {"verdict": "equal"})
-    section = load_section(context.agent_config_path, "scorer_agent")
-    template = str(section.settings.get("judge_prompt_template") or DEFAULT_TEMPLATE)
+    section = load_judge(context.agent_config_path)
+    template = section.judge_prompt_template or DEFAULT_TEMPLATE
     values = {
         "question": context.query,
         "labeled_answer": " | ".join(context.accepted),

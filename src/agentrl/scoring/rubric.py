@@ -10,7 +10,7 @@ from typing import Any
 from agentrl.chat.parsers import split_reasoning
 from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
-from agentrl.llm.agent_config import load_section
+from agentrl.llm.agent_config import load_judge
 from agentrl.scoring.judge import ask_judge, judge_prompt, judged_details
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.scoring.shared_answers import SharedAnswers
@@ -49,8 +49,8 @@ async def rubric(context: ScorerContext) -> ScoreResult:
     criteria = read_criteria(context.meta.get("rubric"))
     if context.final_answer is None:
         return ScoreResult(0.0, {"verdict": "no answer"})
-    section = load_section(context.agent_config_path, "scorer_agent")
-    template = str(section.settings.get("rubric_prompt_template") or DEFAULT_TEMPLATE)
+    section = load_judge(context.agent_config_path)
+    template = section.rubric_prompt_template or DEFAULT_TEMPLATE
     listed = "\n".join(f"{number}: {item.text}" for number, item in enumerate(criteria, 1))
     values = {"question": context.query, "pred_answer": context.final_answer, "criteria": listed}
     answer, is_new = await _verdicts.get(

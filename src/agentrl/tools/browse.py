@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from agentrl.chat.parsers import split_reasoning
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import ConfigError
-from agentrl.llm.agent_config import AgentSection, has_section, load_section
+from agentrl.llm.agent_config import BrowseSection, load_browse
 from agentrl.llm.ask import NoAnswerError, ask
 from agentrl.llm.client import Messages
 from agentrl.llm.deadline import Deadline
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-SECTION = "browse_agent"
 
 MAX_CHUNKS = 16
 """Parts of one result that are read; the condensed text says how much is left out."""
@@ -47,15 +45,10 @@ else: no answer to the question, no advice. If nothing helps, say so in one sent
 
 @dataclass(frozen=True, kw_only=True)
 class BrowseAgent:
-    """Condenses the results of ``tools`` that are longer than ``min_tokens``."""
+    """Condenses the results of ``browse_tools`` that are longer than ``min_prompt_length``."""
 
-    section: AgentSection
-    tools: frozenset[str]
-    min_tokens: int = 1500
-    chunk_tokens: int = 60_000
-    purposes: Mapping[str, str] = field(default_factory=dict)
+    section: BrowseSection
     tokenizer: Tokenizer | None = None
-    logs: bool = False
 
     async def condense(
         self, tool: str, arguments: Mapping[str, Any], text: str, question: str
@@ -65,16 +58,17 @@ class BrowseAgent:
         Of a condensed text without ``result`` the agent reads the original: no model answered.
         """
         names = {tool, tool.rpartition(".")[2]}
-        if self.tools.isdisjoint(names) or len(text.encode("utf-8", "replace")) <= self.min_tokens:
+        least, purposes = self.section.min_prompt_length, self.section.default_purpose
+        if names.isdisjoint(self.section.browse_tools) or len(text.encode("utf-8", "replace")) <= least:
             return None
         chunks, tokens = await asyncio.to_thread(self._chunks, text)
-        if tokens <= self.min_tokens:
+        if tokens <= least:
             return None
         given = arguments.get("purpose") or next(
-            (self.purposes[name] for name in sorted(names) if name in self.purposes), _PURPOSE
+            (purposes[name] for name in sorted(names) if name in purposes), _PURPOSE
         )
         condensed = await self._ask(tool, arguments, text, question, str(given), chunks, tokens)
-        if self.logs:
+        if self.section.enable_logging:
             logger.info(
                 "condensed" if condensed.result is not None else "not condensed",
                 extra={
@@ -133,13 +127,14 @@ class BrowseAgent:
         )
 
     def _chunks(self, text: str) -> tuple[list[str], int]:
-        """Return ``text`` in parts of at most ``chunk_tokens``, and the number of its tokens."""
+        """Return ``text`` in parts of at most ``max_prompt_length``, and the number of its tokens."""
+        longest = self.section.max_prompt_length
         if self.tokenizer is None:
-            size = self.chunk_tokens * _CHARS_PER_TOKEN
+            size = longest * _CHARS_PER_TOKEN
             parts = [text[start : start + size] for start in range(0, len(text), size)]
             return parts, len(text) // _CHARS_PER_TOKEN
         offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
-        firsts = range(self.chunk_tokens, len(offsets), self.chunk_tokens)
+        firsts = range(longest, len(offsets), longest)
         starts = [0, *(offsets[first][0] for first in firsts)]
         ends = [*starts[1:], len(text)]
         return [text[start:end] for start, end in zip(starts, ends, strict=True)], len(offsets)
@@ -150,48 +145,25 @@ def open_browse_agent(agent_config_path: str) -> BrowseAgent | None:
 
     Raises ConfigError for a section that cannot be used.
     """
-    if not has_section(agent_config_path, SECTION):
+    section = load_browse(agent_config_path)
+    if section is None:
         return None
-    section = load_section(agent_config_path, SECTION)
-    settings = section.settings
-    tools, purposes = settings.get("browse_tools") or [], settings.get("default_purpose") or {}
-    where = f"{agent_config_path}: {SECTION}"
-    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
-        raise ConfigError(
-            f"{where}.browse_tools is {tools!r}", hint="list names of tools: [fetch_url, visit]"
-        )
-    if not isinstance(purposes, dict):
-        raise ConfigError(f"{where}.default_purpose is {purposes!r}", hint="write {tool: what to look for}")
-    return BrowseAgent(
-        section=section,
-        tools=frozenset(tools),
-        min_tokens=_positive(where, settings, "min_prompt_length", 1500),
-        chunk_tokens=_positive(where, settings, "max_prompt_length", 60_000),
-        purposes={str(name): str(text) for name, text in purposes.items()},
-        tokenizer=_tokenizer(where, settings.get("tokenizer_path")),
-        logs=bool(settings.get("enable_logging", False)),
-    )
+    where = f"{agent_config_path}: browse_agent.tokenizer_path"
+    return BrowseAgent(section=section, tokenizer=_tokenizer(where, section.tokenizer_path))
 
 
-def _positive(where: str, settings: Mapping[str, Any], name: str, default: int) -> int:
-    value = settings.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}.{name} is {value!r}; it is a number of tokens, at least 1")
-    return value
-
-
-def _tokenizer(where: str, path: Any) -> Tokenizer | None:
-    if not path:
+def _tokenizer(where: str, path: str | None) -> Tokenizer | None:
+    if path is None:
         return None
     from tokenizers import Tokenizer
 
-    file = Path(str(path))
+    file = Path(path)
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself
         raise ConfigError(
-            f"{where}.tokenizer_path: {file} cannot be read: {error}",
+            f"{where}: {file} cannot be read: {error}",
             hint="give a folder with tokenizer.json, or leave it out: then 4 characters count as a token",
         ) from error
 

@@ -6,7 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from agentrl.validation import (
+    Count,
+    PlainText,
+    Positive,
+    PositiveWhole,
+    Settings,
+    Switch,
+    Text,
+    broken,
+    wrong,
+)
 
 WORKDIR = "${workdir}"
 """In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
@@ -22,17 +36,17 @@ class Scope(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Limits(Settings):
     """Limits of the calls to one tool; None leaves the run's flag, or no limit."""
 
-    concurrency: int | None = None
+    concurrency: PositiveWhole | None = None
     """Calls in flight, over all trajectories of this process."""
-    calls_per_minute: float | None = None
-    timeout_seconds: float | None = None
+    calls_per_minute: Positive | None = None
+    timeout_seconds: Positive | None = None
     """Longest silence: each progress message restarts it."""
-    max_seconds: float | None = None
+    max_seconds: Positive | None = None
     """Longest call, even with progress messages; by default ten times the timeout."""
-    max_result_chars: int | None = None
+    max_result_chars: PositiveWhole | None = None
 
     def over(self, base: Limits) -> Limits:
         """Return these limits, completed by those of ``base``."""
@@ -45,41 +59,63 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hook:
+class Hook(Settings):
     """A tool call that the sampler makes for a trajectory.
 
     ``${trajectory}`` and ``${meta.KEY}`` in its arguments are the trajectory's id and a value of its task.
     """
 
-    tool: str
+    tool: Text
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _hook(value: Any) -> Any:
+    """Read a tool's name as a hook."""
+    if not isinstance(value, (str, dict)):
+        raise wrong("a tool's name or a mapping {tool, arguments}")
+    return {"tool": value} if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+OneHook = Annotated[Hook, BeforeValidator(_hook)]
+Hooks = Annotated[tuple[OneHook, ...], BeforeValidator(_listed)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(Settings):
     """Options of every MCP server's entry, for every transport."""
 
     scope: Scope = Scope.SHARED
-    warm: int = 1
+    warm: Count = 1
     """Idle processes kept ready, with scope trajectory."""
-    ordered: bool = False
+    ordered: Switch = False
     """Run the calls of one trajectory one after another."""
-    setup: tuple[Hook, ...] = ()
-    teardown: tuple[Hook, ...] = ()
-    reset: Hook | None = None
+    setup: Hooks = ()
+    teardown: Hooks = ()
+    reset: OneHook | None = None
     """Clears a process for the next trajectory; without it, the process is replaced."""
-    offered: tuple[str, ...] | None = None
+    offer: tuple[PlainText, ...] | None = None
     """The tools that the model may see; None: all."""
-    resources: bool = False
+    resources: Switch = False
     """Offer the tools list_resources and read_resource."""
-    prompts: bool = False
+    prompts: Switch = False
     """Offer the tools list_prompts and get_prompt."""
     limits: Limits = field(default_factory=Limits)
-    tool_limits: Mapping[str, Limits] = field(default_factory=dict)
+    tools: Mapping[str, Limits] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.reset is not None and self.scope is Scope.SHARED:
+            raise broken(
+                "clears a trajectory's own server, and the scope is shared", "reset",
+                hint="write 'scope: trajectory', or leave 'reset' out",
+            )  # fmt: skip
 
     def limits_of(self, tool: str, base: Limits) -> Limits:
         """Return the limits of ``tool``: its own, then the server's, then ``base``."""
-        return self.tool_limits.get(tool, Limits()).over(self.limits).over(base)
+        return self.tools.get(tool, Limits()).over(self.limits).over(base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,17 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
+from agentrl.validation import Settings, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -27,32 +29,19 @@ _DECAY_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
-class AdamArguments:
+class AdamArguments(Settings):
     """What ``--optim_args`` may set."""
 
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
 
 
 def parse_optim_args(text: str) -> AdamArguments:
     """Parse ``beta1=0.9,beta2=0.98,eps=1e-8``; raise ConfigError for a wrong name or value."""
-    values: dict[str, float] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, separator, value = (part.strip() for part in item.partition("="))
-        if not separator or name not in AdamArguments.__dataclass_fields__:
-            raise ConfigError(f"--optim_args has {item!r}", hint="write beta1=0.9,beta2=0.999,eps=1e-8")
-        try:
-            values[name] = float(value)
-        except ValueError as error:
-            raise ConfigError(f"--optim_args: {name} is {value!r}", hint="give a number") from error
-    arguments = AdamArguments(**values)
-    for name in ("beta1", "beta2"):
-        if not 0.0 <= getattr(arguments, name) < 1.0:
-            raise ConfigError(f"--optim_args: {name} is {getattr(arguments, name)}", hint="0 ≤ beta < 1")
-    if not 0.0 < arguments.eps < math.inf:
-        raise ConfigError(f"--optim_args: eps is {arguments.eps}", hint="give a small number above 0")
-    return arguments
+    pairs = (item.partition("=") for item in text.split(",") if item.strip())
+    given = {name.strip(): value.strip() for name, _, value in pairs}
+    return read_config(AdamArguments, given, "--optim_args", hint="write beta1=0.9,beta2=0.999,eps=1e-8")
 
 
 def build_optimizer(

@@ -118,7 +118,7 @@ def test_accelerate_starts_a_process_for_each_of_the_trainers_gpus(
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("gpu_ids: 0,1", "gpu_ids is 0,1"), ("[]", "no mapping"), ("{", "cannot be read")],
+    [("gpu_ids: 0,1", "gpu_ids is 0,1"), ("[]", "no mapping"), ("{", "is not YAML")],
 )
 def test_an_accelerate_configuration_that_chooses_gpus_is_refused(
     content: str, message: str, on_gpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -38,8 +38,8 @@ def test_a_plain_name_has_the_weight_1(name: str) -> None:
         ({"exact": "much"}, "the weight of exact is 'much'"),
         ({"exact": True}, "the weight of exact is True"),
         ({"my scorer": 1.0}, "'my scorer' is not the name of a scorer"),
-        (["exact"], "scorer is a list"),
-        ("", "scorer is empty"),
+        (["exact"], r"scorer is \['exact'\]; it must be text"),
+        ("", "scorer is ''; it must be text that is not empty"),
     ],
 )
 def test_a_bad_scorer_is_a_bad_task(scorer: Any, problem: str) -> None:

@@ -61,7 +61,7 @@ def test_an_environment_is_found_by_path() -> None:
         ("env:number_game?n", "not key=value"),
         ("env:number_game?n=1&n=2", "given twice"),
         ("env:number_game?n=many", "n is 'many'"),
-        ("env:number_game?n=0", "n is 0"),
+        ("env:number_game?n=0", "n is '0'; it must be at least 1"),
         ("env:number_game?large=3", "did you mean 'largest'"),
         ("env:number_game?largest=x", "cannot generate task 0: ValueError"),
     ],

@@ -113,7 +113,7 @@ async def test_a_fixed_model_plays_the_opponent(tmp_path: Path, monkeypatch: pyt
     result = await score_trajectory(task, rollout, outcome, SamplingConfig())
     assert result.score == -1.0, "the player's reward is the score"
     file.write_text(yaml.safe_dump({"roles": {"opponent": {"url": "x"}}}))
-    with pytest.raises(ConfigError, match=r"role opponent is not a fixed model.*url"):
+    with pytest.raises(ConfigError, match=r"role opponent: unknown key 'url'"):
         await play(replace(task, agent_cfg_path=file.name), "multi_turn", "[4]")
 
 

@@ -9,42 +9,51 @@ import pytest
 from agentrl.documents.harness import Ending
 from agentrl.errors import ConfigError
 from agentrl.harness.command import find_program, folders_of
-from agentrl.harness.config import HarnessConfig
+from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import prepare
 from agentrl.rollout.agent_cfg import agent_cfg_path
 from agentrl.rollout.agents import check_agent
 
 BAD = {
-    "[": ("is not YAML", "docs/harnesses.md"),
-    "- a": ("the file is ['a']", "command"),
-    "isolation: auto": ("'command' is missing", "give the command line"),
-    "comand: x": ("unknown key 'comand'", "did you mean 'command'"),
+    "[": (":1 is not YAML: expected the node content", "correct that line"),
+    "- a": ("the file is ['a']; it must be a mapping", "docs/harnesses.md"),
+    "isolation: auto": ("'command' is missing", "docs/harnesses.md"),
+    "# A comment.\ncomand: x": (":2: unknown key 'comand'", "did you mean 'command'"),
     "command: ''": ("command is ''", "a line for the shell"),
     "command: 'echo \"'": ("cannot be read as a shell line", "close its quotes"),
     "command: no-such-agent --now": ("no command 'no-such-agent'", "install it"),
     "command: [no-such-agent]": ("no command 'no-such-agent'", "install it"),
-    "{command: 'true', limits: {seconds: -1}}": ("limits: seconds is -1", "above 0"),
-    "{command: 'true', limits: {memory_mb: much}}": ("memory_mb is 'much'", "above 0"),
+    "{command: 'true', limits: {seconds: -1}}": ("limits.seconds is -1", "must be above 0"),
+    "{command: 'true', limits: {memory_mb: much}}": ("limits.memory_mb is 'much'", "must be a whole number"),
     "{command: 'true', limits: {second: 1}}": ("unknown key 'limits.second'", "did you mean 'seconds'"),
     "{command: 'true', isolation: vm}": ("isolation is 'vm'", "namespaces"),
     "{command: 'true', isolation: docker}": ("image is None", "with isolation: docker"),
     "{command: 'true', image: python}": ("image is 'python'", "only with it"),
-    "{command: 'true', isolation: docker, image: python}": ("network is None", "give host"),
+    "{command: 'true', isolation: docker, image: python}": ("network is None", "must be host"),
     "{command: 'true', isolation: docker, image: a, network: host, environment: {DOCKER_HOST: x}}": (
-        "environment is 'DOCKER_HOST'", "another name",
+        "environment.DOCKER_HOST is 'x'", "another name",
     ),
     "{command: 'true', isolation: docker, image: a, path: [x]}": ("path is ['x']", "into the image"),
-    "{command: 'true', workspace: {template: nowhere}}": ("workspace.template", "give an existing folder"),
+    "{command: 'true', isolation: docker, image: python, network: none}": (
+        "network is 'none'", "the gateway is reachable",
+    ),
+    "{command: 'true', workspace: {template: nowhere}}": (
+        "workspace.template is 'nowhere'", "must be an existing folder",
+    ),
     "{command: 'true', workspace: {template: ., bundle: x}}": ("workspace is", "not both"),
     "{command: 'true', workspace: {bundle: bad.bundle}}": ("cannot be checked out", "git bundle create"),
     "{command: 'true', pass_environment: [NOT_SET_HERE]}": ("'NOT_SET_HERE', which is not set", "export"),
-    "{command: 'true', environment: {AGENTRL_MODEL: x}}": ("environment is 'AGENTRL_MODEL'", "none with"),
-    "{command: 'true', environment: {A: [1]}}": ("environment.A is [1]", "give text"),
-    "{command: 'true', files: {../x: y}}": ("files is '../x'", "below the working directory"),
-    "{command: 'true', score: points}": ("score is 'points'", "scorer, exit_code, reward"),
+    "{command: 'true', environment: {AGENTRL_MODEL: x}}": ("has the key 'AGENTRL_MODEL'", "none with"),
+    "{command: 'true', environment: {A: [1]}}": ("environment.A is [1]", "must be text"),
+    "{command: 'true', files: {../x: y}}": ("files has the key '../x'", "below the working directory"),
+    "{command: 'true', score: points}": ("score is 'points'", "'scorer', 'exit_code' or 'reward'"),
     "{command: 'true', score: {command: absent-tests}}": ("score.command: there is no", "install it"),
+    "{command: 'true', score: exitcode}": ("score is 'exitcode'", "did you mean 'exit_code'"),
+    "{command: 'true', score: {file: a, command: b}}": ("score is {'file'", "{file: PATH} or {command: …}"),
     "{command: 'true', score: {command: 'true', seconds: 0}}": ("score.seconds is 0", "above 0"),
-    "{command: 'true', fail_on: [crash]}": ("fail_on is 'crash'", "nonzero_exit"),
+    "command: 'true'\nlimits:\n  files: 0\nimage: x\ntrain: ''": (":3: limits.files is 0", ":5: train is ''"),
+    "{command: 'true', fail_on: [exited]}": ("fail_on[0] is 'exited'", "a failure"),
+    "{command: 'true', fail_on: [crash]}": ("fail_on[0] is 'crash'", "nonzero_exit"),
     "{command: 'true', answer: {}}": ("answer is {}", "file"),
 }  # fmt: skip
 
@@ -59,7 +68,7 @@ def test_a_bad_file_is_refused_with_its_key_and_the_fix(tmp_path: Path, content:
         check_agent("command", path)
     assert str(tmp_path) in caught.value.message
     assert message in caught.value.message
-    assert hint in str(caught.value.hint)
+    assert hint in str(caught.value)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -90,10 +99,10 @@ def test_the_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert config.path == ("/opt/venv/bin", str(tmp_path / "tools"))
     assert config.environment == {"FLAG": "true", "N": "3"}
     assert (config.limits.seconds, config.limits.disk_mb, config.limits.processes) == (5, 7, 256)
-    assert (config.score, config.answer_file) == ("exit_code", "a.txt")
-    assert config.fail_on == frozenset(Ending) - {Ending.EXITED, Ending.NONZERO_EXIT}
+    assert (config.score, config.answer) == ("exit_code", HarnessFile(file="a.txt"))
+    assert config.failing == frozenset(Ending) - {Ending.EXITED, Ending.NONZERO_EXIT}
     path.write_text("command: 'true'\nfail_on: []\n")
-    assert HarnessConfig.read(path).fail_on == frozenset()
+    assert HarnessConfig.read(path).failing == frozenset()
 
 
 def test_a_shell_line_may_begin_with_what_the_shell_knows() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.harness.config import HarnessConfig, HarnessLimits
+from agentrl.harness.config import HarnessConfig, HarnessLimits, Workspace
 from agentrl.harness.workspace import (
     add_files,
     build_base,
@@ -99,7 +99,10 @@ def base_of(repository: Path, ref: str | None, **limits: int) -> Path:
     bundle = repository.parent / "all.bundle"
     git(repository, "bundle", "create", "--quiet", str(bundle), "--all", "HEAD")
     config = HarnessConfig(
-        source=Path("h.yml"), command="true", bundle=bundle, ref=ref, limits=HarnessLimits(**limits)
+        source=Path("h.yml"),
+        command="true",
+        workspace=Workspace(bundle=bundle, ref=ref),
+        limits=HarnessLimits(**limits),
     )
     build_base(config, repository.parent / "base.tar")
     return repository.parent / "base.tar"

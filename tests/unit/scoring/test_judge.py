@@ -14,7 +14,7 @@ import pytest_asyncio
 import yaml
 
 from agentrl.errors import ConfigError, DependencyKind, ScorerError
-from agentrl.llm.agent_config import load_section
+from agentrl.llm.agent_config import load_browse, load_judge
 from agentrl.scoring import judge
 from agentrl.scoring import rubric as rubric_module
 from agentrl.scoring.judge import judge_prompt, verdict_of
@@ -238,33 +238,39 @@ def test_an_unset_variable_and_a_missing_key_are_named(
     path.write_text(yaml.safe_dump({"scorer_agent": {"models": [entry]}}))
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
     with pytest.raises(ConfigError, match="environment variable NOT_SET_HERE"):
-        load_section(path, "scorer_agent")
+        load_judge(path)
     path.write_text(yaml.safe_dump({"scorer_agent": {"models": [{"model": "a"}]}}))
-    with pytest.raises(ConfigError, match="lacks base_url, api_key"):
-        load_section(path, "scorer_agent")
-    with pytest.raises(ConfigError, match="no section browse_agent"):
-        load_section(path, "browse_agent")
+    with pytest.raises(
+        ConfigError, match=r"c.yml:3: 'scorer_agent.models\[0\].base_url' is missing\n.*api_key' is missing"
+    ):
+        load_judge(path)
+    assert load_browse(path) is None
+    path.write_text("browse_agent: {models: []}")
+    for load, name in ((load_judge, "scorer_agent"), (load_browse, "browse_agent")):
+        with pytest.raises(ConfigError, match=f"no section {name} with models"):
+            load(path)
 
 
 def test_the_example_configuration_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    section = load_section("assets/agent_config_example.yml", "scorer_agent")
+    section = load_judge("assets/agent_config_example.yml")
     assert [endpoint.api_key for endpoint in section.models] == ["k", "none"]
     assert section.models[0].params == {}  # a reasoning model refuses a temperature
-    assert (
-        load_section("assets/agent_config_example.yml", "browse_agent").settings["min_prompt_length"] == 1500
-    )
+    assert load_browse("assets/agent_config_example.yml") is None  # it is off
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"cost_limt": 3}, "unknown key 'cost_limt'"),
+        ({"cost_limt": 3}, "unknown key 'scorer_agent.cost_limt'"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
         ({"max_retries": 0}, "max_retries is 0; it must be at least 1"),
         ({"requests_per_minute": -1}, "requests_per_minute is -1"),
-        ({"models": [{"model": "a", "base_url": "u", "api_key": "k", "temperature": 0}]}, "'temperature'"),
-        ({"models": "a"}, "models is not a list"),
+        (
+            {"models": [{"model": "a", "base_url": "u", "api_key": "k", "temperature": 0}]},
+            "unknown key .*temperature'",
+        ),
+        ({"models": "a"}, "models is 'a'; it must be a list"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
@@ -272,7 +278,7 @@ def test_a_wrong_setting_is_named(tmp_path: Path, change: dict[str, Any], proble
     entry = {"model": "a", "base_url": "http://x", "api_key": "k"}
     path.write_text(yaml.safe_dump({"scorer_agent": {"models": [entry], **change}}))
     with pytest.raises(ConfigError, match=problem):
-        load_section(path, "scorer_agent")
+        load_judge(path)
 
 
 def test_a_limit_of_the_section_holds_for_its_models(tmp_path: Path) -> None:
@@ -280,7 +286,7 @@ def test_a_limit_of_the_section_holds_for_its_models(tmp_path: Path) -> None:
     entries = [{"model": name, "base_url": "http://x", "api_key": "k"} for name in "ab"]
     entries[1]["max_concurrency"] = 3
     path.write_text(yaml.safe_dump({"scorer_agent": {"models": entries, "max_concurrency": 7}}))
-    assert [item.max_concurrency for item in load_section(path, "scorer_agent").models] == [7, 3]
+    assert [item.max_concurrency for item in load_judge(path).models] == [7, 3]
 
 
 def rubric_context(path: str, rubric: Any, final_answer: str | None = "It is the Seine.") -> ScorerContext:

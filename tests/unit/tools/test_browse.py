@@ -175,7 +175,7 @@ async def test_it_is_recorded_with_the_tool_execution(tmp_path: Path, llm: fake_
         ({"default_purpose": "all"}, "default_purpose is 'all'"),
         ({"tokenizer_path": "/nowhere"}, "tokenizer_path: /nowhere cannot be read"),
         ({"models": []}, "no section browse_agent with models"),
-        ({"browse_tool": ["visit"]}, "unknown key 'browse_tool'"),
+        ({"browse_tool": ["visit"]}, "unknown key 'browse_agent.browse_tool'"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:

@@ -92,7 +92,9 @@ async def test_the_next_container_removes_those_of_killed_processes(containers: 
 async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Path) -> None:
     (killed := running()).kill()
     killed.communicate(timeout=30)
-    config = HarnessConfig(source=tmp_path / "h.yml", command="true", isolation="docker", image="image:1")
+    config = HarnessConfig(
+        source=tmp_path / "h.yml", command="true", isolation="docker", image="image:1", network="host"
+    )
     build_base(config, tmp_path / "base.tar")
     async with ContainerSession(Prepared(config, tmp_path / "base.tar", (), ())) as session:
         await session.fill({})

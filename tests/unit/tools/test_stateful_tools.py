@@ -223,7 +223,7 @@ def test_mcp_entries_name_servers_and_the_tools_to_offer(tmp_path: Path) -> None
     found = load_tools(path, call_timeout=1)
     (server,) = found.servers
     assert isinstance(server, StdioSpec)
-    assert (server.name, server.options.offered) == ("search", ("find",))
+    assert (server.name, server.options.offer) == ("search", ("find",))
 
 
 class Reaching(StatefulTool):

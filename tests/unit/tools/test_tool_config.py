@@ -37,27 +37,35 @@ def test_both_kinds_of_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ("a: [", "is not YAML"),
         ("calc: {command: x}", "neither a mapping 'servers' nor 'mcpServers'"),
-        ("servers: {calc: x}", "servers.calc is not a mapping"),
+        ("servers: {calc: x}", r":1: servers.calc is 'x'; it must be a mapping"),
         ("servers: {calc: {}}", "needs either 'command' or 'url'"),
         ("servers: {calc: {command: x, url: y}}", "needs either"),
-        ("servers: {calc: {command: x, arg: []}}", "unknown keys: arg"),
+        (
+            "servers:\n  calc:\n    command: x\n    arg: []",
+            r":4: unknown key 'servers.calc.arg'\n.*mean 'args'",
+        ),
         ("servers: {calc: {command: x, args: y}}", "args is 'y'; it must be a list"),
         ("servers: {calc: {url: 3}}", "url is 3; it must be text"),
-        ("servers: {calc: {url: x, headers_env: {A: NOT_SET_HERE}}}", "names NOT_SET_HERE, which is not set"),
         (
-            "servers: {calc: {command: '${NOT_SET_HERE}'}}",
-            "command names \\${NOT_SET_HERE}, which is not set",
+            "servers: {calc: {url: 'http://x', headers_env: {A: NOT_SET_HERE}}}",
+            "names NOT_SET_HERE, which is not set",
         ),
+        ("servers: {calc: {command: '${NOT_SET_HERE}'}}", "variable NOT_SET_HERE, which is not set"),
         ("servers: {calc: {command: x, scope: mine}}", "scope is 'mine'"),
-        ("servers: {calc: {url: x, transport: stdio}}", "transport is 'stdio', which no URL has"),
+        ("servers: {calc: {url: 'http://x', transport: stdio}}", "transport is 'stdio'; it must be 'http'"),
         ("servers: {calc: {url: 'http://x', reset: clear}}", "reset clears a trajectory's own server"),
         ("servers: {calc: {url: 'ftp://x/mcp'}}", "calc.url is not a URL of HTTP"),
         ("servers: {calc: {url: 'http:///mcp'}}", "calc.url is not a URL of HTTP"),
-        ("servers: {calc: {command: x, setup: [{call: y}]}}", "setup\\[0\\] is .* a tool's name"),
-        ("servers: {calc: {command: x, limits: {speed: 1}}}", "limits has unknown keys: speed"),
+        ("servers: {calc: {command: x, setup: [{call: y}]}}", r"unknown key 'servers.calc.setup\[0\].call'"),
+        ("servers: {calc: {command: x, setup: [3]}}", r"setup\[0\] is 3; it must be a tool's name or"),
+        (
+            "servers: {calc: {command: x, env: {A: [1]}, cwd: ''}}",
+            "env.A is .*; it must be text\n.*cwd is ''",
+        ),
+        ("servers: {calc: {command: x, limits: {speed: 1}}}", "unknown key 'servers.calc.limits.speed'"),
         (
             "servers: {calc: {command: x, limits: {concurrency: 0}}}",
-            "is 0; it must be a number ≥ 1",
+            "concurrency is 0; it must be above 0",
         ),
         ("servers: {calc: {command: x, ordered: 1}}", "ordered is 1; it must be true or false"),
     ],
@@ -97,7 +105,7 @@ def test_every_key_is_read_and_variables_are_replaced(
     assert db.args == ("--db", "${workdir}/data.db", "80", "$HOME", "ashb")
     assert db.env == {"TOKEN": "t:1"}
     options = db.options
-    assert (options.scope, options.warm, options.ordered, options.offered) == (
+    assert (options.scope, options.warm, options.ordered, options.offer) == (
         Scope.TRAJECTORY, 3, True, ("query",),
     )  # fmt: skip
     assert options.setup == (Hook(tool="load", arguments={"file": "${meta.file}"}), Hook(tool="ping"))

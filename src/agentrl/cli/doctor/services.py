@@ -75,12 +75,12 @@ async def _answers(url: str) -> str | None:
 
 async def check_agent_config(config: SamplingConfig) -> Check:
     """Check the judge, which some scorers need, and the browse agent, if it is on: that they answer."""
-    from agentrl.llm.agent_config import load_section
+    from agentrl.llm.agent_config import load_judge
     from agentrl.tools.browse import open_browse_agent
 
     name, path = "agent config", config.agent_config_path
     try:
-        section = load_section(path, "scorer_agent")
+        section = load_judge(path)
         browse = open_browse_agent(path)
     except AgentRLError as error:
         found = f"{error.message}; tasks with scorer agentcpm or rubric need it"

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import PromptTokensDetails
 
 from agentrl.chat.chat_format import Message
-from agentrl.gateway.dialects.images import image_part, joined
+from agentrl.gateway.dialects.images import content_of
 from agentrl.gateway.errors import STATUS, GatewayError, invalid
 from agentrl.gateway.request import (
     MAX_TOOLS,
@@ -231,23 +231,7 @@ def _message(item: Any, where: str) -> Message:
 
 def _text(content: Any, where: str) -> Any:
     """Return the text of content, or its parts if there are images among them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
-    texts: list[str | dict[str, Any]] = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image_url":
-            texts.append(image_part(part.get("image_url"), f"{where}[{place}]"))
-            continue
-        if kind not in ("text", "refusal"):
-            raise refuse_media(kind, f"{where}[{place}]")
-        text = part.get("text") or part.get("refusal") or ""
-        if not isinstance(text, str):
-            raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
-        texts.append(text)
-    return joined(texts)
+    return content_of(content, where, texts=("text", "refusal"), image="image_url")
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:

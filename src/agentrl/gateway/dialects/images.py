@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from agentrl.gateway.errors import invalid
-from agentrl.gateway.request import kind_of, short
+from agentrl.gateway.request import kind_of, refuse_media, short
 
 Part = dict[str, Any]
 
@@ -17,6 +17,30 @@ def image_part(value: Any, where: str) -> Part:
     if not isinstance(url, str):
         raise invalid(f"{where}.image_url is {kind_of(value)}; it must be a data: URL", where)
     return {"type": "image", "url": url, "where": where}
+
+
+def content_of(content: Any, where: str, *, texts: Collection[str], image: str) -> Any:
+    """Return the text of OpenAI's content, or its parts if there are images among them.
+
+    ``texts`` and ``image`` are the types of parts with a text and with an image. Raises GatewayError.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
+    pieces: list[str | Part] = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == image:
+            pieces.append(image_part(part.get("image_url"), f"{where}[{place}]"))
+            continue
+        if kind not in texts:
+            raise refuse_media(kind, f"{where}[{place}]")
+        text = part.get("text") or part.get("refusal") or ""
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
+        pieces.append(text)
+    return joined(pieces)
 
 
 def source_part(source: Any, where: str) -> Part:

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 from agentrl.chat.chat_format import Message
 from agentrl.documents.images import text_of
 from agentrl.gateway.dialects.chat import ChatCompletions, function_tools, tool_choice
-from agentrl.gateway.dialects.images import image_part, joined
+from agentrl.gateway.dialects.images import content_of
 from agentrl.gateway.errors import GatewayError, invalid
 from agentrl.gateway.request import (
     Answer,
@@ -308,23 +308,7 @@ def _merge(message: Message, more: Message) -> None:
 
 def _text(content: Any, where: str) -> Any:
     """Return the text of content, or its parts if there are images among them."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
-    texts: list[str | dict[str, Any]] = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "input_image":
-            texts.append(image_part(part.get("image_url"), f"{where}[{place}]"))
-            continue
-        if kind not in _TEXTS:
-            raise refuse_media(kind, f"{where}[{place}]")
-        text = part.get("text") or part.get("refusal") or ""
-        if not isinstance(text, str):
-            raise invalid(f"{where}[{place}].text is {kind_of(text)}; it must be text", where)
-        texts.append(text)
-    return joined(texts)
+    return content_of(content, where, texts=_TEXTS, image="input_image")
 
 
 def _tools(value: Any) -> tuple[list[Schema], tuple[str, ...]]:

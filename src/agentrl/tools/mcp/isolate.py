@@ -6,9 +6,9 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Literal
 
 from agentrl.errors import ConfigError
 from agentrl.tools.sandbox.docker import container_limits
@@ -16,74 +16,69 @@ from agentrl.tools.sandbox.launcher_process import start_code
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.local import namespace_problem
 from agentrl.tools.specs import WORKDIR, StdioSpec
-from agentrl.tools.values import require_map, require_text, require_texts
+from agentrl.validation import Positive, PositiveWhole, Text, broken, wrong
 
-_ISOLATIONS: Final = ("auto", "namespaces", "limits", "docker")
-_KEYS: Final = {"isolation", "image", "network", "visible"}
-_DEFAULTS: Final = {"seconds": 86400, "cpu_seconds": 3600, "processes": 64, "open_files": 256}
-"""Limits of a server, which lives as long as its trajectory; the others are those of programs."""
 _PACKAGE: Final = Path(__file__).parents[2]
 """The folder of this package, which is not below the interpreter if it is installed from a clone."""
-_HINT: Final = "docs/tools.md lists the keys of 'sandbox'"
+_LIMITS: Final = tuple(item.name for item in dataclasses.fields(SandboxLimits))
 
 
-def isolated(spec: StdioSpec, settings: Any, where: str) -> StdioSpec:
-    """Return the server that runs ``spec`` as ``settings`` say. Raises ConfigError.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSandbox(SandboxLimits):
+    """``sandbox`` of an entry. A server lives as long as its trajectory; its other limits are a program's."""
+
+    seconds: Positive = 86400.0
+    cpu_seconds: PositiveWhole = 3600
+    processes: PositiveWhole = 64
+    open_files: PositiveWhole = 256
+    isolation: Literal["auto", "namespaces", "limits", "docker"] = "auto"
+    image: Text | None = None
+    network: Text = "none"
+    visible: tuple[Text, ...] = ()
+
+    def __post_init__(self) -> None:
+        is_docker = self.isolation == "docker"
+        if is_docker and self.image is None:
+            raise wrong("the image of the container", "image")
+        if not is_docker and (self.image is not None or self.network not in ("none", "host")):
+            raise broken(": 'image' and a named 'network' are Docker's", hint="write isolation: docker")
+
+
+def isolated(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
+    """Return the server that runs ``spec`` in ``sandbox``. Raises ConfigError, which names ``where``.
 
     It starts in an empty private folder, the only one that it may write to; there ``${workdir}`` is ".".
     """
-    given = require_map(settings, where)
-    limits = SandboxLimits.of({**_DEFAULTS, **given}, where)
-    unknown = sorted(set(given) - _KEYS - {item.name for item in dataclasses.fields(SandboxLimits)})
-    if unknown:
-        raise ConfigError(f"{where} has unknown keys: {', '.join(unknown)}", hint=_HINT)
-    isolation = given.get("isolation", "auto")
-    if isolation not in _ISOLATIONS:
-        raise ConfigError(f"{where}.isolation is {isolation!r}", hint=f"use one of {', '.join(_ISOLATIONS)}")
-    if spec.cwd is not None:
-        raise ConfigError(
-            f"{where}: a server in a sandbox has no 'cwd' of the host",
-            hint="remove it: it has one of its own",
-        )
     inner = dataclasses.replace(
         spec,
         args=tuple(arg.replace(WORKDIR, ".") for arg in spec.args),
         env={name: value.replace(WORKDIR, ".") for name, value in spec.env.items()},
     )
-    network = require_text(given.get("network", "none"), f"{where}.network")
-    if isolation == "docker":
-        return _in_container(inner, given, limits, network, where)
-    if "image" in given or network not in ("none", "host"):
-        raise ConfigError(
-            f"{where}: 'image' and a named 'network' are Docker's", hint="write isolation: docker"
-        )
-    return _in_sandbox(inner, given, limits, network, where)
+    if sandbox.isolation == "docker":
+        return _in_container(inner, sandbox)
+    return _in_sandbox(inner, sandbox, where)
 
 
-def _in_container(
-    spec: StdioSpec, given: Mapping[str, Any], limits: SandboxLimits, network: str, where: str
-) -> StdioSpec:
-    image = require_text(given.get("image", ""), f"{where}.image")
+def _in_container(spec: StdioSpec, sandbox: ServerSandbox) -> StdioSpec:
     command = "python3" if spec.command == sys.executable else spec.command
     named = [word for name in spec.env for word in ("--env", name)]
     arguments = [
         "run", "--interactive", "--init", "--label", "agentrl=tool-server",
-        *container_limits(limits, network=network), *named, "--entrypoint", command, image, *spec.args,
+        *container_limits(sandbox, network=sandbox.network), *named, "--entrypoint", command,
+        str(sandbox.image), *spec.args,
     ]  # fmt: skip
     return dataclasses.replace(spec, command="docker", args=tuple(arguments))
 
 
-def _in_sandbox(
-    spec: StdioSpec, given: Mapping[str, Any], limits: SandboxLimits, network: str, where: str
-) -> StdioSpec:
-    isolation = given.get("isolation", "auto")
+def _in_sandbox(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
+    isolation = sandbox.isolation
     problem = None if isolation == "limits" else namespace_problem()
     if problem is not None and isolation == "namespaces":
         raise ConfigError(
             f"{where}: this machine allows no namespaces: {problem}",
             hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker or auto",
         )
-    visible = [os.path.realpath(path) for path in require_texts(given.get("visible", ()), f"{where}.visible")]
+    visible = [os.path.realpath(path) for path in sandbox.visible]
     if spec.command == sys.executable:
         own = (sys.prefix, sys.base_prefix, str(_PACKAGE))
         visible += dict.fromkeys(path for part in own for path in (part, os.path.realpath(part)))
@@ -91,8 +86,8 @@ def _in_sandbox(
     job = {
         "code": "", "stdin": "", "python": "", "visible": visible, "directory": WORKDIR,
         "namespaces": isolation != "limits" and problem is None, "keep_files": False,
-        "limits": dataclasses.asdict(limits), "command": [spec.command, *spec.args],
-        "network": network,
+        "limits": {name: getattr(sandbox, name) for name in _LIMITS}, "command": [spec.command, *spec.args],
+        "network": sandbox.network,
     }  # fmt: skip
     # Values of variables may be secrets, and every user of the machine can read arguments.
     words = ("-I", "-S", "-c", start_code("attached"), json.dumps(job), json.dumps([*spec.env]))

@@ -136,7 +136,7 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
         if cursor is None:
             break
     own = _extras(client, spec, found)
-    offered = spec.options.offered
+    offered = spec.options.offer
     schemas = [
         schema for schema in (*found.values(), *own) if offered is None or schema_name(schema) in offered
     ]

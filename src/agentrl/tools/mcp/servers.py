@@ -18,7 +18,7 @@ def mcp_server(spec: McpSpec, config: ToolConfig) -> SharedServer | DedicatedSer
     base = Limits(timeout_seconds=config.tool_timeout_seconds, max_result_chars=config.max_tool_result_chars)
     gate = CallGate(spec.options, base, connections=config.max_tool_connections)
     is_dedicated = spec.options.scope is Scope.TRAJECTORY
-    own = (limits.over(base) for limits in (spec.options.limits, *spec.options.tool_limits.values()))
+    own = (limits.over(base) for limits in (spec.options.limits, *spec.options.tools.values()))
     longest = max(max(limits.timeout_seconds or 0.0, limits.max_seconds or 0.0) for limits in (base, *own))
     connector = Connector(
         spec,

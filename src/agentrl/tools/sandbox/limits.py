@@ -7,30 +7,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from agentrl.errors import ConfigError
+from agentrl.validation import Positive, PositiveWhole, Settings, read_config
 
 Isolation = Literal["auto", "namespaces", "limits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxLimits:
+class SandboxLimits(Settings):
     """What one program may use. A program that exceeds a limit is killed with all that it started."""
 
-    seconds: float = 10.0
+    seconds: Positive = 10.0
     """Time by the clock."""
-    cpu_seconds: int = 10
+    cpu_seconds: PositiveWhole = 10
     """CPU time of each process."""
-    memory_mb: int = 512
+    memory_mb: PositiveWhole = 512
     """Memory of all its processes, and the address space of each."""
-    processes: int = 32
+    processes: PositiveWhole = 32
     """Processes and threads at a time."""
-    disk_mb: int = 64
+    disk_mb: PositiveWhole = 64
     """Size of the files in its directory."""
-    files: int = 2048
+    files: PositiveWhole = 2048
     """Number of the files in its directory."""
-    open_files: int = 64
+    open_files: PositiveWhole = 64
     """Open files of each process."""
-    output_bytes: int = 65536
+    output_bytes: PositiveWhole = 65536
     """Standard output and standard error, each."""
 
     @classmethod
@@ -38,12 +38,7 @@ class SandboxLimits:
         """Return the limits in ``config``; other keys are ignored. Raises ConfigError."""
         known = {item.name for item in dataclasses.fields(cls)}
         chosen = {name: value for name, value in config.items() if name in known}
-        for name, value in chosen.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-                raise ConfigError(f"{where}: {name} is {value!r}", hint="give a number above 0")
-            if name != "seconds" and value != int(value):
-                raise ConfigError(f"{where}: {name} is {value!r}", hint="give a whole number")
-        return cls(**{name: value if name == "seconds" else int(value) for name, value in chosen.items()})
+        return read_config(cls, chosen, where, hint="docs/sandbox.md lists the limits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,8 @@ def entry(tmp_path: Path, sandbox: Any, **more: Any) -> McpSpec:
         ({"isolation": "jail"}, "isolation is 'jail'"),
         ({"image": "x"}, "are Docker's"),
         ({"network": "tools"}, "are Docker's"),
-        ({"isolation": "docker"}, "image"),
-        ({"memory": 3}, "unknown keys: memory"),
+        ({"isolation": "docker"}, "image is None; it must be the image"),
+        ({"memory": 3}, "unknown key 'servers.one.sandbox.memory'"),
         ({"memory_mb": 0}, "memory_mb is 0"),
     ],
 )
