@@ -108,8 +108,7 @@ class RunState:
 class Views(Repository):
     """The read path of the audit pages, the quickstart's report and notebooks. It never writes.
 
-    Rows come from the pipelines of the ``audit_*`` views, run on the collections: a database whose views an
-    older version made gives the same rows.
+    Rows come from the pipelines of the ``audit_*`` views, run on the collections.
     """
 
     @database_call

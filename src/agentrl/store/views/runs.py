@@ -100,10 +100,11 @@ class Runs(Repository):
         try:
             if not await database.list_collection_names(filter={"name": TASK}):
                 return None
-            schema = await database[RUN].find_one({"_id": SCHEMA}) or {"version": 1}
-            if schema["version"] != SCHEMA_VERSION:
-                known = f"this AgentRL reads {SCHEMA_VERSION}"
-                return replace(empty, problem=f"schema version {schema['version']}; {known}")
+            schema: Json = await database[RUN].find_one({"_id": SCHEMA}) or {}
+            if (version := schema.get("version")) != SCHEMA_VERSION:
+                return replace(
+                    empty, problem=f"schema version {version}; this AgentRL reads {SCHEMA_VERSION}"
+                )
             return await self._read(empty, alive_seconds)
         except OperationFailure as error:
             return replace(empty, problem=f"this user may not read it (code {error.code})")
