@@ -19,7 +19,6 @@ CAPS = ("tis", "seq_tis")
 WEIGHTS = (*CAPS, "icepop")
 _ONE_NUMBER = (*CAPS, "seq_kl")
 
-
 _LOSSES = importlib.import_module("agentrl.losses.registry")
 LOSS_PARAMETERS = frozenset(_LOSSES.loss_flags())
 """Flags that a loss reads only if it has a parameter of that name."""
@@ -47,8 +46,7 @@ class LossConfig(Flags):
 
     loss_calculater: str = flag(
         "GRPO",
-        "the loss: GRPO, GSPO, CISPO, MINIRL, SAPO, DPPO, CrossEntropy, or one of your own as"
-        " module:function",
+        f"the loss: {', '.join(_LOSSES.built_in_losses())}, or one of your own as module:function",
     )
     loss_args: str = flag("{}", "JSON of parameters of a loss of your own, e.g. '{\"beta\": 0.1}'")
     token_level_loss: bool | None = flag(

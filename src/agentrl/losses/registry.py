@@ -72,15 +72,19 @@ class LossFlag:
     """Its value for the losses that read it, where it is not given; None: that of the field."""
 
 
+def built_in_losses() -> dict[str, Loss]:
+    """Return the losses of ``losses.built_in`` by name, sorted."""
+    known = sorted(LOSSES.known().items())
+    return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
+
+
 @cache
 def loss_flags() -> dict[str, LossFlag]:
     """Return the flags that built-in losses declare, by name; their help names the losses that read them.
 
     Other losses may read them too, by a parameter of the same name.
     """
-    losses = {
-        name: item for name, item in LOSSES.known().items() if item.function.__module__.startswith(_BUILT_IN)
-    }
+    losses = built_in_losses()
     found: dict[str, LossFlag] = {}
     for item in losses.values():
         for name, parameter in item.parameters.items():

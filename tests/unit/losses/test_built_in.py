@@ -43,6 +43,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 print(next(line for line in flags_page().splitlines() if "softness" in line))
+print(LossConfig.__dataclass_fields__["loss_calculater"].metadata["help"])
 print("torch" in sys.modules)
 from agentrl.losses.settings import LossSettings
 read = lambda *flags: LossSettings.of(parse(flags, command="", description="", shown=[])[LossConfig])
@@ -64,6 +65,8 @@ def test_a_file_is_all_that_a_loss_and_its_flag_need(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [
         "| `--softness` | float in [0, 1) |  | SOFT: softness of the loss |",
+        "the loss: CISPO, CrossEntropy, DPPO, GRPO, GSPO, MINIRL, SAPO, SOFT, or one of your own as"
+        " module:function",
         "False",
         "[0.25, 0.0]",
         "leave it out, or use --loss_calculater SOFT",
