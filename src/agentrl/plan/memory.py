@@ -243,9 +243,9 @@ class _Rank:
         return 2 * self._spec.max_tokens * self._widths()[1] * self._wide
 
     def _widths(self) -> tuple[float, float, float]:
-        """Return a rank's width of queries, of keys and of a feed-forward layer; 0 in place of experts."""
+        """Return a rank's width of queries, of keys, and of a feed-forward layer or the shared experts."""
         shape, tp = self._shape, self._layout.tp
-        ffn = 0 if self._experts else shape.ffn
+        ffn = shape.ffn - (self._chosen * self._expert_width() if self._experts else 0)
         return shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp, ffn / tp
 
     def _expert_width(self) -> float:
