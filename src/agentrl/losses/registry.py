@@ -90,6 +90,8 @@ def loss_flags() -> dict[str, LossFlag]:
         for name, parameter in item.parameters.items():
             if not str(parameter.annotation).startswith("Annotated["):
                 continue
+            if name in found:
+                raise ValueError(f"two losses declare --{name}; the second one's parameter needs no flag()")
             # Only this annotation: the others name types that are imported for type checkers alone.
             alone = SimpleNamespace(__annotations__={name: parameter.annotation})
             hint = get_type_hints(alone, item.function.__globals__, include_extras=True)[name]

@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import agentrl
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
+from agentrl.losses import registry
+from agentrl.losses.registry import built_in_losses
 
 SOURCE = '''
 """Soft: a loss for a test."""
@@ -71,6 +75,13 @@ def test_a_file_is_all_that_a_loss_and_its_flag_need(tmp_path: Path) -> None:
         "[0.25, 0.0]",
         "leave it out, or use --loss_calculater SOFT",
     ], done.stderr
+
+
+def test_a_flag_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grpo = built_in_losses()["GRPO"]
+    monkeypatch.setattr(registry, "built_in_losses", lambda: {"one": grpo, "two": grpo})
+    with pytest.raises(ValueError, match="two losses declare --dual_clip"):
+        registry.loss_flags.__wrapped__()
 
 
 def test_a_flag_that_two_losses_read_names_both() -> None:
