@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import LossConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.distributed import apply
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
@@ -134,14 +136,18 @@ def _simulate(spec: StepSpec, layout: Layout, stage: int, depth: Depth | None) -
     with torch.device("meta"):
         model = build_model(spec)
     stages = None if depth is None else keep_layers(model, layout, stage, depth)
-    with fake_mesh(layout, rank_of(layout, stage)) as mesh:
+    chosen = (
+        mock.patch.object(apply, "assign_model_layers", return_value=stages)
+        if stages
+        else contextlib.nullcontext()
+    )
+    with fake_mesh(layout, rank_of(layout, stage)) as mesh, chosen:
         parallel = parallelize(
             model,
             mesh,
             max_tokens=spec.max_tokens,
             reduction=spec.memory.gradient_reduction,
             precision=spec.precision,
-            stages=stages,
         )
         balance_experts(model)
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
