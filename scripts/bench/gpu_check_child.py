@@ -218,13 +218,13 @@ def step_data(group: Group, vocabulary: int, number: int) -> list[DBRecordData]:
 def _fake_gpu() -> Iterator[Any]:
     """Make this process the only rank of a GPU that is not there; yield what counts its memory."""
     from fake_gpu.fake_cuda import GpuMemory, cuda_stubs
+    from fake_gpu.fake_rank import fake_mesh
     from fake_gpu.fake_step import _eager_flex, _real_meshes
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from agentrl.distributed.mesh import Layout, Mesh
     from agentrl.model import load
     from agentrl.model.empty import allocate
-    from agentrl.plan.fake_rank import fake_mesh
     from agentrl.train import build
 
     def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -254,7 +254,7 @@ def _fake_gpu() -> Iterator[Any]:
 
 def _watch(memory: Any, trainer: Any) -> None:
     """Measure the peak of what follows."""
-    from agentrl.plan.rank_step import owned_tensors
+    from fake_gpu.rank_step import owned_tensors
 
     memory.owned, memory.resized = owned_tensors(trainer.model, trainer.optimizer)
     memory.restart()

@@ -1,4 +1,4 @@
-"""Compare the memory that ``agentrl plan`` simulates with that of real training steps on gloo processes.
+"""Compare the memory that ``agentrl plan`` computes with that of real training steps on gloo processes.
 
     python scripts/bench/plan.py                                 tiny and 135M models, six layouts each
     python scripts/bench/plan.py --models tiny --layouts fsdp2 tp2
@@ -35,10 +35,10 @@ from agentrl.distributed.mesh import Layout, build_mesh
 from agentrl.distributed.world import leave_processes
 from agentrl.model.flops import Stopwatch
 from agentrl.model.precision import Precision
-from agentrl.plan.rank_step import StepSpec, build_model, local_tensor, measure_step, step_loss
 from agentrl.train.optimizer import build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from fake_gpu.rank_step import StepSpec, build_model, local_tensor, planned_memory, step_loss
 from peak_memory import peak_allocated
 
 LIMIT = 0.10
@@ -94,7 +94,7 @@ def model_config(model: str, kind: str) -> Any:
 
 
 def step_spec(model: str, kind: str, tokens: int, checkpointing: str) -> Any:
-    """Return the step that is simulated and measured: two micro-batches of two chains, half of it trained."""
+    """Return the step that is planned and measured: two micro-batches of two chains, half of it trained."""
     return StepSpec(
         config=model_config(model, kind), precision=Precision(), max_tokens=tokens, chain_tokens=tokens // 2,
         trained_tokens=tokens // 2, micro_batches=2, checkpointing=checkpointing, on_gpu=False,
@@ -191,7 +191,7 @@ def main() -> int:
     for model, name in cases:
         case, found = CASES[name], measured[model, name]
         spec = step_spec(model, case.kind, sizes[model], arguments.checkpointing)
-        planned = measure_step(spec, Layout(**case.sizes)).peak
+        planned = planned_memory(spec, Layout(**case.sizes)).peak
         ratio = planned / found["peak"]
         good &= abs(ratio - 1) <= LIMIT
         print(

@@ -102,10 +102,14 @@ class Registry(Generic[T]):
         for name in names:
             self._registered[name] = extension
 
+    def known(self) -> dict[str, T]:
+        """Return the extensions that are built in or registered in this process, by name."""
+        self._import_built_in()
+        return dict(self._registered)
+
     def names(self) -> list[str]:
         """Return every name, sorted: registered in this process, built in, or from an entry point."""
-        self._import_built_in()
-        return sorted({*self._registered, *(point.name for point in entry_points(group=self._group))})
+        return sorted({*self.known(), *(point.name for point in entry_points(group=self._group))})
 
     def get(self, name: str) -> T:
         """Return the extension called ``name``.

@@ -67,10 +67,16 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
     if not declared.from_policy:
         return LossSettings(loss_calculater=loss, **reduction)
     old, correction = draw(st.sampled_from(cases_of(loss)))
-    keeps = "ce_grpo_beta_1" in declared.flags and draw(st.booleans())
+    keeps = "ce_grpo_beta_1" in declared.parameters and draw(st.booleans())
+    dual_clip = draw(st.sampled_from([math.inf, 3.0])) if "dual_clip" in declared.parameters else None
+    own: dict[str, Any] = {
+        "dual_clip": dual_clip,
+        **({"ce_grpo_beta_1": 0.5, "ce_grpo_beta_2": 0.7} if keeps else {}),
+    }
     return LossSettings(
         loss_calculater=loss,
         **reduction,
+        **own,
         epsilon=0.2,
         epsilon_higher=0.1 if declared.clips else 0.0,
         old_logprobs=old,
@@ -78,9 +84,6 @@ def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
         strict_in_bound=False,
         importance_weight_cap_ratio=draw(st.sampled_from([4.0, math.inf])),
         out_of_date_decay=draw(st.sampled_from([None, 0.3])),
-        dual_clip=draw(st.sampled_from([math.inf, 3.0])) if "dual_clip" in declared.flags else None,
-        ce_grpo_beta_1=0.5 if keeps else None,
-        ce_grpo_beta_2=0.7 if keeps else None,
         entropy_coef=draw(st.sampled_from([0.0, 0.1])),
     )
 

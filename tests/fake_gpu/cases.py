@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, OptimConfig
 from agentrl.model.precision import Precision
-from agentrl.plan.rank_step import StepSpec
+from fake_gpu.rank_step import StepSpec
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 4, 256, 512, 4096
 HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from agentrl.plan.memory_tracker import MemoryTracker
+from fake_gpu.memory_tracker import MemoryTracker
 
 _SOURCES = ("/agentrl/", "/transformers/")
 _COLLECTIVES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")

@@ -32,17 +32,17 @@ from agentrl.model.attention import flex
 from agentrl.model.empty import allocate
 from agentrl.model.flops import Stopwatch
 from agentrl.model.precision import Precision
-from agentrl.plan.fake_rank import balance_experts, fake_mesh
-from agentrl.plan.layer_kinds import Depth, Peaks, extrapolate
-from agentrl.plan.memory_tracker import MemoryTracker
-from agentrl.plan.phases import watch_phases
-from agentrl.plan.rank_step import StepSpec, build_model, measure_step, owned_tensors
 from agentrl.train import frozen_logprobs
 from agentrl.train.frozen_logprobs import FrozenLogprobs, Reference
 from agentrl.train.optimizer import build_optimizer
 from agentrl.train.step import forward_backward
 from fake_gpu.cases import Case, step_spec
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
+from fake_gpu.fake_rank import balance_experts, fake_mesh
+from fake_gpu.layer_kinds import Depth, Peaks, extrapolate
+from fake_gpu.memory_tracker import MemoryTracker
+from fake_gpu.phases import watch_phases
+from fake_gpu.rank_step import StepSpec, build_model, owned_tensors, planned_memory
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Measured:
         peak = max(self.peaks.values(), key=lambda found: found.total)
         return {
             "peak": peak.total, "parts": dict(peak.parts), "phase": peak.phase,
-            "planned": measure_step(spec, layout).peak if planned else None,
+            "planned": planned_memory(spec, layout).peak if planned else None,
             **{name: dict(getattr(self.recorder, name)) for name in ("calls", "bytes", "products", "reads")},
             "mixed": dict(self.recorder.mixed),
         }  # fmt: skip

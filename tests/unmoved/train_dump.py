@@ -111,7 +111,6 @@ def train(model: Path, scratch: Path) -> list[Step]:
     try:
         agentrl("mongo", "up", "--mongo_dir", str(mongo))
         agentrl("db", "import", str(folder), *database)
-        agentrl("db", "migrate", *database)
         agentrl(
             "train", *database, *FLAGS, "--model_name_or_path", str(model), "--output_dir",
             str(scratch / "output"), "--log_dir", str(scratch / "logs"), seconds=TRAIN_SECONDS,

@@ -6,7 +6,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
     "tasks": ("agentrl.cli.tasks", "load a JSONL file of tasks; list what is loaded"),
     "tools": ("agentrl.cli.tools", "a manager of tool servers: a node for each trajectory"),
-    "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen, migrate"),
+    "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
     "serve": ("agentrl.cli.serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.sample", "a sampler: claims, runs and scores trajectories"),

@@ -1,4 +1,4 @@
-"""``agentrl db SUBCOMMAND``: check, copy, prune, rescore, reopen and migrate the database of one run."""
+"""``agentrl db SUBCOMMAND``: check, copy, prune, rescore and reopen the database of one run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parser() -> CommandParser:
     subparsers = outer.add_subparsers(
         dest="subcommand", metavar="SUBCOMMAND", required=True, parser_class=_DatabaseParser
     )
-    for register in (_check, _copy, _prune, add_rescore, add_reopen, _users, _migrate, _accept):
+    for register in (_check, _copy, _prune, add_rescore, add_reopen, _users, _accept):
         register(subparsers)
     return outer
 
@@ -166,7 +166,7 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
                 rows = await TrajectoryDataset(store.connection, on_rows=work.advance).export(folder)
         print(f"{run.run_name} → {folder / FILE}: {rows:,} scored trajectories")
         return 0
-    async with await open_existing(run, any_version=True) as store:
+    async with await open_existing(run) as store:
         with progress(f"exporting run {run.run_name}, documents") as work:
             manifest = await Transfer(store.connection, on_documents=work.advance).export(folder)
     _print(manifest)
@@ -180,7 +180,6 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.admin.archive import MANIFEST
     from agentrl.store.admin.transfer import Transfer
     from agentrl.store.client import open_connection
-    from agentrl.store.names import SCHEMA_VERSION
 
     folder = Path(arguments.folder)
     connection = await open_connection(run)
@@ -198,8 +197,6 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
             f"left out: Imports, by which samplers would import and run {clean(', '.join(imported.imports))};"
             " if you trust them, give a sampler --allowed_modules, or repeat the import with --allow_modules"
         )
-    if manifest.schema < SCHEMA_VERSION:
-        print(f"its schema is of version {manifest.schema}: run `agentrl db migrate` before anything else")
     return 0
 
 
@@ -296,31 +293,6 @@ async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
         print(f"{user.name:<16} {'made   ' if user.is_new else 'updated'} {user.uri}")
     if any(user.password is not None for user in created):
         print("keep the passwords: they are not shown again")
-    return 0
-
-
-def _migrate(subparsers: Any) -> None:
-    parser = subparsers.add_parser("migrate", help="bring a run of an older version to this one's schema")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be done, do nothing")
-    parser.set_defaults(handler=migrate)
-
-
-async def migrate(run: RunConfig, arguments: argparse.Namespace) -> int:
-    """Run the migrations that are due and print what each did."""
-    from agentrl.store.admin.migrate import Migrations
-    from agentrl.store.client import open_existing
-    from agentrl.store.names import SCHEMA_VERSION
-
-    async with await open_existing(run, any_version=True) as store:
-        migrations = Migrations(store.connection)
-        if arguments.dry_run:
-            for migration in await migrations.pending():
-                print(f"due: {migration.origin} → {migration.target}: {migration.what}")
-            return 0
-        for done in await migrations.run():
-            step = done.migration
-            print(f"{step.origin} → {step.target}: {step.what}: {done.changed} documents")
-    print(f"{run.run_name} has schema version {SCHEMA_VERSION}")
     return 0
 
 

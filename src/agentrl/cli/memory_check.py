@@ -74,7 +74,7 @@ class MemoryCheck:
             )
 
     def _check_trainer(self, placement: Placement, environment: Mapping[str, str]) -> None:
-        """Simulate a step with a full micro-batch by ``agentrl plan``, in a process of its own."""
+        """Plan a step with a full micro-batch by ``agentrl plan``, in a process of its own."""
         memory = min(placement.gpus.memory_gib[number] for number in placement.trainer)
         if placement.is_shared:
             memory *= 1 - (self.configs[EngineConfig].inf_mem_ratio or SHARED_MEMORY)
@@ -83,9 +83,9 @@ class MemoryCheck:
         command = [
             *(sys.executable, "-m", "agentrl", "plan", *self.flags, *cluster, *self._workload()),
             *("--gpus_per_node", str(len(placement.trainer))),
-            *("--simulations", "1", "--fitting", "1", "--json"),
+            *("--fitting", "1", "--json"),
         ]
-        self.report("agentrl plan simulates a training step, to see whether it fits")
+        self.report("agentrl plan computes the memory of a training step, to see whether it fits")
         try:
             done = subprocess.run(
                 command, env=without_uri(environment), capture_output=True, text=True, timeout=_PLAN_SECONDS,
@@ -111,7 +111,7 @@ class MemoryCheck:
             return
         reasons = [each["reason"] for each in (*layouts, *plan["refused"]) if each["reason"]]
         if not reasons:
-            self.report("the trainer's memory is not checked: agentrl plan simulated no layout")
+            self.report("the trainer's memory is not checked: agentrl plan lists no layout")
             return
         raise StepTooLargeError(
             f"the trainer does not fit GPU {ranges(placement.trainer)}: {reasons[0]}",

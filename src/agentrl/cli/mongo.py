@@ -70,7 +70,7 @@ def _print_json(mongo: EmbeddedMongo, action: str) -> int:
     print_json(
         {
             "running": status.running, "pid": status.pid, "port": status.port, "data": mongo.dbpath,
-            "log": mongo.log, "uri": status.shown_uri if status.running else None, "guarded": status.guarded,
+            "log": mongo.log, "uri": status.shown_uri if status.running else None,
             "version": ".".join(map(str, status.version)) if status.version else None,
         }
     )  # fmt: skip
@@ -87,9 +87,4 @@ def _description(mongo: EmbeddedMongo, status: EmbeddedStatus) -> str:
     notice = end_of_life_notice(status.version, date.today()) if status.version else None
     if notice:
         described += f"\n{notice}\n  → a newer mongod: docs/databases.md"
-    if status.guarded:
-        return f"{described}\nfor Compass, with the password: agentrl mongo uri --mongo_dir {mongo.directory}"
-    return (
-        f"{described}\nan older version started it, and it requires no password\n"
-        "  → stop the processes of its runs, then: agentrl mongo down; agentrl mongo up"
-    )
+    return f"{described}\nfor Compass, with the password: agentrl mongo uri --mongo_dir {mongo.directory}"

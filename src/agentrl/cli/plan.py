@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from agentrl.config.load import parse
@@ -19,7 +18,7 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError
 
 NOTHING_FITS = 3
-"""Exit code when no layout that was tried fits."""
+"""Exit code when no layout fits."""
 
 
 def main(argv: list[str]) -> int:
@@ -55,13 +54,10 @@ def main(argv: list[str]) -> int:
     trust = configs[ModelConfig].trust_remote_code
     model = open_model(Path(folder), plan.context, trust_remote_code=trust)
     search = Search(
-        model=model, work=work, cluster=cluster, configs=configs, report=_progress,
+        model=model, work=work, cluster=cluster, configs=configs,
         reference_parameters=reference_parameters(configs, model),
     )  # fmt: skip
-    try:
-        search.run()
-    except KeyboardInterrupt:
-        _progress("interrupted: the plan holds what was simulated so far")
+    search.run()
     fitting = next((item for item in search.verdicts if item.state == "fits"), None)
     services = None
     if fitting is not None:
@@ -74,7 +70,3 @@ def main(argv: list[str]) -> int:
     else:
         print_plan(stdout_console(), search, services)
     return 0 if fitting is not None else NOTHING_FITS
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

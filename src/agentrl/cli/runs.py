@@ -99,7 +99,7 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
     from agentrl.store.admin.runs import RunAdmin
     from agentrl.store.client import open_existing
 
-    async with await open_existing(run, any_version=True) as store:
+    async with await open_existing(run) as store:
         admin = RunAdmin(store.connection)
         await admin.require_ended(EngineConfig().alive_seconds)
         folder = await admin.output_folder() if arguments.folders else None

@@ -19,7 +19,7 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     ),
     "agentrl db": (
         "agentrl db check --run_name math",
-        "agentrl db migrate --run_name math",
+        "agentrl db reopen --run_name math --dry_run",
     ),
     "agentrl db check": (
         "agentrl db check --run_name math --output_dir output/math",
@@ -48,10 +48,6 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl db users": (
         "agentrl db users --run_name math",
         "agentrl db users --run_name math --create",
-    ),
-    "agentrl db migrate": (
-        "agentrl db migrate --run_name math --dry_run",
-        "agentrl db migrate --run_name math",
     ),
     "agentrl db accept": (
         "agentrl db accept groups --run_name math",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from agentrl.config.fields import Flags, flag, require
 from agentrl.errors import ConfigError
@@ -16,14 +17,28 @@ OLD_LOGPROBS: tuple[OldLogprobs, ...] = get_args(OldLogprobs)
 
 CAPS = ("tis", "seq_tis")
 WEIGHTS = (*CAPS, "icepop")
-LOSS_PARAMETERS = frozenset(
-    {"dual_clip", "ce_grpo_beta_1", "ce_grpo_beta_2", "sapo_tau_pos", "sapo_tau_neg", "dppo_kl_coef"}
-)
-"""Flags that a loss reads only if it declares a parameter of that name."""
 _ONE_NUMBER = (*CAPS, "seq_kl")
+
+_LOSSES = importlib.import_module("agentrl.losses.registry")
+LOSS_PARAMETERS = frozenset(_LOSSES.loss_flags())
+"""Flags that a loss reads only if it has a parameter of that name."""
+
+C = TypeVar("C", bound=type[Flags])
+
+
+def _with_flags_of_losses(group: C) -> C:
+    """Add the flags that losses declare, each in its own file, to the fields of ``group``.
+
+    The package of losses is above this one, so it is found by name; its declarations import no torch.
+    """
+    for name, declared in _LOSSES.loss_flags().items():
+        group.__annotations__[name] = declared.type
+        setattr(group, name, declared.field)
+    return group
 
 
 @dataclass(frozen=True, kw_only=True)
+@_with_flags_of_losses
 class LossConfig(Flags):
     """The loss (docs/losses.md)."""
 
@@ -31,8 +46,7 @@ class LossConfig(Flags):
 
     loss_calculater: str = flag(
         "GRPO",
-        "the loss: GRPO, GSPO, CISPO, MINIRL, SAPO, DPPO, CrossEntropy, or one of your own as"
-        " module:function",
+        f"the loss: {', '.join(_LOSSES.built_in_losses())}, or one of your own as module:function",
     )
     loss_args: str = flag("{}", "JSON of parameters of a loss of your own, e.g. '{\"beta\": 0.1}'")
     token_level_loss: bool | None = flag(
@@ -78,22 +92,6 @@ class LossConfig(Flags):
         "corrections of the mismatch between engine and trainer, comma-separated: tis, seq_tis, icepop,"
         " token_mask, seq_mask, seq_kl; e.g. 'icepop:0.5:5,seq_kl:0.1'",
     )
-    dual_clip: float | None = flag(
-        None,
-        "GRPO, GSPO: for A < 0, bound the loss of a token by -dual_clip·A; inf: no bound (default: 3)",
-        within="(1, inf]",
-    )
-    ce_grpo_beta_1: float | None = flag(
-        None, "GRPO, GSPO: share of the gradient kept below the clip interval", within="[0, inf)"
-    )
-    ce_grpo_beta_2: float | None = flag(
-        None, "GRPO, GSPO: share of the gradient kept above the clip interval", within="[0, inf)"
-    )
-    sapo_tau_pos: float = flag(1.0, "SAPO: temperature of the gate for A > 0", within="(0, inf)")
-    sapo_tau_neg: float = flag(1.05, "SAPO: temperature of the gate for A <= 0", within="(0, inf)")
-    dppo_kl_coef: float = flag(
-        0.0, "DPPO: weight of (log πθ/μ)², which is added to the loss, e.g. 0.001", within="[0, inf)"
-    )
     old_logprobs: Literal["behavior", "recompute", "loglinear"] = flag(
         "behavior",
         "logprobs of π_old: the engine's (behavior), the trainer's at the start of the step (recompute), or"
@@ -108,6 +106,10 @@ class LossConfig(Flags):
     entropy_coef: float = flag(
         0.0, "weight of the entropy bonus, which is subtracted from the loss (0: none)", within="[0, inf)"
     )
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # a flag that a loss declares
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -42,9 +42,5 @@ class PlanConfig(Flags):
     request_tokens_per_second: float = flag(
         30.0, "tokens that an engine generates for one request", within="(0, inf)", unit="tokens/s"
     )
-    fitting: int = flag(3, "layouts that fit after which the search ends", within="[1, inf)", unit="layouts")
-    simulations: int = flag(8, "steps that are simulated at most", within="[1, inf)", unit="steps")
-    search_seconds: float = flag(
-        120.0, "time after which no further step is simulated", within="(0, inf)", unit="seconds"
-    )
+    fitting: int = flag(3, "layouts that fit to show, the fastest ones", within="[1, inf)", unit="layouts")
     json: bool = flag(False, "print JSON")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from agentrl.distributed.context_parallel.model import check_context
@@ -22,25 +21,20 @@ def parallelize(
     *,
     max_tokens: int,
     reduction: GradientReduction = "last",
-    stages: Sequence[range] | None = None,
     precision: Precision | None = None,
 ) -> ParallelModel:
     """Split ``model``, whole and equal on every rank, over ``mesh`` in place, and return what runs it.
 
     Split parameters become DTensors, of which each rank holds its part. A pipeline stage keeps its own layers
-    only. ``max_tokens`` is the size of a micro-batch. ``stages`` are the layers of each stage, by default
-    ``assign_model_layers``. ``precision`` is by default that of the weights. A single process without a
-    policy of mixed precision keeps the model as it is.
+    only. ``max_tokens`` is the size of a micro-batch. ``precision`` is by default that of the weights. A
+    single process without a policy of mixed precision keeps the model as it is.
 
     Raises ConfigError for a model that the layout cannot split, and ModelError for one that computes more
     than its layers in sequence where stages need that.
     """
     layout, policy = mesh.layout, None if precision is None else precision.policy
     reduction = choose_reduction(reduction, model, layout)
-    if layout.pp == 1:
-        stages = None
-    elif stages is None:
-        stages = assign_model_layers(model, layout.pp)
+    stages = assign_model_layers(model, layout.pp) if layout.pp > 1 else None
     if layout.cp > 1:
         check_context(model, max_tokens)
     check_experts(model, layout)

@@ -26,39 +26,49 @@ def split_layers(model: Any, mesh: Mesh) -> None:
     """Split a Hugging Face causal LM by its configuration's plan, and its vocabulary by rows.
 
     Modules that each rank applies to its own heads (norms of queries and keys) stay whole, and are marked for
-    ``sum_partial_gradients``. Raises ConfigError for heads, sizes or layers that cannot be split.
+    ``sum_partial_gradients``. Raises as ``layer_styles``.
     """
-    kind, config = type(model).__name__, model.config.get_text_config()
-    check_divides(kind, config, mesh.layout.tp)
-    if not getattr(config, "base_model_tp_plan", None):
-        raise ConfigError(f"--tp_size: {kind} has no tensor-parallel plan", hint="set --tp_size 1")
+    styles = layer_styles(model, mesh.layout.tp)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
-    styles: dict[str, str] = {}
     for name, module in model.named_modules():
-        if module is embedding:
-            style: str | None = "embedding_rowwise"
-        elif module is head:
-            style = None if is_tied else "colwise"
-        else:
-            style = _layer_style(model, name, module)
-        if style is not None:
-            parameters = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            styles |= dict.fromkeys([*parameters, name], style)
+        if model.tp_plan.get(replace_layer_number_by_wildcard(name)) == PARTIAL_GRADIENT:
+            # transformers' hook sums what earlier micro-batches have accumulated, once more with each: the
+            # exactness suite's gradient norm is then 4.5 times what it should be.
+            mark_partial(module)
     apply_tensor_parallelism(model, mesh.dense["tp"], styles)
     if is_tied:
         head.weight = embedding.weight
 
 
+def layer_styles(model: Any, size: int) -> dict[str, str]:
+    """Return transformers' style of splitting each module and parameter over ``size`` ranks, by name.
+
+    Raises ConfigError for heads, sizes or layers that cannot be split.
+    """
+    kind, config = type(model).__name__, model.config.get_text_config()
+    check_divides(kind, config, size)
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ConfigError(f"--tp_size: {kind} has no tensor-parallel plan", hint="set --tp_size 1")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    styles: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if module is embedding:
+            style: str | None = "embedding_rowwise"
+        elif module is head:
+            style = None if head.weight is embedding.weight else "colwise"
+        else:
+            style = _layer_style(model, name, module)
+        if style is not None:
+            parameters = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            styles |= dict.fromkeys([*parameters, name], style)
+    return styles
+
+
 def _layer_style(model: Any, name: str, module: nn.Module) -> str | None:
     """Return transformers' style of splitting ``module``; None for one that stays as it is."""
     style: str | None = model.tp_plan.get(replace_layer_number_by_wildcard(name))
-    if style is None or is_experts(module):
-        return None
-    if style == PARTIAL_GRADIENT:
-        # transformers' hook sums what earlier micro-batches have accumulated, once more with each: the
-        # exactness suite's gradient norm is then 4.5 times what it should be.
-        mark_partial(module)
+    if style in (None, PARTIAL_GRADIENT) or is_experts(module):
         return None
     if style not in _LINEAR or not isinstance(module, nn.Linear):
         raise ConfigError(

@@ -1,15 +1,12 @@
-"""The input and output of a loss: flat tensors with one entry per trainable token."""
+"""The input and output of a loss: flat tensors with one entry per trainable token; import no torch itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from agentrl.config.loss import OLD_LOGPROBS
-from agentrl.errors import ConfigError
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""
@@ -17,7 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where it is clamped."""
-    return torch.exp(log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int) -> Tensor:
@@ -122,7 +119,7 @@ class TokenBatch:
         """Return the number of tokens in the loss mask of each token's trajectory, float32[T]."""
         if self.lengths is not None:
             return self.lengths.float()[self.row]
-        return torch.bincount(self.row[self.mask], minlength=self.trajectories).float()[self.row]
+        return self.row[self.mask].bincount(minlength=self.trajectories).float()[self.row]
 
     def trajectory_mean(self, values: Tensor) -> Tensor:
         """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T]."""
@@ -148,28 +145,11 @@ class TokenLosses:
     """bool[T]: a correction capped the token's weight; None: no correction caps."""
 
     def __post_init__(self) -> None:
+        import torch
+
         losses = self.losses.detach()
         if self.ratio is None:
             object.__setattr__(self, "ratio", torch.ones_like(losses))
         for name in ("clipped", "masked"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, torch.zeros_like(losses, dtype=torch.bool))
-
-
-def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
-    """Return log π_old, float32[T], detached, as ``--old_logprobs`` says.
-
-    ``behavior`` is log μ. ``recompute`` is ``logprobs``, the trainer's own at the start of the step; in a
-    step of one optimizer update these are the logprobs of the update itself. ``loglinear`` is
-    log μ + α·(log πθ − log μ) with α = a/(a + 1) for a token of ``age`` a, int64[T] in optimizer steps (the
-    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
-    """
-    current, behavior = logprobs.detach().float(), behavior_logprobs.float()
-    if method == "behavior":
-        return behavior
-    if method == "recompute":
-        return current
-    if method == "loglinear":
-        steps = age.to(behavior.dtype)
-        return behavior + steps / (steps + 1) * (current - behavior)
-    raise ConfigError(f"--old_logprobs is {method!r}", hint=f"use one of {', '.join(OLD_LOGPROBS)}")

@@ -8,6 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from agentrl.config.loss import OLD_LOGPROBS
+from agentrl.errors import ConfigError
 from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.correction import out_of_bound, weigh
 from agentrl.losses.settings import LossSettings
@@ -67,6 +69,25 @@ def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
         return k3
     weight = bounded_exp(batch.log_rho).clamp(max=WEIGHT_CAP)
     return weight * torch.exp(logprobs - logprobs.detach()) * k3
+
+
+def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
+    """Return log π_old, float32[T], detached, as ``--old_logprobs`` says.
+
+    ``behavior`` is log μ. ``recompute`` is ``logprobs``, the trainer's own at the start of the step; in a
+    step of one optimizer update these are the logprobs of the update itself. ``loglinear`` is
+    log μ + α·(log πθ − log μ) with α = a/(a + 1) for a token of ``age`` a, int64[T] in optimizer steps (the
+    interpolation of AReaL, arXiv 2505.24298, and A-3PO, arXiv 2512.06547).
+    """
+    current, behavior = logprobs.detach().float(), behavior_logprobs.float()
+    if method == "behavior":
+        return behavior
+    if method == "recompute":
+        return current
+    if method == "loglinear":
+        steps = age.to(behavior.dtype)
+        return behavior + steps / (steps + 1) * (current - behavior)
+    raise ConfigError(f"--old_logprobs is {method!r}", hint=f"use one of {', '.join(OLD_LOGPROBS)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from agentrl.config.loss import LossConfig
-from agentrl.errors import ConfigError
 from agentrl.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.losses.batch import TokenBatch, TokenLosses
+    from agentrl.losses.settings import LossSettings
 
-_FLAGS = frozenset(field.name for field in dataclasses.fields(LossConfig))
+_BUILT_IN = "agentrl.losses.built_in"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,8 +25,8 @@ class Loss:
     """A loss function with what it declares about itself."""
 
     function: Callable[..., TokenLosses]
-    defaults: Mapping[str, Any]
-    """Flag → the value that it has for this loss when it is not given."""
+    own_defaults: Mapping[str, Any]
+    """Flag → the value that it has for this loss when it is not given, as ``@loss`` says."""
     clips: bool = True
     """False if only the bounds on staleness read ``epsilon`` and ``epsilon_higher``."""
     from_policy: bool = True
@@ -37,6 +37,8 @@ class Loss:
     """True if a token's loss depends on the other tokens of its trajectory."""
     compares_behavior: bool = False
     """True if the loss compares πθ with μ and reads no π_old."""
+    check: Callable[[LossSettings], None] = lambda _: None
+    """Raises ConfigError for settings with which the loss does not work."""
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -45,36 +47,65 @@ class Loss:
         return {item.name: item for item in found if item.kind is inspect.Parameter.KEYWORD_ONLY}
 
     @cached_property
-    def flags(self) -> frozenset[str]:
-        """The parameters that are flags."""
-        return _FLAGS & self.parameters.keys()
+    def defaults(self) -> dict[str, Any]:
+        """Flag → the value that it has for this loss when it is not given."""
+        declared = {name: flag.default for name, flag in loss_flags().items() if name in self.parameters}
+        return {name: value for name, value in declared.items() if value is not None} | dict(
+            self.own_defaults
+        )
 
-    def bind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the parameters that are not flags: ``arguments``, else their defaults.
-
-        Raises ConfigError for an argument that the function does not have, one that is a flag, one of another
-        type than its default, and for a parameter without a value.
-        """
-        own = {name: item for name, item in self.parameters.items() if name not in _FLAGS}
-        for name, value in arguments.items():
-            if name in _FLAGS:
-                raise ConfigError(f"--loss_args has {name!r}, which is a flag", hint=f"give it as --{name}")
-            if name not in own:
-                known = f"its parameters are {', '.join(own)}" if own else "it has no parameters"
-                raise ConfigError(f"--loss_args has {name!r}, which the loss does not take", hint=known)
-            _check_type(name, value, own[name].default)
-        missing = [n for n, item in own.items() if item.default is item.empty and n not in arguments]
-        if missing:
-            raise ConfigError(
-                f"the loss needs a value of {', '.join(missing)}",
-                hint=f"--loss_args '{{\"{missing[0]}\": …}}'",
-            )
-        return {name: arguments.get(name, item.default) for name, item in own.items()}
-
-    def __call__(self, batch: TokenBatch, settings: LossConfig) -> TokenLosses:
-        """Return the loss of each token of ``batch``; ``settings`` are the run's LossSettings."""
-        flags = {name: getattr(settings, name) for name in self.flags}
+    def __call__(self, batch: TokenBatch, settings: LossSettings) -> TokenLosses:
+        """Return the loss of each token of ``batch``."""
+        flags = {
+            name: getattr(settings, name) for name in settings.__dataclass_fields__.keys() & self.parameters
+        }
         return self.function(batch, settings, **flags, **settings.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFlag:
+    """A flag that a built-in loss declares."""
+
+    type: Any
+    field: dataclasses.Field[Any]
+    default: Any
+    """Its value for the losses that read it, where it is not given; None: that of the field."""
+
+
+def built_in_losses() -> dict[str, Loss]:
+    """Return the losses of ``losses.built_in`` by name, sorted."""
+    known = sorted(LOSSES.known().items())
+    return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
+
+
+@cache
+def loss_flags() -> dict[str, LossFlag]:
+    """Return the flags that built-in losses declare, by name; their help names the losses that read them.
+
+    Other losses may read them too, by a parameter of the same name.
+    """
+    losses = built_in_losses()
+    found: dict[str, LossFlag] = {}
+    for item in losses.values():
+        for name, parameter in item.parameters.items():
+            if not str(parameter.annotation).startswith("Annotated["):
+                continue
+            if name in found:
+                raise ValueError(f"two losses declare --{name}; the second one's parameter needs no flag()")
+            # Only this annotation: the others name types that are imported for type checkers alone.
+            alone = SimpleNamespace(__annotations__={name: parameter.annotation})
+            hint = get_type_hints(alone, item.function.__globals__, include_extras=True)[name]
+            kind, field = get_args(hint)
+            readers = ", ".join(other for other, reader in losses.items() if name in reader.parameters)
+            described = dataclasses.field(
+                default=field.default,
+                metadata={**field.metadata, "help": f"{readers}: {field.metadata['help']}"},
+            )
+            default = None if parameter.default is parameter.empty else parameter.default
+            found[name] = LossFlag(
+                type=kind | None if field.default is None else kind, field=described, default=default
+            )
+    return found
 
 
 def loss(
@@ -90,6 +121,7 @@ def loss(
     contains_weight: bool = False,
     reads_trajectory: bool = False,
     compares_behavior: bool = False,
+    check: Callable[[LossSettings], None] = lambda _: None,
 ) -> Callable[[Callable[..., TokenLosses]], Loss]:
     """Return a decorator that turns a function into a Loss and registers it under ``names``.
 
@@ -97,10 +129,12 @@ def loss(
     are the loss's own: one with the name of a flag, such as ``dual_clip``, gets the value of the flag, any
     other its value in ``--loss_args``. Without ``names`` the loss is found as ``module:name`` alone.
 
+    In ``losses.built_in`` a parameter annotated ``Annotated[type, flag(...)]`` declares a flag of its name;
+    its default, if it has one, is the flag's for every loss that reads it.
+
     ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
     ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds that the loss has where
-    the flags of these names are not given; ``dual_clip``, if it is a parameter, is then 3 (verl's
-    ``clip_ratio_c``). The last five arguments are explained at ``Loss``.
+    the flags of these names are not given. The other arguments are explained at ``Loss``.
     """
     defaults = {
         "token_level_loss": token_level_loss,
@@ -112,15 +146,15 @@ def loss(
     }
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
-        has_dual_clip = "dual_clip" in inspect.signature(function).parameters
         declared = Loss(
             function=function,
-            defaults=defaults | ({"dual_clip": 3.0} if has_dual_clip else {}),
+            own_defaults=defaults,
             clips=clips,
             from_policy=from_policy,
             contains_weight=contains_weight,
             reads_trajectory=reads_trajectory,
             compares_behavior=compares_behavior,
+            check=check,
         )
         LOSSES.add(declared, *names)
         return declared
@@ -137,25 +171,10 @@ def _as_loss(found: Any) -> Loss:
     return loss()(found)
 
 
-def _check_type(name: str, value: Any, default: Any) -> None:
-    """Raise ConfigError for a value of another type than the default's; an int is a float too."""
-    if default is None or default is inspect.Parameter.empty:
-        return
-    expected = (int, float) if isinstance(default, float) else type(default)
-    if not isinstance(value, expected) or (isinstance(value, bool) and not isinstance(default, bool)):
-        raise ConfigError(
-            f"--loss_args has {name!r} = {value!r}, of type {type(value).__name__}",
-            hint=f"give a value of type {type(default).__name__}, such as the default {default!r}",
-        )
-
-
 LOSSES = Registry[Loss](
     "loss",
     group="agentrl.losses",
-    built_in=[
-        "agentrl.losses.grpo", "agentrl.losses.gspo", "agentrl.losses.cispo", "agentrl.losses.minirl",
-        "agentrl.losses.sapo", "agentrl.losses.dppo", "agentrl.losses.cross_entropy",
-    ],
+    built_in=[_BUILT_IN],
     convert=_as_loss,
     hints={
         "dapo": "DAPO is GRPO with --token_level_loss true --epsilon_higher 0.08; docs/losses.md has all of"
@@ -166,5 +185,5 @@ LOSSES = Registry[Loss](
         "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
         "sft": "CrossEntropy; `agentrl sft` trains conversations",
     },
-)  # fmt: skip
+)
 """Every loss, by its ``--loss_calculater`` name."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,12 @@ class LossSettings(LossConfig):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         super().__post_init__()
-        plain = {name: value for name, value in loss.bind(self.arguments).items() if _is_json(value)}
+        plain = {
+            name: value for name, value in _own_arguments(loss, self.arguments).items() if _is_json(value)
+        }
         object.__setattr__(self, "loss_args", json.dumps(plain, sort_keys=True))
         _check_flags_are_read(self)
+        loss.check(self)
         _check_reduction(self)
         _check_corrections(self)
 
@@ -101,11 +105,6 @@ class LossSettings(LossConfig):
         """Factor by which bounds on staleness are wider than the clip interval; inf: no such bounds."""
         return _number(self.importance_weight_cap_ratio)
 
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether clipped tokens keep a bounded gradient (CE-GPPO)."""
-        return self.ce_grpo_beta_1 is not None or self.ce_grpo_beta_2 is not None
-
 
 def check_loss(configs: Groups) -> None:
     """Raise ConfigError for flags of the loss that are invalid, alone or with the other flags of the run."""
@@ -139,24 +138,55 @@ def unclipped_flags(given: Iterable[str], settings: LossSettings, updates: int) 
     """
     if settings.old_logprobs != "recompute" or updates > 1 or not settings.loss.from_policy:
         return []
-    clips = set(LOSS_PARAMETERS & settings.loss.flags)
+    clips = set(LOSS_PARAMETERS & settings.loss.parameters.keys())
     if not settings.bounds_staleness:
         clips |= {"epsilon", "epsilon_higher"}
     return sorted(clips.intersection(given))
 
 
+def _own_arguments(loss: Loss, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the parameters that are not flags: ``arguments``, else their defaults.
+
+    Raises ConfigError for an argument that the function does not have, one that is a flag, one of another
+    type than its default, and for a parameter without a value.
+    """
+    flags = LossConfig.__dataclass_fields__
+    own = {name: item for name, item in loss.parameters.items() if name not in flags}
+    for name, value in arguments.items():
+        if name in flags:
+            raise ConfigError(f"--loss_args has {name!r}, which is a flag", hint=f"give it as --{name}")
+        if name not in own:
+            known = f"its parameters are {', '.join(own)}" if own else "it has no parameters"
+            raise ConfigError(f"--loss_args has {name!r}, which the loss does not take", hint=known)
+        _check_type(name, value, own[name].default)
+    missing = [n for n, item in own.items() if item.default is item.empty and n not in arguments]
+    if missing:
+        raise ConfigError(
+            f"the loss needs a value of {', '.join(missing)}",
+            hint=f"--loss_args '{{\"{missing[0]}\": …}}'",
+        )
+    return {name: arguments.get(name, item.default) for name, item in own.items()}
+
+
+def _check_type(name: str, value: Any, default: Any) -> None:
+    """Raise ConfigError for a value of another type than the default's; an int is a float too."""
+    if default is None or default is inspect.Parameter.empty:
+        return
+    expected = (int, float) if isinstance(default, float) else type(default)
+    if not isinstance(value, expected) or (isinstance(value, bool) and not isinstance(default, bool)):
+        raise ConfigError(
+            f"--loss_args has {name!r} = {value!r}, of type {type(value).__name__}",
+            hint=f"give a value of type {type(default).__name__}, such as the default {default!r}",
+        )
+
+
 def _check_flags_are_read(settings: LossSettings) -> None:
     loss, name = settings.loss, settings.loss_calculater
-    for flag in sorted(LOSS_PARAMETERS - loss.flags):
+    for flag in sorted(LOSS_PARAMETERS - loss.parameters.keys()):
         if not _is_default(settings, flag):
-            readers = [known for known in LOSSES.names() if flag in LOSSES.get(known).flags]
+            readers = [known for known, other in sorted(LOSSES.known().items()) if flag in other.parameters]
             hint = f"leave it out, or use --loss_calculater {' or '.join(readers)}"
             _require(False, settings, flag, f"{name} does not read it", hint)
-    _require(
-        not (settings.keeps_gradient and settings.strict_in_bound), settings, "strict_in_bound",
-        "it drops the tokens whose gradient --ce_grpo_beta_1 and --ce_grpo_beta_2 keep",
-        "turn it off, or leave those two out",
-    )  # fmt: skip
     cap = "importance_weight_cap_ratio"
     _require(
         not settings.strict_in_bound or _is_default(settings, cap), settings, cap,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, MemoryConfig, TrainConfig
 from agentrl.distributed.context_parallel.model import check_context
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.mesh import DIMENSIONS, Layout
-from agentrl.distributed.pipeline_parallel.stages import assign_model_layers
-from agentrl.distributed.tensor_parallel import check_divides
+from agentrl.distributed.pipeline_parallel.stages import assign_model_layers, check_stages
+from agentrl.distributed.tensor_parallel import layer_styles
 from agentrl.errors import AgentRLError
 from agentrl.plan.gpus import Cluster
-from agentrl.plan.model import PlannedModel
 
 _CHOSEN = tuple(name for name in DIMENSIONS if name != "dp_shard")
 
@@ -53,21 +53,19 @@ def list_layouts(cluster: Cluster, configs: Configs) -> Iterator[Layout]:
             yield Layout(**dict(zip(choices, sizes, strict=True)), dp_shard=world // taken)
 
 
-def refusal(model: PlannedModel, layout: Layout, cluster: Cluster, configs: Configs, max_tokens: int) -> str:
-    """Return why the trainer refuses ``layout``, and what would make it work; empty if it does not.
-
-    What only building the model shows, such as fused projections, is found when a step is simulated.
-    """
-    kind, config = type(model.module).__name__, model.config.get_text_config()
+def refusal(module: Any, layout: Layout, cluster: Cluster, configs: Configs, max_tokens: int) -> str:
+    """Return why the trainer refuses ``layout`` of a causal LM, and what would help; empty if it does not."""
+    if reason := _flag_refusal(layout, configs):
+        return reason
     checks: list[Callable[[], object]] = []
     if layout.tp > 1:
-        checks.append(lambda: check_divides(kind, config, layout.tp))
+        checks.append(lambda: layer_styles(module, layout.tp))
     if layout.ep * layout.tp > 1:
-        checks.append(lambda: check_experts(model.module, layout))
+        checks.append(lambda: check_experts(module, layout))
     if layout.pp > 1:
-        checks.append(lambda: assign_model_layers(model.module, layout.pp))
+        checks.append(lambda: check_stages(module, assign_model_layers(module, layout.pp)))
     if layout.cp > 1:
-        checks.append(lambda: check_context(model.module, max_tokens))
+        checks.append(lambda: check_context(module, max_tokens))
     for check in checks:
         try:
             check()
@@ -75,7 +73,7 @@ def refusal(model: PlannedModel, layout: Layout, cluster: Cluster, configs: Conf
             return f"{error.message}; {error.hint}"
     if max(layout.tp, layout.ep) > cluster.per_node:
         return f"tensor and expert parallelism beyond one machine of {cluster.per_node} GPUs are not planned"
-    return _flag_refusal(layout, configs)
+    return ""
 
 
 def _flag_refusal(layout: Layout, configs: Configs) -> str:

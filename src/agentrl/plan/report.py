@@ -25,13 +25,13 @@ from agentrl.config.schema import (
 from agentrl.distributed.mesh import DIMENSIONS
 from agentrl.observe.terminal import clean, table
 from agentrl.plan.layouts import name_of
-from agentrl.plan.rank_step import PARTS
+from agentrl.plan.memory import PARTS
 from agentrl.plan.search import Candidate, Search, Verdict
 from agentrl.plan.services import Services
 
 NOTE = (
-    "Memory is simulated with the trainer's own code on fake tensors; docs/sizing.md compares it with real"
-    " steps on a CPU. Seconds are a roofline of data-sheet figures. Neither was measured on several GPUs."
+    "Memory follows closed forms; docs/sizing.md compares them with simulated steps, and with real ones on a"
+    " CPU. Seconds are a roofline of data-sheet figures. Neither was measured on several GPUs."
 )
 _BFLOAT16 = (
     "The weights are trained in bfloat16, which rounds small updates away; plan --dtype float32 for weights"
@@ -39,7 +39,7 @@ _BFLOAT16 = (
 )
 _GIB = 2**30
 _SHOWN_REFUSALS = 8
-_SHORT = ("weights", "grads", "moments", "gathered", "activ.", "logits", "backward", "AdamW", "reference")
+_SHORT = ("weights", "grads", "moments", "gathered", "activ.", "logits", "backward", "reference")
 """Headings of ``PARTS``."""
 
 
@@ -123,11 +123,11 @@ def print_plan(console: Console, search: Search, services: Services | None) -> N
 
 def _print_fitting(console: Console, search: Search, fits: list[Verdict]) -> None:
     if not fits:
-        console.print(Text("No layout that was tried fits.", "bold red"))
+        console.print(Text("No layout fits.", "bold red"))
         return
     named = [[name_of(item.candidate.layout), item.candidate.checkpointing] for item in fits]
     rows = [
-        [*name, item.candidate.reduction, f"{item.candidate.time.total:.1f}", _gib(item.peak)]
+        [*name, item.candidate.reduction, f"{item.candidate.time.total:.1f}", _gib(item.memory.peak)]
         for name, item in zip(named, fits, strict=True)
     ]
     columns = ["layout", "checkpointing"]
@@ -139,22 +139,18 @@ def _print_fitting(console: Console, search: Search, fits: list[Verdict]) -> Non
             text=3,
         )
     )
-    parts = [[*name, *map(_gib, _memory(item))] for name, item in zip(named, fits, strict=True)]
-    console.print(table("Parts of the peak in GiB", [*columns, *_SHORT, "other"], parts, text=2))
+    parts = [
+        [*name, *(_gib(item.memory.parts.get(part, 0)) for part in PARTS)]
+        for name, item in zip(named, fits, strict=True)
+    ]
+    console.print(table("Parts of the peak in GiB", [*columns, *_SHORT], parts, text=2))
     for item in fits:
         console.print(Text(name_of(item.candidate.layout), "bold"))
         console.print(command(search, item.candidate), soft_wrap=True)
 
 
-def _memory(item: Verdict) -> list[int]:
-    """Return the parts of the peak, and what is left of it."""
-    found = item.memory.parts if item.memory else {}
-    parts = [found.get(part, 0) for part in PARTS]
-    return [*parts, item.peak - sum(parts)]
-
-
 def _print_others(console: Console, search: Search) -> None:
-    others = [item for item in search.verdicts if item.state in ("too large", "refused")]
+    others = [item for item in search.verdicts if item.state == "too large"]
     rows = [
         [name_of(item.candidate.layout), item.candidate.checkpointing, item.candidate.reduction, item.reason]
         for item in others[:_SHOWN_REFUSALS]
@@ -167,7 +163,7 @@ def _print_others(console: Console, search: Search) -> None:
         console.print(
             table("Layouts that do not", ["layout", "checkpointing", "reduction", "why"], rows, text=4)
         )
-    counts = Counter(item.state for item in search.verdicts)
+    counts: Counter[str] = Counter(item.state for item in search.verdicts)
     counts["refused"] += sum(len(layouts) for layouts in search.refused.values())
     console.print("layouts with flags: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
 
@@ -225,9 +221,8 @@ def _verdict_json(search: Search, item: Verdict) -> dict[str, Any]:
         "reason": item.reason,
         "seconds": candidate.time.total,
         "seconds_by_part": asdict(candidate.time),
-        "held_bytes": item.held,
-        "peak_bytes": None if memory is None else memory.peak,
-        "bytes_by_part": None if memory is None else dict(memory.parts),
+        "peak_bytes": memory.peak,
+        "bytes_by_part": dict(memory.parts),
         "command": command(search, candidate) if item.state == "fits" else None,
     }
 

@@ -8,7 +8,6 @@ nothing, and never mixes with an upload of other bytes.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -32,8 +31,7 @@ _READABLE: Final = ("tool_executions", "messages", "response", "tools")
 _EXCERPT = 500
 """Characters of a moved text that stay in the document."""
 MARK: Final = "packed_in_gridfs"
-"""Field of a document that lists its files: ``field/digest``, or ``field`` from older versions."""
-_DIGEST = re.compile(r"[0-9a-f]{16}")
+"""Field of a document that lists its files: ``field/digest``."""
 _CHUNK = 255 * 1024
 _CHUNKS_PER_INSERT = 16
 _DUPLICATE = 11000
@@ -140,10 +138,9 @@ def moved_fields(document: Mapping[str, Any]) -> dict[str, str]:
     return {f"{document['_id']}/{mark}": mark.partition("/")[0] for mark in marks}
 
 
-def digest(file_id: str) -> str | None:
-    """Return the first digits of the SHA-256 of a file's bytes; None for a file of an older version."""
-    last = file_id.rpartition("/")[2]
-    return last if _DIGEST.fullmatch(last) else None
+def digest(file_id: str) -> str:
+    """Return the first digits of the SHA-256 of a file's bytes."""
+    return file_id.rpartition("/")[2]
 
 
 def _split(document: Json) -> tuple[Json, list[_File]]:

@@ -16,7 +16,6 @@ from pymongo.errors import PyMongoError
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.store.admin.migrate import check_version, open_schema
 from agentrl.store.allowed_imports import Imports
 from agentrl.store.answered_calls import AnsweredCalls
 from agentrl.store.changes import Changes
@@ -33,6 +32,7 @@ from agentrl.store.outages import OutageRecords
 from agentrl.store.policy_versions import PolicyVersions
 from agentrl.store.records import Records
 from agentrl.store.retry import PastOutage
+from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.scorings import Scorings
 from agentrl.store.services import Services
 from agentrl.store.settings import Settings
@@ -138,16 +138,15 @@ async def open_store(run: RunConfig) -> Store:
         return Store(connection)
 
 
-async def open_existing(run: RunConfig, *, any_version: bool = False) -> Store:
+async def open_existing(run: RunConfig) -> Store:
     """Connect to an existing run; write nothing. If there is none, the StoreError lists the existing runs.
 
-    The run must have this code's schema version unless ``any_version``. Otherwise raises as ``open_store``.
+    Otherwise raises as ``open_store``.
     """
     async with _connected(run, "opening the run") as connection:
         if not await connection.database.list_collection_names(filter={"name": TASK}):
             raise await _no_run(connection)
-        if not any_version:
-            await check_version(connection.database)
+        await holds_run(connection.database)
         return Store(connection)
 
 
@@ -167,7 +166,7 @@ async def run_exists(run: RunConfig) -> bool:
         await _check_name(connection)
         exists = bool(await connection.database.list_collection_names(filter={"name": TASK}))
         if exists:
-            await check_version(connection.database)
+            await holds_run(connection.database)
         await connection.close()
         return exists
 

@@ -64,21 +64,16 @@ class EpochLeases(Repository):
         return {number: each for number, each in numbered.items() if each.id == epoch_key(split, number)}
 
     @database_call
-    async def make(self, opening: EpochOpening) -> None:
-        """Insert the document if it is missing."""
-        fields = opening.to_document()
-        key = fields.pop("_id")
-        with suppress(DuplicateKeyError):
-            await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": fields}, upsert=True)
-
-    @database_call
     async def acquire(self, opening: EpochOpening, *, copies: bool = False) -> EpochOpening | None:
         """Acquire the lease; return None if another process holds it.
 
         A stored seed, shuffle flag and number of generations are kept. With ``copies`` the caller copies
         epoch 0, which has ``opening.tasks`` tasks; an open epoch with as many tasks then also returns None.
         """
-        await self.make(replace(opening, tasks=0))
+        fields = replace(opening, tasks=0).to_document()
+        key = fields.pop("_id")
+        with suppress(DuplicateKeyError):
+            await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": fields}, upsert=True)
         free = {
             "$or": [
                 {"$eq": ["$owner", None]},
@@ -153,7 +148,7 @@ class Epochs(Repository):
         """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open."""
         openings = await self._leases.by_split(split)
         for epoch in range(max(epochs, max(openings, default=0) + 1)):
-            if not await self._is_open(split, epoch, openings):
+            if not self._is_open(epoch, openings):
                 return epoch
         return None
 
@@ -174,8 +169,6 @@ class Epochs(Repository):
         if epoch == 0 or await self.next_epoch(split, epoch + 1) != epoch:
             return 0
         loaded = await self._count(split, 0)
-        first = EpochOpening(id=epoch_key(split, 0), status=EpochStatus.OPEN, tasks=loaded)
-        await self._leases.make(first)  # a run of an older version has no document for epoch 0
         begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
@@ -281,17 +274,12 @@ class Epochs(Repository):
         ]
         await (await self._collection(TASK).aggregate(pipeline)).to_list()
 
-    async def _is_open(self, split: str, epoch: int, openings: dict[int, EpochOpening]) -> bool:
-        """Return whether an epoch is open.
-
-        Runs of older versions have no documents: an epoch is then open if it has as many tasks as epoch 0.
-        """
+    @staticmethod
+    def _is_open(epoch: int, openings: dict[int, EpochOpening]) -> bool:
         opening, first = openings.get(epoch), openings.get(0)
-        if opening is not None:
-            return opening.status is EpochStatus.OPEN and (first is None or opening.tasks >= first.tasks)
-        if await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"_id": 1}) is None:
+        if opening is None or opening.status is not EpochStatus.OPEN:
             return False
-        return epoch == 0 or await self._count(split, epoch) == await self._count(split, 0)
+        return first is None or opening.tasks >= first.tasks
 
     async def _count(self, split: str, epoch: int) -> int:
         return await self._collection(TASK).count_documents({"split": split, "epoch": epoch})

@@ -193,16 +193,11 @@ def count_call(call: DispatchedSamplingTask, call_id: Json) -> list[Json]:
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
                 "context_resets": {"$add": ["$context_resets", is_reset]},
                 "prompt_tokens": "$prompt_tokens" if call.fixed else call.prompt_tokens,
-                "input_tokens": _plus("input_tokens", call.prompt_tokens),
-                "cached_tokens": _plus("cached_tokens", call.cached_tokens),
+                "input_tokens": {"$add": ["$input_tokens", call.prompt_tokens]},
+                "cached_tokens": {"$add": ["$cached_tokens", call.cached_tokens]},
                 "generated_tokens": {"$add": ["$generated_tokens", call.generated_tokens]},
                 "min_version": {"$min": [*versions, "$min_version"]},
                 "max_version": {"$max": [*versions, "$max_version"]},
             }
         }
     ]
-
-
-def _plus(field: str, count: int) -> Json:
-    """Return ``field`` plus ``count``; Records from before the field count from 0."""
-    return {"$add": [{"$ifNull": [f"${field}", 0]}, count]}

@@ -60,5 +60,5 @@ COLLECTIONS: Final = (
     TOKEN_STATISTICS,
 )
 
-SCHEMA_VERSION: Final = 9
-"""Version of the schema that this code reads and writes. A database without one in ``Run`` has version 1."""
+SCHEMA_VERSION: Final = 1
+"""Version of the schema that this code reads and writes, stored in ``Run``."""

@@ -1,10 +1,11 @@
 """Create the schema of a run's database: a validator for each collection, indexes and views.
 
-Validators are generated from the document classes.
+A database of another schema version is refused. Validators are generated from the document classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from datetime import datetime
 from enum import Enum
@@ -13,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pymongo import ASCENDING, DESCENDING, IndexModel
 from pymongo.asynchronous.database import AsyncDatabase
-from pymongo.errors import OperationFailure
+from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root
 from agentrl.documents.evaluation import Evaluation
@@ -41,6 +42,7 @@ from agentrl.documents.status import ACTIVE_STEPS, values
 from agentrl.documents.task import Task
 from agentrl.documents.token_statistics import TokenStatistics
 from agentrl.documents.training import DBRecordData, TrainStep
+from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.difficulty import LIMIT
 from agentrl.store.connection import Json, insert_if_missing
 from agentrl.store.names import (
@@ -58,6 +60,7 @@ from agentrl.store.names import (
     OUTAGE,
     RECORD,
     RUN,
+    SCHEMA_VERSION,
     SERVICE,
     SETTINGS,
     STEP,
@@ -255,6 +258,57 @@ INDEXES: dict[str, list[IndexModel]] = {
     ],
     STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
+
+
+def other_version(what: str, version: object) -> SchemaVersionError:
+    """Return the error for ``what``, a run or an export, of another schema version; None: it has none."""
+    return SchemaVersionError(
+        f"{what} has schema version {version}, and this AgentRL reads version {SCHEMA_VERSION} only",
+        hint="start a new run, or export it with the AgentRL that wrote it",
+    )
+
+
+def unfinished(name: str, schema: Json) -> StoreError | None:
+    """Return the error for a database that an import or a renaming left, by its schema document."""
+    old, new = schema.get("renaming") or (None, None)
+    if old == name or (old is not None and schema.get("importing")):
+        return StoreError(
+            f"renaming run {old!r} to {new!r} did not finish",
+            hint=f"finish it: agentrl runs rename {old} {new}",
+        )
+    if schema.get("importing"):
+        return StoreError(
+            f"the import into run {name!r} did not finish",
+            hint="import again: it replaces the documents that exist",
+        )
+    return None
+
+
+async def holds_run(database: AsyncDatabase[Json]) -> bool:
+    """Return whether the database holds a run of this schema version.
+
+    Raises SchemaVersionError for a run of another one, and StoreError after an unfinished import or renaming,
+    which is marked beside the version.
+    """
+    holds_tasks = bool(await database.list_collection_names(filter={"name": TASK}))
+    schema = await database.get_collection(RUN).find_one({"_id": SCHEMA})
+    if (problem := unfinished(database.name, schema or {})) is not None:
+        raise problem
+    version = None if schema is None else schema["version"]
+    if version != SCHEMA_VERSION and (holds_tasks or schema is not None):
+        raise other_version(f"run {database.name!r}", version)
+    return schema is not None
+
+
+async def open_schema(database: AsyncDatabase[Json]) -> None:
+    """Create the schema of a new run, or check that of an existing run and create what is missing.
+
+    A new run gets its version before its collections, so that no process can mistake it for another's.
+    """
+    if not await holds_run(database):
+        with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
+            await database.get_collection(RUN).insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION})
+    await prepare(database)
 
 
 async def prepare(database: AsyncDatabase[Json]) -> None:

@@ -26,6 +26,7 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
+from agentrl.store.checksums import CHECKSUMS
 from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.curriculum import LEVEL, Curriculum
 from agentrl.store.names import EPOCH, GATE, TASK
@@ -268,7 +269,7 @@ class TaskSelection(Repository):
         missing = [option for option in options if option.id not in stored]
         if not missing:
             return
-        shown = {**dict.fromkeys(CONTENT, 1), "order": 1}
+        shown = {**dict.fromkeys((*CONTENT, CHECKSUMS), 1), "order": 1}
         found = tasks.find({"_id": {"$in": [option.before for option in missing]}}, shown, session=session)
         contents = {task.pop("_id"): task async for task in found}
         documents = [_copy(split, option).to_document() | contents[option.before] for option in missing]

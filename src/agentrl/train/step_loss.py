@@ -12,8 +12,8 @@ from torch import Tensor
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ForestError
-from agentrl.losses.batch import TokenBatch, TrajectoryMeans, old_logprobs
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
+from agentrl.losses.batch import TokenBatch, TrajectoryMeans
+from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.correction import divergence
 from agentrl.losses.metrics import TokenMetrics, measure
 from agentrl.losses.settings import LossSettings

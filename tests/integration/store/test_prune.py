@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -132,7 +133,7 @@ async def test_files_go_with_their_documents(
 ) -> None:
     monkeypatch.setattr(blobs, "_LIMIT", 10)
     await run.build(store, tmp_path / "weights")
-    neighbor = f"{TRAINED}0/0/output_ids"
+    neighbor = f"{TRAINED}0/0/output_ids/{hashlib.sha256().hexdigest()[:16]}"
     calls = store.database["DispatchedSamplingTask.packed.files"]
     await calls.insert_one({"_id": neighbor, "length": 1, "chunkSize": 1})
     pruned = await prune(store, older_than_days=0)

@@ -50,7 +50,7 @@ def test_a_configuration_does_not_show_it() -> None:
     "words",
     [
         ("db", "check"),
-        ("db", "migrate"),
+        ("db", "export", "copy"),
         ("audit", "run"),
         ("tasks", "list"),
         ("sample", "--log_level", "DEBUG", "--db_wait_seconds", "1"),

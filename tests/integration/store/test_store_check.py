@@ -428,14 +428,10 @@ async def test_a_file_of_no_document_is_named(store: Store, weights: Path) -> No
     )
 
 
-async def test_documents_of_older_versions_are_noted_and_later_ones_sealed(
-    store: Store, weights: Path
-) -> None:
-    damage = Damage(store, weights)
-    await damage.set("Record", OTHER, checksums={})
-    report = await check(store)
-    assert report.violations == ()
-    assert any(note.startswith("Record: some documents have no checksum") for note in report.notes)
+async def test_a_document_that_lost_its_checksums_is_found(store: Store, weights: Path) -> None:
+    await Damage(store, weights).set("Record", OTHER, checksums={})
+    (violation,) = (await check(store)).violations
+    assert str(violation.problem) == f"Record {OTHER}: checksums: expected one or more, found none"
 
 
 @pytest.mark.attack

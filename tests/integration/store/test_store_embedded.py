@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -19,9 +18,8 @@ from pymongo.errors import OperationFailure
 from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.daemon import free_port, start_ticks
 from agentrl.store.embedded.mongod import choose_mongod
-from agentrl.store.embedded.server import EmbeddedMongo, EmbeddedStatus
+from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 
@@ -91,24 +89,11 @@ def test_who_does_not_have_the_password_neither_reads_nor_writes(
         mongo.down()
 
 
-def test_a_server_without_users_gets_one_when_it_is_started_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--dir", str(tmp_path / "m")]
+def test_a_server_whose_password_was_deleted_gets_another(tmp_path: Path) -> None:
     mongo = EmbeddedMongo(tmp_path / "m")
-    status = start_unguarded(mongo)
     try:
-        assert status.uri == f"mongodb://127.0.0.1:{status.port}/?replicaSet=agentrl"
-        with MongoClient[dict[str, object]](status.uri) as client:
+        with MongoClient[dict[str, object]](mongo.up().uri) as client:
             client["run"]["Task"].insert_one({"_id": 1})
-        assert main(["up", *flags]) == 0
-        assert "requires no password" in capsys.readouterr().out
-        assert mongo.status().pid == status.pid
-        mongo.down()
-        upgraded = mongo.up()
-        assert upgraded.port == status.port
-        with MongoClient[dict[str, object]](upgraded.uri) as client:
-            assert client["run"]["Task"].find_one({}) == {"_id": 1}
         mongo.down()
         (mongo.directory / "password").unlink()
         with pytest.raises(StoreError, match="password is missing"):
@@ -117,28 +102,6 @@ def test_a_server_without_users_gets_one_when_it_is_started_again(
             assert client["run"]["Task"].find_one({}) == {"_id": 1}
     finally:
         mongo.down()
-
-
-def start_unguarded(mongo: EmbeddedMongo) -> EmbeddedStatus:
-    """Start the server as versions without authentication did."""
-    mongo.dbpath.mkdir(parents=True)
-    port, pid_file = free_port(), mongo.directory / "mongod.pid"
-    command = [
-        str(choose_mongod().mongod.path), "--fork",
-        "--dbpath", str(mongo.dbpath), "--logpath", str(mongo.log),
-        "--pidfilepath", str(pid_file), "--replSet", "agentrl", "--bind_ip", "127.0.0.1",
-        "--port", str(port), "--nounixsocket", "--wiredTigerCacheSizeGB", "0.25",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    with MongoClient[dict[str, object]](f"127.0.0.1:{port}", directConnection=True) as client:
-        members = [{"_id": 0, "host": f"127.0.0.1:{port}"}]
-        client.admin.command("replSetInitiate", {"_id": "agentrl", "members": members})
-        while not client.admin.command("hello")["isWritablePrimary"]:
-            pass
-    pid = int(pid_file.read_text())
-    state = {"pid": pid, "started": start_ticks(pid), "port": port}
-    (mongo.directory / "server.json").write_text(json.dumps(state), encoding="utf-8")
-    return mongo.status()
 
 
 def test_eight_callers_start_one_server(tmp_path: Path) -> None:

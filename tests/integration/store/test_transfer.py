@@ -110,23 +110,6 @@ async def test_export_import_export_is_byte_identical(
     assert not any("partial" in name for name in os.listdir(tmp_path))
 
 
-async def test_a_run_of_an_older_version_is_copied_as_it_is_and_then_migrated(
-    store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    await fill(store)
-    await store.database["Run"].drop()
-    await store.database["Record"].insert_one({"_id": "r"}, bypass_document_validation=True)
-    assert (await Transfer(store.connection).export(tmp_path / "first")).schema == 1
-    assert await agentrl_db(vacant, "import", str(tmp_path / "first"), "--allow_modules") == 0
-    assert "run `agentrl db migrate` before anything else" in capsys.readouterr().out
-    assert await agentrl_db(vacant, "export", str(tmp_path / "second")) == 0
-    assert contents(tmp_path / "first") == contents(tmp_path / "second")
-    assert await agentrl_db(vacant, "migrate") == 0
-    async with await open_store(vacant) as copy:
-        assert await copy.database["Record"].find_one({}) == {"_id": "r"}
-        assert await copy.database["audit_steps"].find_one({}) is None
-
-
 async def test_a_changed_file_is_refused_before_anything_is_written(
     store: Store, vacant: RunConfig, tmp_path: Path
 ) -> None:
@@ -214,19 +197,6 @@ async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     assert await agentrl_db(vacant, "import", str(tmp_path / "run"), "--allow_modules") == 0
     async with await open_store(vacant) as copy:
         assert await copy.imports.paths() == {"evil.scorer:run"}
-
-
-async def test_migrating_an_older_import_does_not_list_the_functions_that_its_tasks_name(
-    store: Store, vacant: RunConfig, tmp_path: Path
-) -> None:
-    await store.tasks.load([dataclasses.replace(question(0), scorer="evil.scorer:run")])
-    await store.database["Run"].drop()
-    await store.database["Imports"].drop()
-    await Transfer(store.connection).export(tmp_path / "run")
-    assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
-    assert await agentrl_db(vacant, "migrate") == 0
-    async with await open_store(vacant) as copy:
-        assert not await copy.imports.paths()
 
 
 async def test_a_database_that_holds_something_is_refused(

@@ -59,7 +59,7 @@ def test_weights_that_do_not_fit_an_engine_are_refused(model: Path) -> None:
 
 
 def test_a_trainer_that_cannot_hold_its_weights_is_refused_with_the_planned_figure(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer does not fit GPU 0: needs \d+\.\d GiB or more of") as no:
+    with pytest.raises(ConfigError, match=r"trainer does not fit GPU 0: needs \d+\.\d GiB of") as no:
         check(model, memory=24.0, trainer=(0,))
     assert "agentrl plan --model" in str(no.value.hint)
     assert "--gpus 1xH100 --gpu_memory_gib 24.00 --context 40960" in str(no.value.hint)

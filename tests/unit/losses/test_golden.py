@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import golden
 import pytest
-
-from agentrl.losses import golden
 
 
 @pytest.mark.parametrize("case", golden.GOLDEN, ids=lambda case: case.name)

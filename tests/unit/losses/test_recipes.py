@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import STEP, TOLERANCE, batch_of, loss_of
+from recipes import RECIPES, Recipe, table
 
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.config.validate import require_trainable
-from agentrl.losses.golden import STEP, TOLERANCE, batch_of, loss_of
-from agentrl.losses.recipes import RECIPES, Recipe, table
 from agentrl.losses.settings import LossSettings, check_loss
 
 ROOT = Path(__file__).parents[3]

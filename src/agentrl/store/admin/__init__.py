@@ -1,1 +1,1 @@
-"""Maintenance of a run's database: check, migrate, prune, rescore, reopen, export, import, users."""
+"""Maintenance of a run's database: check, prune, rescore, reopen, export, import, users."""

@@ -101,11 +101,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreError(f"{path} is not the manifest of an export: it is nested too deeply") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} is not the manifest of an export: {error}") from error
-    if manifest.format != FORMAT or manifest.schema > SCHEMA_VERSION:
+    if (manifest.format, manifest.schema) != (FORMAT, SCHEMA_VERSION):
         raise StoreError(
             f"{folder} has format {_shown(manifest.format)} and schema version {_shown(manifest.schema)}, and"
-            f" this AgentRL knows {FORMAT} and {SCHEMA_VERSION}",
-            hint="use the newer AgentRL that wrote it",
+            f" this AgentRL reads {FORMAT} and {SCHEMA_VERSION} only",
+            hint="import it with the AgentRL that wrote it",
         )
     return manifest
 

@@ -23,12 +23,11 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.documents.run import FLAGS, SCHEMA, flags_key
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.store.admin.migrate import check_version
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
-from agentrl.store.schema import prepare
+from agentrl.store.schema import holds_run, prepare
 
 _STATES: Final = "*checkpoint-*/state.json"
 
@@ -61,7 +60,7 @@ class Rename(Repository):
         moves: Moves = []
         if here:
             if not (begun := here.get("renaming") == self._names):
-                await check_version(self._old)
+                await holds_run(self._old)
                 await self._require_free(there)
             moves = await self._moves(begun=begun)
             if not (begun and is_copied):

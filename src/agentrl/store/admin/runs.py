@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.config.run import SYSTEM_DATABASES
-from agentrl.documents.run import REMARKS, SCHEMA, RunFact, flags_key
+from agentrl.documents.run import REMARKS, RunFact, flags_key
 from agentrl.documents.sanitize_bson import replace_surrogates
-from agentrl.errors import ConfigError, SchemaVersionError, StoreError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.names import RUN, SCHEMA_VERSION, SETTINGS, VERSION
+from agentrl.store.names import RUN, SETTINGS, VERSION
 from agentrl.store.views.runs import Runs
 
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
@@ -54,18 +54,8 @@ class RunAdmin(Repository):
 
     @database_call
     async def require_ended(self, alive_seconds: float) -> None:
-        """Raise StoreError, which names who works on the run, unless nobody does.
-
-        A run of a newer schema is refused too: who works on it cannot be known.
-        """
+        """Raise StoreError, which names who works on the run, unless nobody does."""
         name = self._connection.database.name
-        schema = await self._collection(RUN).find_one({"_id": SCHEMA}) or {}
-        if schema.get("version", 1) > SCHEMA_VERSION:
-            raise SchemaVersionError(
-                f"run {name!r} has schema version {schema['version']}, and this AgentRL knows"
-                f" {SCHEMA_VERSION}",
-                hint="use the newer AgentRL that wrote it",
-            )
         if holders := await Runs(self._connection).holders(name, alive_seconds):
             raise StoreError(
                 f"run {name!r} is live: {', '.join(holders[:5])}" + (", …" if len(holders) > 5 else ""),

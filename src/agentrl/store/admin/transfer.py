@@ -18,7 +18,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
-from agentrl.documents.run import SCHEMA, ImportList
+from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import (
     CODEC,
@@ -33,10 +33,9 @@ from agentrl.store.admin.archive import (
     verify,
     write_manifest,
 )
-from agentrl.store.admin.migrate import stored_version
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, IMPORTS, RUN, SCHEMA_VERSION
-from agentrl.store.schema import prepare
+from agentrl.store.schema import holds_run, prepare
 
 _PAGE = 500
 _BATCH_BYTES = 8 * 2**20
@@ -73,8 +72,7 @@ class Transfer(Repository):
         The folder appears when it is complete. Raises StoreError if the server no longer holds that moment.
         """
         require_empty(folder)
-        version = await stored_version(self._connection.database)
-        if version is None:
+        if not await holds_run(self._connection.database):
             raise StoreError(f"there is no run {self._connection.database.name!r} to export")
         names = await self._stored_collections()
         with writing_folder(folder) as temporary:
@@ -88,7 +86,7 @@ class Transfer(Repository):
                         "the export took longer than the server keeps a snapshot",
                         hint="raise the server's minSnapshotHistoryWindowInSeconds (300 by default)",
                     ) from error
-            manifest = Manifest(schema=version, collections=tuple(files))
+            manifest = Manifest(schema=SCHEMA_VERSION, collections=tuple(files))
             write_manifest(temporary, manifest)
         return manifest
 
@@ -97,38 +95,29 @@ class Transfer(Repository):
         """Read the run in ``folder`` into this database, which must be empty.
 
         Samplers import and run what ``Imports`` names, so that it is left out without ``allow_modules``.
-        A run of this code's schema version gets its validators, indexes and views; documents that violate a
-        validator are kept, and ``agentrl db check`` lists them. Everything is verified before anything is
-        written. Repeating an interrupted import starts it over.
+        Documents that violate a validator are kept, and ``agentrl db check`` lists them. Everything is
+        verified before anything is written. Repeating an interrupted import starts it over.
         """
         manifest = verify(folder)
         imports = _imports(folder, manifest)
         await self._require_vacant()
         runs = self._collection(RUN)
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
-        if manifest.schema == SCHEMA_VERSION:
-            await prepare(self._connection.database)
-            await self._collection(GATE).delete_many({})  # the run brings its own
+        await prepare(self._connection.database)
+        await self._collection(GATE).delete_many({})  # the run brings its own
         schema: Json | None = None
         for item in manifest.collections:
             if item.collection == IMPORTS and not allow_modules:
                 continue
             found = await self._import(folder / item.file, item.collection)
             schema = found if item.collection == RUN else schema
-        if not allow_modules and manifest.schema < SCHEMA_VERSION:
-            await self._collection(IMPORTS).insert_one(ImportList().to_document())  # a migration keeps it
-        if schema is not None and schema.get("version") != manifest.schema:
+        version = None if schema is None else schema.get("version")
+        if schema is None or version != manifest.schema:
             raise StoreError(
-                f"{folder}: its Run has schema version {schema.get('version')!r:.60}, and its {MANIFEST}"
-                f" {manifest.schema}",
+                f"{folder}: its Run has schema version {version!r:.60}, and its {MANIFEST} {manifest.schema}",
                 hint="export the run again; the unfinished import is no run, and the next one replaces it",
             )
-        if schema is not None:
-            await runs.replace_one({"_id": SCHEMA}, schema)
-        elif any(item.collection == RUN for item in manifest.collections):
-            await runs.delete_one({"_id": SCHEMA})
-        else:
-            await runs.drop()
+        await runs.replace_one({"_id": SCHEMA}, schema)
         return Imported(manifest=manifest, imports=imports)
 
     async def copy(self, target: AsyncDatabase[Json]) -> None:

@@ -114,14 +114,6 @@ def is_daemon(pid: int, dbpath: Path) -> bool:
     return Path(os.fsdecode(words[0])).name == "mongod" and os.fsencode(str(dbpath)) in words
 
 
-def demands_password(pid: int) -> bool:
-    """Return whether a mongod was started with a key, and so requires a password."""
-    try:
-        return b"--keyFile" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
 def running_binary(pid: int) -> Path | None:
     """Return the file that a process runs; None if it cannot be read."""
     try:

@@ -21,7 +21,6 @@ from agentrl.store.embedded.credentials import Credentials, uri
 from agentrl.store.embedded.daemon import (
     REPLICA_SET,
     PortTakenError,
-    demands_password,
     free_port,
     is_daemon,
     last_messages,
@@ -49,15 +48,13 @@ _NOT_INITIALIZED = 94
 class EmbeddedStatus:
     """The server of one folder. ``pid`` is None if it is down; ``port`` is None before the first start.
 
-    ``guarded`` is False for a server that an older version started: it requires no password until it is
-    restarted. ``version`` is that of the mongod that last opened the data; ``choice`` is set by the ``up``
+    ``version`` is that of the mongod that last opened the data; ``choice`` is set by the ``up``
     that started the server.
     """
 
     directory: Path
     pid: int | None
     port: int | None
-    guarded: bool = True
     version: Version | None = None
     choice: Choice | None = None
 
@@ -74,7 +71,7 @@ class EmbeddedStatus:
     @property
     def uri(self) -> str:
         """The connection string, also for Compass. It contains the password: do not log it."""
-        return self._uri(self.password if self.guarded else None)
+        return self._uri(self.password)
 
     @property
     def shown_uri(self) -> str:
@@ -82,10 +79,7 @@ class EmbeddedStatus:
         return self._uri(None)
 
     def _uri(self, password: str | None) -> str:
-        host = f"127.0.0.1:{self.port}"
-        if not self.guarded:
-            return f"mongodb://{host}/?replicaSet={REPLICA_SET}"
-        return uri([host], password, replicaSet=REPLICA_SET)
+        return uri([f"127.0.0.1:{self.port}"], password, replicaSet=REPLICA_SET)
 
 
 class EmbeddedMongo:
@@ -121,8 +115,7 @@ class EmbeddedMongo:
                 )
             elif mongod is not None:
                 self._check_running(status.pid, Path(mongod))
-            if status.guarded:
-                _make_primary(status, self.log, self._credentials)
+            _make_primary(status, self.log, self._credentials)
             return status
 
     def _check_running(self, pid: int | None, mongod: Path) -> None:
@@ -142,7 +135,6 @@ class EmbeddedMongo:
             directory=self.directory,
             pid=pid if alive else None,
             port=state.get("port"),
-            guarded=pid is None or not alive or demands_password(pid),
             version=read_data_version(self.directory),
         )
 

@@ -13,10 +13,10 @@ from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
-from agentrl.store.admin.migrate import unfinished
 from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
+from agentrl.store.schema import unfinished
 from agentrl.store.views.counts import read_disk
 
 _AT_A_TIME = 8
@@ -115,12 +115,13 @@ class Runs(Repository):
         try:
             if not await database.list_collection_names(filter={"name": TASK}):
                 return None
-            schema = await database[RUN].find_one({"_id": SCHEMA}) or {"version": 1}
+            schema: Json = await database[RUN].find_one({"_id": SCHEMA}) or {}
             if (error := unfinished(name, schema)) is not None:
                 return replace(empty, problem=error.message)
-            if schema["version"] != SCHEMA_VERSION:
-                known = f"this AgentRL reads {SCHEMA_VERSION}"
-                return replace(empty, problem=f"schema version {schema['version']}; {known}")
+            if (version := schema.get("version")) != SCHEMA_VERSION:
+                return replace(
+                    empty, problem=f"schema version {version}; this AgentRL reads {SCHEMA_VERSION}"
+                )
             return await self._read(empty, alive_seconds)
         except OperationFailure as error:
             return replace(empty, problem=f"this user may not read it (code {error.code})")

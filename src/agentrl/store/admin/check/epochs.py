@@ -18,7 +18,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """One epoch: the number of its tasks and its ``Epoch`` documents. An epoch of an older run has none."""
+    """One epoch: the number of its tasks and its ``Epoch`` documents."""
 
     split: str
     number: int
@@ -35,18 +35,16 @@ class _Epoch:
     def is_open(self) -> bool:
         """Whether every task must exist: no load or opening is in progress or due."""
         if self.opening is None:
-            return True
+            return False
         loaded = self.first or self.opening
         is_loaded: bool = loaded["status"] == EpochStatus.OPEN
-        return is_loaded and self.opening["status"] == EpochStatus.OPEN and self._has_all(loaded)
+        has_all: bool = self.opening["tasks"] >= loaded["tasks"]
+        return is_loaded and self.opening["status"] == EpochStatus.OPEN and has_all
 
     @property
     def is_begun_early(self) -> bool:
         """Whether it is not open yet and holds only tasks selected in advance (``--task_selection``)."""
         return self.opening is not None and self.number > 0 and not self.opening["attempt"]
-
-    def _has_all(self, loaded: Json) -> bool:
-        return self.opening is None or bool(self.opening["tasks"] >= loaded["tasks"])
 
 
 class Epochs(Whole):
@@ -57,7 +55,10 @@ class Epochs(Whole):
         for epoch in _epochs(await _counts(moment), openings):
             findings.count(Invariant.EPOCHS, "epochs")
             findings.count(Invariant.EPOCHS, "tasks", epoch.tasks)
-            if epoch.is_open:
+            if epoch.opening is None:
+                problem = Problem(epoch.name, "its document", "one", "none")
+                findings.add(Invariant.EPOCHS, None, [problem])
+            elif epoch.is_open:
                 findings.add(Invariant.EPOCHS, None, await _problems(moment, epoch))
             elif epoch.is_begun_early:
                 findings.note(f"{epoch.name} is not open yet: {epoch.tasks} of its tasks were begun early")
@@ -92,8 +93,8 @@ def _epochs(counts: Mapping[tuple[str, int], int], openings: Mapping[str, Json])
 
 async def _problems(moment: Snapshot, epoch: _Epoch) -> Sequence[Problem]:
     """Return the problems of an open epoch."""
-    counted = [] if epoch.opening is None else [("tasks", epoch.tasks, epoch.opening["tasks"])]
-    problems = differing(epoch.name, counted)
+    opening = epoch.opening or {}
+    problems = differing(epoch.name, [("tasks", epoch.tasks, opening["tasks"])])
     if epoch.number == 0:
         return problems
     missing, strange = await _differences(moment, epoch)

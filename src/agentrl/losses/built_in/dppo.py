@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING, Annotated
 
+from agentrl.config.fields import flag
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.registry import loss
-from agentrl.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from agentrl.losses.settings import LossSettings
 
 
 @loss("DPPO", token_level_loss=True, compares_behavior=True)
-def dppo(batch: TokenBatch, settings: LossSettings, *, dppo_kl_coef: float) -> TokenLosses:
+def dppo(
+    batch: TokenBatch,
+    settings: LossSettings,
+    *,
+    dppo_kl_coef: Annotated[
+        float, flag(0.0, "weight of (log πθ/μ)², which is added to the loss, e.g. 0.001", within="[0, inf)")
+    ],
+) -> TokenLosses:
     """Return −M·ρ·A + β·(log ρ)², float32[T], with ρ = πθ/μ and β ``dppo_kl_coef`` (arXiv 2602.04879).
 
     M is 0 where (A > 0 and πθ − μ > ε+ε_h) or (A < 0 and πθ − μ < −ε), else 1: the total variation of the
@@ -19,7 +29,7 @@ def dppo(batch: TokenBatch, settings: LossSettings, *, dppo_kl_coef: float) -> T
     """
     log_ratio = batch.log_ratio
     ratio = bounded_exp(log_ratio)
-    moved = torch.exp(batch.logprobs.detach().float()) - torch.exp(batch.behavior_logprobs.float())
+    moved = batch.logprobs.detach().float().exp() - batch.behavior_logprobs.float().exp()
     advantages = batch.advantages
     dropped = ((advantages > 0) & (moved > settings.upper_width)) | (
         (advantages < 0) & (moved < -settings.lower_width)

@@ -18,10 +18,10 @@ from agentrl.errors import ConfigError
 from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
-from agentrl.plan.layer_kinds import Depth, extrapolate
-from agentrl.plan.memory_tracker import Peak, Segment
-from agentrl.plan.rank_step import StepSpec, build_model, measure_step, step_loss
 from agentrl.train.optimizer import build_optimizer
+from fake_gpu.layer_kinds import Depth, extrapolate
+from fake_gpu.memory_tracker import Peak, Segment
+from fake_gpu.rank_step import StepSpec, build_model, measure_step, step_loss
 
 
 def spec(kind: str = "qwen3", **changes: Any) -> StepSpec:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from agentrl.losses.batch import TokenBatch, TokenLosses
 from agentrl.losses.registry import loss
-from agentrl.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from agentrl.losses.settings import LossSettings
 
 
 @loss("CrossEntropy", token_level_loss=True, from_policy=False)

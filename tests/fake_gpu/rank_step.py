@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from agentrl.config.schema import AdapterConfig, LossConfig, MemoryConfig, OptimConfig
+from agentrl.config.schema import LossConfig, OptimConfig
 from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.distributed import apply
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
@@ -28,47 +30,28 @@ from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.model.empty import allocate
 from agentrl.model.flops import ModelShape, Stopwatch
-from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import disable_dropout
 from agentrl.model.lora import add_adapter
-from agentrl.model.precision import Precision
 from agentrl.model.small_copy import list_kinds
-from agentrl.plan.fake_rank import balance_experts, fake_mesh, rank_of
-from agentrl.plan.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
-from agentrl.plan.memory_tracker import MemoryTracker, Storages
-from agentrl.plan.phases import watch_phases
-from agentrl.train.memory import Checkpointing, enable_checkpointing
+from agentrl.plan import memory
+from agentrl.plan.numbers import ModelNumbers
+from agentrl.train.memory import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step_loss import token_batch
-
-PARTS = (
-    "parameters", "gradients", "optimizer states", "gathered parameters", "activations", "logits and loss",
-    "backward", "optimizer step", "reference model",
-)  # fmt: skip
-"""Parts of the peak. ``backward`` and ``optimizer step`` are temporary tensors of these phases."""
+from fake_gpu.fake_rank import balance_experts, fake_mesh, rank_of
+from fake_gpu.layer_kinds import Depth, Peaks, extrapolate, keep_layers, stage_layers
+from fake_gpu.memory_tracker import MemoryTracker, Storages
+from fake_gpu.phases import watch_phases
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """One optimizer update, as far as its memory depends on it."""
+class StepSpec(memory.StepSpec):
+    """A step that is planned, and what it takes to run it."""
 
-    config: Any
-    """The model's Hugging Face configuration."""
-    precision: Precision
-    max_tokens: int
-    """Tokens of a micro-batch."""
     chain_tokens: int
-    """Tokens of each trajectory in it; the last one is shorter."""
-    trained_tokens: int
-    """Trainable tokens of a micro-batch."""
-    micro_batches: int = 1
-    """Micro-batches that a rank runs in the update."""
-    checkpointing: Checkpointing = "none"
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Tokens of each trajectory in a micro-batch; the last one is shorter."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    options: ForwardOptions = field(default_factory=ForwardOptions)
     on_gpu: bool = True
     """Plan AdamW's kernel for a GPU; otherwise for a CPU."""
 
@@ -89,7 +72,7 @@ class RankMemory:
 
     peak: int
     parts: Mapping[str, int]
-    """By ``PARTS``; they add up to ``peak``."""
+    """By part; they add up to ``peak``."""
     phase: str
     """What runs at the peak."""
     stage: int = 0
@@ -153,14 +136,18 @@ def _simulate(spec: StepSpec, layout: Layout, stage: int, depth: Depth | None) -
     with torch.device("meta"):
         model = build_model(spec)
     stages = None if depth is None else keep_layers(model, layout, stage, depth)
-    with fake_mesh(layout, rank_of(layout, stage)) as mesh:
+    chosen = (
+        mock.patch.object(apply, "assign_model_layers", return_value=stages)
+        if stages
+        else contextlib.nullcontext()
+    )
+    with fake_mesh(layout, rank_of(layout, stage)) as mesh, chosen:
         parallel = parallelize(
             model,
             mesh,
             max_tokens=spec.max_tokens,
             reduction=spec.memory.gradient_reduction,
             precision=spec.precision,
-            stages=stages,
         )
         balance_experts(model)
         with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
@@ -246,6 +233,13 @@ def _make_moments(tracker: MemoryTracker, optimizer: torch.optim.Optimizer, para
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def planned_memory(spec: StepSpec, layout: Layout) -> memory.RankMemory:
+    """Return what ``agentrl plan`` computes of a step."""
+    with torch.device("meta"):
+        model = build_model(replace(spec, checkpointing="none"))
+    return memory.measure_step(ModelNumbers.of(model), spec, layout)
 
 
 def step_loss(spec: StepSpec) -> ForestLoss:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
-from agentrl.losses.grpo import clipped_surrogate
+from agentrl.losses.built_in.grpo import check_gradient_is_kept, clipped_surrogate
 from agentrl.losses.registry import loss
-from agentrl.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from agentrl.losses.settings import LossSettings
 
 
-@loss("GSPO", epsilon=3e-4, epsilon_higher=1e-4, reads_trajectory=True)
+@loss("GSPO", epsilon=3e-4, epsilon_higher=1e-4, reads_trajectory=True, check=check_gradient_is_kept)
 def gspo(
     batch: TokenBatch,
     settings: LossSettings,
     *,
-    dual_clip: float | None,
+    dual_clip: float,
     ce_grpo_beta_1: float | None,
     ce_grpo_beta_2: float | None,
 ) -> TokenLosses:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from agentrl.distributed.pipeline_parallel.stages import Identity
-from agentrl.plan.memory_tracker import MemoryTracker
+from fake_gpu.memory_tracker import MemoryTracker
 
 
 def watch_phases(tracker: MemoryTracker, model: Any) -> None:

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated
 
+from agentrl.config.fields import flag, require
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.registry import loss
-from agentrl.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentrl.losses.settings import LossSettings
 
 
-@loss("GRPO")
+def check_gradient_is_kept(settings: LossSettings) -> None:
+    """Raise ConfigError if strict bounds drop the tokens whose gradient the two β keep."""
+    keeps = settings.ce_grpo_beta_1 is not None or settings.ce_grpo_beta_2 is not None
+    require(
+        not (keeps and settings.strict_in_bound),
+        f"--strict_in_bound is {settings.strict_in_bound}: it drops the tokens whose gradient"
+        " --ce_grpo_beta_1 and --ce_grpo_beta_2 keep",
+        "turn it off, or leave those two out",
+    )
+
+
+@loss("GRPO", check=check_gradient_is_kept)
 def grpo(
     batch: TokenBatch,
     settings: LossSettings,
     *,
-    dual_clip: float | None,
-    ce_grpo_beta_1: float | None,
-    ce_grpo_beta_2: float | None,
+    dual_clip: Annotated[
+        float,
+        flag(
+            None,
+            "for A < 0, bound the loss of a token by -dual_clip·A; inf: no bound (default: 3)",
+            within="(1, inf]",
+        ),
+    ] = 3.0,
+    ce_grpo_beta_1: Annotated[
+        float | None, flag(None, "share of the gradient kept below the clip interval", within="[0, inf)")
+    ] = None,
+    ce_grpo_beta_2: Annotated[
+        float | None, flag(None, "share of the gradient kept above the clip interval", within="[0, inf)")
+    ] = None,
 ) -> TokenLosses:
     """Return max(−r·A, −clip(r, 1−ε, 1+ε+ε_h)·A), float32[T]; for the parameters see ``clipped_surrogate``.
 
@@ -31,7 +57,7 @@ def clipped_surrogate(
     ratio: Tensor,
     advantages: Tensor,
     settings: LossSettings,
-    dual_clip: float | None,
+    dual_clip: float,
     ce_grpo_beta_1: float | None,
     ce_grpo_beta_2: float | None,
 ) -> TokenLosses:
@@ -45,17 +71,15 @@ def clipped_surrogate(
     """
     clipped_ratio = ratio.clamp(settings.lower, settings.upper)
     unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
-    losses = torch.maximum(unclipped, clipped)
+    losses = unclipped.maximum(clipped)
     below = (ratio < settings.lower) & (advantages < 0)
     above = (ratio > settings.upper) & (advantages > 0)
     is_clipped = below | above
-    if settings.keeps_gradient:
+    if ce_grpo_beta_1 is not None or ce_grpo_beta_2 is not None:
         beta = (ce_grpo_beta_1 or 0.0) * below + (ce_grpo_beta_2 or 0.0) * above
         straight_through = ratio / ratio.detach()
-        losses = torch.where(is_clipped, clipped.detach() * (1 - beta + beta * straight_through), losses)
-    if dual_clip is not None:
-        ceiling = -dual_clip * advantages
-        over = (advantages < 0) & (losses > ceiling)
-        losses = torch.where(over, ceiling, losses)
-        is_clipped = is_clipped | over
-    return TokenLosses(losses=losses, ratio=ratio.detach(), clipped=is_clipped.detach())
+        losses = (clipped.detach() * (1 - beta + beta * straight_through)).where(is_clipped, losses)
+    ceiling = -dual_clip * advantages
+    over = (advantages < 0) & (losses > ceiling)
+    losses = ceiling.where(over, losses)
+    return TokenLosses(losses=losses, ratio=ratio.detach(), clipped=(is_clipped | over).detach())

@@ -1,4 +1,4 @@
-"""``python -m agentrl.losses.golden``: computes every loss as training does, and compares golden values."""
+"""Compute every loss as training does, and compare golden values: ``python tests/unit/losses/golden.py``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 from dataclasses import dataclass, replace
 
 import torch
+from recipes import RECIPES
 from torch import Tensor
 
 from agentrl.config.loss import OldLogprobs
-from agentrl.losses.batch import TokenBatch, old_logprobs
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
-from agentrl.losses.recipes import RECIPES
+from agentrl.losses.batch import TokenBatch
+from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.whitening import whitened
 

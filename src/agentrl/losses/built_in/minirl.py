@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.registry import loss
-from agentrl.losses.settings import LossSettings
+
+if TYPE_CHECKING:
+    from agentrl.losses.settings import LossSettings
 
 
 @loss(

@@ -15,7 +15,7 @@ from torch import nn
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_parallel.stages import assign_model_layers
 from agentrl.model.small_copy import list_kinds
-from agentrl.plan.memory_tracker import Peak, Segment
+from fake_gpu.memory_tracker import Peak, Segment
 
 Depth = tuple[int, ...]
 """Layers of each kind that are simulated."""
