@@ -289,7 +289,7 @@ class Answerer:
     def _fewest_tokens(self, request: GatewayRequest) -> int:
         """Return how many tokens a prompt has at least; templates rewrite messages of assistants only."""
         contents = (message.get("content") for message in request.messages if message["role"] != "assistant")
-        return sum(self.chat_format.fewest_tokens(text_of(content).strip()) for content in contents)
+        return sum(self.chat_format.tokens.fewest_tokens(text_of(content).strip()) for content in contents)
 
     async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
         """Return the prompt: behind the latest sampled answer that the request's messages begin with."""

@@ -1,4 +1,4 @@
-"""Check at start-up that a chat format loses no message: render a conversation, and search for each one.
+"""Validate at start-up that a chat format loses no message: render a conversation, and search for each one.
 
 The conversation has thoughts, parallel calls, their results, an error, and further questions. Every text in
 it is a word of its own, so a missing or misplaced one is found.
@@ -14,11 +14,12 @@ from itertools import product
 from typing import Any, Literal
 
 from agentrl.chat.adapt import Adaptation
-from agentrl.chat.chat_format import Message, ThinkingRetention, ToolSchemas
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
-from agentrl.chat.proven_format import KeptThoughts, ProvenFormat, RenderingFormat, without_thought
-from agentrl.errors import TrajectoryError
+from agentrl.chat.chat_format import ChatFormat, KeptThoughts, ThinkingRetention, without_thought
+from agentrl.chat.parsers import ReasoningTags
+from agentrl.chat.parsers.reasoning import THINK
+from agentrl.chat.renderer import Message, Renderer, ToolSchemas
+from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.errors import ModelError, TrajectoryError
 
 _FIRST, _SECOND = "find_river", "count_bridges"
 
@@ -42,7 +43,7 @@ TOOLS: list[dict[str, Any]] = [
     }
     for name in (_FIRST, _SECOND)
 ]
-"""The tools of the proof's conversation."""
+"""The tools of the conversation."""
 
 
 def _call(number: int, name: str, city: str) -> dict[str, Any]:
@@ -114,6 +115,39 @@ _ERROR: list[Message] = [
     {"role": "tool", "content": "cobalt"},
 ]
 
+_TAGS = "<think> </think> /think /no_think <tool_call> </tool_call> <tool_response> [TOOL_CALLS] <|im_end|>"
+"""What templates look for in messages."""
+
+_CALLED = CONVERSATION[7:9]
+_MALFORMED: list[Message] = [{"role": "assistant", "content": _TAGS}, {"role": "tool", "content": _TAGS}]
+_TAGGED = [{**_CALLED[0], "content": _TAGS, "reasoning_content": _TAGS}, {**_CALLED[1], "content": _TAGS}]
+_OTHER: list[Message] = [
+    {"role": "assistant", "content": "", "tool_calls": CONVERSATION[2]["tool_calls"][:1]},
+    CONVERSATION[3],
+]
+_CYCLES: list[list[Message]] = [
+    [],
+    _CALLED,
+    _OTHER,
+    _BESIDE[2:],
+    _MALFORMED,
+    [*_CALLED, *_TAGGED],
+    [*_BESIDE[2:], *_MALFORMED, *_TAGGED, *_CALLED, *_CALLED],
+]
+"""Tool cycles: none, a call, one of another tool, parallel calls, a malformed call, tags in texts, all."""
+
+_HEADS = (CONVERSATION[1:2], CONVERSATION[:7])
+"""What stands before the cycles: one question, and a second one after a tool cycle."""
+
+_LAST_TURNS: list[list[Message]] = [
+    _CALLED,
+    [*_CALLED, CONVERSATION[10]],
+    CONVERSATION[2:5],
+    CONVERSATION[5:6] + CONVERSATION[10:],
+    [CONVERSATION[5], {"role": "tool", "content": "cobalt"}],
+]
+"""The last assistant message and the messages after it."""
+
 
 _KIMI_ID_END = "<|tool_call_argument_begin|>"
 """The token behind the id of a call, in Kimi's format only."""
@@ -121,122 +155,119 @@ _KIMI_ID_END = "<|tool_call_argument_begin|>"
 _HARMONY_NAME = re.compile(r"functions\.(\w+)")
 
 
-def prove(base: RenderingFormat, tokens: ControlTokens, retention: ThinkingRetention = "template",
-          tags: ReasoningTags = THINK) -> ProvenFormat:  # fmt: skip
-    """Return ``base`` with the smallest rewriting of messages that loses none of them.
+def validate_format(
+    renderer: Renderer, retention: ThinkingRetention = "template", tags: ReasoningTags = THINK
+) -> ChatFormat:
+    """Return the format with the smallest rewriting of messages that loses none of them.
 
-    Raises TrajectoryError for a format that loses or renames a message of a conversation without tools.
+    Raises ModelError for a renderer that loses or renames a message of a conversation without tools.
     """
-    kimi_ids = tokens.token_id(_KIMI_ID_END) is not None
-    adaptation = Adaptation(reasoning=_reasoning(base, tags), tags=tags, kimi_ids=kimi_ids)
-    problems = [*_problems(ProvenFormat(base, adaptation, "all", "all"), _PLAIN, _PLAIN_ENDS, None)]
-    problems += _forged(base, tokens)
+    kimi_ids = renderer.tokens.token_id(_KIMI_ID_END) is not None
+    adaptation = Adaptation(reasoning=_reasoning(renderer, tags), tags=tags, kimi_ids=kimi_ids)
+    plain = ChatFormat(renderer, adaptation)
+    problems = [*_problems(plain, _PLAIN, _PLAIN_ENDS, None), *_forged(renderer)]
     if problems:
-        raise TrajectoryError(
-            f"the chat format {base.name} {problems[0]}",
+        raise ModelError(
+            f"the chat format {renderer.name} {problems[0]}",
             hint="give another by --chat_format, or a template by --chat_template FILE",
         )
-    adaptation, tool_problems = _with_tools(base, adaptation)
-    return ProvenFormat(base, adaptation, _kept(base, adaptation), retention, tool_problems)
+    whole, tool_problems = _with_tools(plain)
+    return replace(
+        whole, template_keeps=_kept(whole), retention=retention, tool_problems=tuple(tool_problems),
+        skips_cycles=isinstance(renderer, TemplateRenderer) and _may_skip_cycles(whole),
+    )  # fmt: skip
 
 
-def _with_tools(base: RenderingFormat, adaptation: Adaptation) -> tuple[Adaptation, list[str]]:
+def _with_tools(plain: ChatFormat) -> tuple[ChatFormat, list[str]]:
     """Return the smallest rewriting that loses no message of a conversation with tools; else the problems."""
     first: list[str] | None = None
-    for written_out, apart, one_each in sorted(product((False, True), repeat=3), key=sum):
-        tried = replace(
-            adaptation, arguments_as_text=written_out, content_apart=apart, one_call_each=one_each
-        )
-        problems = _tool_problems(base, tried)
-        if problems:
+
+    def rewritten(**changes: Any) -> ChatFormat:
+        return replace(plain, adaptation=replace(plain.adaptation, **changes))
+
+    for as_text, apart, one_each in sorted(product((False, True), repeat=3), key=sum):
+        changes = {"arguments_as_text": as_text, "content_apart": apart, "one_call_each": one_each}
+        if problems := _tool_problems(rewritten(**changes)):
             first = first or problems
             continue
         for orphans in (False, True):
-            tried = replace(tried, orphans_as_user=orphans)
-            problems = [*_problems_of_error(ProvenFormat(base, tried, "all", "all"))]
-            if not problems:
+            tried = rewritten(**changes, orphans_as_user=orphans)
+            if not any(_problems_of_error(tried)):
                 return tried, []
-    spelled_out = replace(adaptation, calls_as_text=True)
-    if not _tool_problems(base, spelled_out):
+    spelled_out = rewritten(calls_as_text=True)
+    if not _tool_problems(spelled_out):
         return spelled_out, []
-    return adaptation, first or []
+    return plain, first or []
 
 
-def _tool_problems(base: RenderingFormat, adaptation: Adaptation) -> list[str]:
-    proven = ProvenFormat(base, adaptation, "all", "all")
+def _tool_problems(chat_format: ChatFormat) -> list[str]:
     try:
-        beside = proven.decode(proven.render(_BESIDE, TOOLS))
+        beside = chat_format.decode(chat_format.render(_BESIDE, TOOLS))
     except TrajectoryError as error:
         return [f"fails: {error.message}"]
-    lost = [] if "saffron" in beside else ["loses the text beside a tool call"]
-    problems = [*_problems(proven, CONVERSATION, ENDS, TOOLS), *lost]
-    return problems or [*_problems(proven, _AGAIN, _AGAIN_ENDS, TOOLS)]
+    lost_text = [] if "saffron" in beside else ["loses the text beside a tool call"]
+    problems = [*_problems(chat_format, CONVERSATION, ENDS, TOOLS), *lost_text]
+    return problems or [*_problems(chat_format, _AGAIN, _AGAIN_ENDS, TOOLS)]
 
 
 def _problems(
-    proven: ProvenFormat,
-    messages: Sequence[Message],
-    ends: Iterable[int],
-    tools: ToolSchemas | None,
+    chat_format: ChatFormat, messages: Sequence[Message], ends: Iterable[int], tools: ToolSchemas | None
 ) -> Iterator[str]:
     """Yield what the format loses, renames or repeats, turn by turn."""
     try:
         for end in ends:
-            prompt = proven.render(messages[:end], tools)
-            text = proven.decode(prompt)
-            yield from lost(text, proven.adaptation.apply(map(without_thought, messages[:end])))
+            prompt = chat_format.render(messages[:end], tools)
+            text = chat_format.decode(prompt)
+            yield from lost(text, chat_format.adaptation.apply(map(without_thought, messages[:end])))
             if end > 2:
-                yield from _extension_problems(proven, messages[:end], prompt, tools)
+                yield from _extension_problems(chat_format, messages[:end], prompt, tools)
     except TrajectoryError as error:
         yield f"fails: {error.message}"
 
 
 def _extension_problems(
-    proven: ProvenFormat,
-    messages: Sequence[Message],
-    prompt: Sequence[int],
-    tools: ToolSchemas | None,
+    chat_format: ChatFormat, messages: Sequence[Message], prompt: Sequence[int], tools: ToolSchemas | None
 ) -> Iterator[str]:
     """Yield what is wrong when the last assistant message is extended by those after it."""
     place = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    before, output = generated(proven, messages[: place + 1], tools)
-    added = proven.next_prompt(before, output, messages[: place + 1], messages[place + 1 :], tools)
+    before, output = generated(chat_format, messages[: place + 1], tools)
+    added = chat_format.next_prompt(before, output, messages[: place + 1], messages[place + 1 :], tools)
     if added is None:
         yield "cannot extend a prompt"
         return
-    text = proven.decode(added)
+    text = chat_format.decode(added)
     yield from lost(text, messages[place + 1 :])
     yield from _renamed(text, messages[place + 1 :])
-    reordered = proven.adaptation.one_call_each and len(messages) - place > 2
+    reordered = chat_format.adaptation.one_call_each and len(messages) - place > 2
     if not reordered and list(prompt[len(prompt) - len(added) :]) != added:
         yield "extends a prompt by other tokens than it renders"
 
 
 def generated(
-    base: RenderingFormat, messages: Sequence[Message], tools: ToolSchemas | None
+    chat_format: ChatFormat, messages: Sequence[Message], tools: ToolSchemas | None
 ) -> tuple[list[int], list[int]]:
     """Return a prompt, and the ids that a model generates after it as the last of ``messages``.
 
     A prompt that opens a thought where the message has none is cut before that.
     """
-    prompt = base.render(messages[:-1], tools)
-    closed = base.render_closed(messages, tools)
+    prompt = chat_format.render(messages[:-1], tools)
+    closed = chat_format.render(messages, tools, add_generation_prompt=False)
     pairs = enumerate(zip(prompt, closed, strict=False))
     shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(closed)))
     output = closed[shared:]
-    stops = [place for place, token in enumerate(output) if token in base.stop_ids]
-    output = output[: stops[-1] + 1] if stops else [*output, min(base.stop_ids)]
+    stops = [place for place, token in enumerate(output) if token in chat_format.stop_ids]
+    output = output[: stops[-1] + 1] if stops else [*output, min(chat_format.stop_ids)]
     return prompt[:shared], output
 
 
-def reads_its_calls(base: RenderingFormat, adaptation: Adaptation) -> bool:
-    """Return whether the format parses the tool calls that it renders."""
-    proven = ProvenFormat(base, adaptation, "all", "all")
+def reads_its_calls(renderer: Renderer, adaptation: Adaptation) -> bool:
+    """Return whether a renderer parses the tool calls that it writes."""
+    chat_format = ChatFormat(renderer, adaptation)
     for end in (3, 8):
-        prompt, output = generated(proven, list(map(without_thought, CONVERSATION[:end])), TOOLS)
+        prompt, output = generated(chat_format, list(map(without_thought, CONVERSATION[:end])), TOOLS)
         calls = [call["function"] for call in CONVERSATION[end - 1]["tool_calls"]]
         count = 1 if adaptation.one_call_each else len(calls)
-        parsed = proven.parse(output, TOOLS, prompt)
+        parsed = chat_format.parse(output, TOOLS, prompt)
         found = [{"name": call.name, "arguments": call.arguments} for call in parsed.tool_calls]
         if parsed.error is not None or found[-count:] != calls[-count:]:
             return False
@@ -284,45 +315,49 @@ def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
         place = end + len(message["content"])
 
 
-def _problems_of_error(proven: ProvenFormat) -> Iterator[str]:
+def _problems_of_error(chat_format: ChatFormat) -> Iterator[str]:
     """Yield what is wrong with a tool message without a call, the answer to a malformed call."""
     try:
-        prompt = proven.render(_ERROR, TOOLS)
-        yield from lost(proven.decode(prompt), _ERROR)
-        yield from _extension_problems(proven, _ERROR, prompt, TOOLS)
+        prompt = chat_format.render(_ERROR, TOOLS)
+        yield from lost(chat_format.decode(prompt), _ERROR)
+        yield from _extension_problems(chat_format, _ERROR, prompt, TOOLS)
     except TrajectoryError as error:
         yield f"fails: {error.message}"
 
 
-def _reasoning(base: RenderingFormat, tags: ReasoningTags) -> Literal["field", "text"]:
-    """Return whether the format reads a thought from its field, or needs it as text."""
-    for messages, tools in ((_PLAIN[:3], None), (CONVERSATION[:5], TOOLS)):
-        adapted = Adaptation(tags=tags).apply(messages)
-        try:
-            if "juniper" in base.decode(base.render_closed(adapted, tools)):
-                return "field"
-        except TrajectoryError:
-            continue
-    return "text"
+def _shows(
+    chat_format: ChatFormat, word: str, messages: Sequence[Message], tools: ToolSchemas | None,
+    *, closed: bool = False,
+) -> bool | None:  # fmt: skip
+    """Return whether ``word`` stands in the rendered messages; None if they cannot be rendered."""
+    try:
+        ids = chat_format.render(messages, tools, add_generation_prompt=not closed)
+        return word in chat_format.decode(ids)
+    except TrajectoryError:
+        return None
 
 
-def _kept(base: RenderingFormat, adaptation: Adaptation) -> KeptThoughts:
-    """Return which earlier thoughts the format renders."""
-    proven = ProvenFormat(base, adaptation, "all", "all")
+def _reasoning(renderer: Renderer, tags: ReasoningTags) -> Literal["field", "text"]:
+    """Return whether the renderer reads a thought from its field, or needs it as text."""
+    plain = ChatFormat(renderer, Adaptation(tags=tags))
+    is_read = (
+        _shows(plain, "juniper", messages, tools, closed=True)
+        for messages, tools in ((_PLAIN[:3], None), (CONVERSATION[:5], TOOLS))
+    )
+    return "field" if any(is_read) else "text"
 
-    def has(word: str, messages: Sequence[Message], tools: ToolSchemas | None) -> bool | None:
-        try:
-            return word in proven.decode(proven.render(messages, tools))
-        except TrajectoryError:
-            return None
 
-    if has("juniper", _PLAIN, None) and has("lavender", CONVERSATION[:7], TOOLS) is not False:
+def _kept(chat_format: ChatFormat) -> KeptThoughts:
+    """Return which earlier thoughts the renderer writes."""
+    after_call = _shows(chat_format, "lavender", CONVERSATION[:7], TOOLS)
+    if _shows(chat_format, "juniper", _PLAIN, None) and after_call is not False:
         return "all"
-    return "tool_cycle" if has("juniper", CONVERSATION[:5], TOOLS) else "none"
+    return "tool_cycle" if _shows(chat_format, "juniper", CONVERSATION[:5], TOOLS) else "none"
 
 
-def _forged(base: RenderingFormat, tokens: ControlTokens) -> Iterator[str]:
+def _forged(renderer: Renderer) -> Iterator[str]:
     """Yield a problem if the texts of control tokens in a message become control tokens."""
+    tokens = renderer.tokens
     system, user = CONVERSATION[:2]
     attack = {"role": "user", "content": " ".join(["walnut", *tokens.texts()])}
     result = {**_result(1, _FIRST, ""), "content": attack["content"]}
@@ -333,10 +368,30 @@ def _forged(base: RenderingFormat, tokens: ControlTokens) -> Iterator[str]:
     ):
         try:
             counts = [
-                [token for token in base.render(messages, None) if token in tokens.special_ids]
+                [token for token in renderer.render(messages, None) if token in tokens.special_ids]
                 for messages in (plain, forged)
             ]
         except TrajectoryError:
             continue
         if counts[0] != counts[1]:
             yield "turns text of a message into control tokens"
+
+
+def _may_skip_cycles(whole: ChatFormat) -> bool:
+    """Return whether no tool cycle changes the ids after a generation that follows it.
+
+    Then a turn renders the conversation without the cycle before it, and costs the same however long that is.
+    """
+
+    def extension(
+        before: Sequence[Message], last: Message, new: Sequence[Message], tools: ToolSchemas | None
+    ) -> tuple[int, ...] | None:
+        try:
+            return tuple(whole.next_prompt([], [min(whole.stop_ids)], [*before, last], new, tools) or ())
+        except TrajectoryError:
+            return None
+
+    return all(
+        len({extension([*head, *cycle], last, new, tools) for cycle in _CYCLES}) == 1
+        for head, (last, *new), tools in product(_HEADS, _LAST_TURNS, (TOOLS, None))
+    )
