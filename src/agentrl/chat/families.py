@@ -65,11 +65,6 @@ _FAMILIES = {
 """``model_type`` → renderers to try if the model's own template is missing or loses messages."""
 
 
-def renderer_names() -> list[str]:
-    """Return the names of all renderers, the most common families first."""
-    return list(_TOKENS)
-
-
 def names_for_tokenizer(tokens: ControlTokens) -> list[str]:
     """Return the renderers whose control tokens the tokenizer has."""
     return [name for name, needed in _TOKENS.items() if all(tokens.token_id(t) is not None for t in needed)]

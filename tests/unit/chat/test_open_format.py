@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.families import renderer_names
+from agentrl.chat.families import _TOKENS
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated
 from agentrl.config.schema import ModelConfig
@@ -214,7 +214,7 @@ def test_every_renderer_of_the_package_can_be_named() -> None:
     from renderers import base
 
     base._populate_registry()
-    assert set(renderer_names()) == set(base.RENDERER_REGISTRY) - {"default"}
+    assert set(_TOKENS) == set(base.RENDERER_REGISTRY) - {"default"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
