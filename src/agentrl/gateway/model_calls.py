@@ -40,6 +40,7 @@ from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.trace import end_model_call, gateway_call_span
+from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
@@ -309,13 +310,12 @@ class Answerer:
 
     @contextlib.asynccontextmanager
     async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(self.lease_seconds / 3)
-                with contextlib.suppress(StoreUnavailableError):
-                    await self.store.gateways.renew(call, self.lease_seconds)
-
-        task = asyncio.create_task(renew(), name=f"lease of {call.id}")
+        what = f"the lease of {call.id}"
+        renewing = keep_renewed(
+            lambda: self.store.gateways.renew(call, self.lease_seconds),
+            self.lease_seconds / RENEWALS_PER_LEASE, what,
+        )  # fmt: skip
+        task = asyncio.create_task(renewing, name=what)
         try:
             yield
         finally:

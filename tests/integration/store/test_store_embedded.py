@@ -18,8 +18,9 @@ from pymongo.errors import OperationFailure
 
 from agentrl.cli.mongo import main
 from agentrl.errors import ConfigError, StoreError
+from agentrl.processes import start_ticks
 from agentrl.store.embedded import server as embedded
-from agentrl.store.embedded.daemon import free_port, start_ticks
+from agentrl.store.embedded.daemon import free_port
 from agentrl.store.embedded.mongod import choose_mongod
 from agentrl.store.embedded.server import EmbeddedMongo, EmbeddedStatus
 
