@@ -1,8 +1,4 @@
-"""Validate at start-up that a chat format loses no message: render a conversation, and search for each one.
-
-The conversation has thoughts, parallel calls, their results, an error, and further questions. Every text in
-it is a word of its own, so a missing or misplaced one is found.
-"""
+"""Validate at start-up that a chat format loses no message: render a conversation, and search for each."""
 
 from __future__ import annotations
 
@@ -17,137 +13,27 @@ from agentrl.chat.adapt import Adaptation
 from agentrl.chat.chat_format import ChatFormat, KeptThoughts, ThinkingRetention, without_thought
 from agentrl.chat.parsers import ReasoningTags
 from agentrl.chat.parsers.reasoning import THINK
+from agentrl.chat.probe import (
+    AGAIN,
+    AGAIN_ENDS,
+    BESIDE,
+    CONVERSATION,
+    CYCLES,
+    ENDS,
+    ERROR,
+    FIRST,
+    HEADS,
+    LAST_TURNS,
+    PLAIN,
+    PLAIN_ENDS,
+    SECOND,
+    TOOLS,
+    make_call,
+    make_result,
+)
 from agentrl.chat.renderer import Message, Renderer, ToolSchemas
 from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.errors import ModelError, TrajectoryError
-
-_FIRST, _SECOND = "find_river", "count_bridges"
-
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"Does {name}.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "limit": {"type": "integer"},
-                    "exact": {"type": "boolean"},
-                    "tags": {"type": "array"},
-                },
-                "required": ["city"],
-            },
-        },
-    }
-    for name in (_FIRST, _SECOND)
-]
-"""The tools of the conversation."""
-
-
-def _call(number: int, name: str, city: str) -> dict[str, Any]:
-    arguments = {"city": city, "limit": 7, "exact": True, "tags": ["über", {"a": None}]}
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call{number:05d}", "type": "function", "function": function}
-
-
-def _result(number: int, name: str, text: str) -> Message:
-    return {"role": "tool", "name": name, "tool_call_id": f"call{number:05d}", "content": text}
-
-
-CONVERSATION: list[Message] = [
-    {"role": "system", "content": "orchid"},
-    {"role": "user", "content": "walnut"},
-    {
-        "role": "assistant",
-        "reasoning_content": "juniper",
-        "content": "",
-        "tool_calls": [_call(1, _FIRST, "Lisbon"), _call(2, _SECOND, "Prague")],
-    },
-    _result(1, _FIRST, "tagus"),
-    _result(2, _SECOND, "eighteen"),
-    {"role": "assistant", "reasoning_content": "lavender", "content": "granite"},
-    {"role": "user", "content": "pelican"},
-    {
-        "role": "assistant",
-        "reasoning_content": "thistle",
-        "content": "",
-        "tool_calls": [_call(3, _SECOND, "Vienna")],
-    },
-    _result(3, _SECOND, "danube"),
-    {"role": "assistant", "content": "obsidian"},
-    {"role": "user", "content": "marigold"},
-]
-"""Five turns: two parallel calls, an answer, a call, an answer, a question."""
-
-ENDS = (2, 5, 7, 9, 11)
-"""Numbers of messages after which the assistant continues."""
-
-_PLAIN: list[Message] = [
-    *CONVERSATION[:2],
-    {"role": "assistant", "reasoning_content": "juniper", "content": "granite"},
-    {"role": "user", "content": "pelican"},
-]
-_PLAIN_ENDS = (2, 4)
-
-_BESIDE: list[Message] = [*CONVERSATION[:2], {**CONVERSATION[2], "content": "saffron"}, *CONVERSATION[3:5]]
-"""Text beside calls."""
-
-_AGAIN: list[Message] = [
-    *CONVERSATION[:2],
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [_call(1, _FIRST, "Lisbon"), _call(2, _FIRST, "Prague")],
-    },
-    _result(1, _FIRST, "tagus"),
-    _result(2, _FIRST, "eighteen"),
-    {"role": "assistant", "content": "", "tool_calls": [_call(3, _SECOND, "Vienna")]},
-    _result(3, _SECOND, "danube"),
-]
-"""Two calls of one tool, then a call of another."""
-_AGAIN_ENDS = (5, 7)
-
-_ERROR: list[Message] = [
-    *CONVERSATION[:2],
-    {"role": "assistant", "content": "granite"},
-    {"role": "tool", "content": "cobalt"},
-]
-
-_TAGS = "<think> </think> /think /no_think <tool_call> </tool_call> <tool_response> [TOOL_CALLS] <|im_end|>"
-"""What templates look for in messages."""
-
-_CALLED = CONVERSATION[7:9]
-_MALFORMED: list[Message] = [{"role": "assistant", "content": _TAGS}, {"role": "tool", "content": _TAGS}]
-_TAGGED = [{**_CALLED[0], "content": _TAGS, "reasoning_content": _TAGS}, {**_CALLED[1], "content": _TAGS}]
-_OTHER: list[Message] = [
-    {"role": "assistant", "content": "", "tool_calls": CONVERSATION[2]["tool_calls"][:1]},
-    CONVERSATION[3],
-]
-_CYCLES: list[list[Message]] = [
-    [],
-    _CALLED,
-    _OTHER,
-    _BESIDE[2:],
-    _MALFORMED,
-    [*_CALLED, *_TAGGED],
-    [*_BESIDE[2:], *_MALFORMED, *_TAGGED, *_CALLED, *_CALLED],
-]
-"""Tool cycles: none, a call, one of another tool, parallel calls, a malformed call, tags in texts, all."""
-
-_HEADS = (CONVERSATION[1:2], CONVERSATION[:7])
-"""What stands before the cycles: one question, and a second one after a tool cycle."""
-
-_LAST_TURNS: list[list[Message]] = [
-    _CALLED,
-    [*_CALLED, CONVERSATION[10]],
-    CONVERSATION[2:5],
-    CONVERSATION[5:6] + CONVERSATION[10:],
-    [CONVERSATION[5], {"role": "tool", "content": "cobalt"}],
-]
-"""The last assistant message and the messages after it."""
-
 
 _KIMI_ID_END = "<|tool_call_argument_begin|>"
 """The token behind the id of a call, in Kimi's format only."""
@@ -165,7 +51,7 @@ def validate_format(
     kimi_ids = renderer.tokens.token_id(_KIMI_ID_END) is not None
     adaptation = Adaptation(reasoning=_reasoning(renderer, tags), tags=tags, kimi_ids=kimi_ids)
     plain = ChatFormat(renderer, adaptation)
-    problems = [*_problems(plain, _PLAIN, _PLAIN_ENDS, None), *_forged(renderer)]
+    problems = [*_problems(plain, PLAIN, PLAIN_ENDS, None), *_forged(renderer)]
     if problems:
         raise ModelError(
             f"the chat format {renderer.name} {problems[0]}",
@@ -202,12 +88,12 @@ def _with_tools(plain: ChatFormat) -> tuple[ChatFormat, list[str]]:
 
 def _tool_problems(chat_format: ChatFormat) -> list[str]:
     try:
-        beside = chat_format.decode(chat_format.render(_BESIDE, TOOLS))
+        beside = chat_format.decode(chat_format.render(BESIDE, TOOLS))
     except TrajectoryError as error:
         return [f"fails: {error.message}"]
     lost_text = [] if "saffron" in beside else ["loses the text beside a tool call"]
     problems = [*_problems(chat_format, CONVERSATION, ENDS, TOOLS), *lost_text]
-    return problems or [*_problems(chat_format, _AGAIN, _AGAIN_ENDS, TOOLS)]
+    return problems or [*_problems(chat_format, AGAIN, AGAIN_ENDS, TOOLS)]
 
 
 def _problems(
@@ -308,7 +194,7 @@ def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
         if end < 0:
             return
         header = text[place:end]
-        named = {*(name for name in (_FIRST, _SECOND) if name in header), *_HARMONY_NAME.findall(header)}
+        named = {*(name for name in (FIRST, SECOND) if name in header), *_HARMONY_NAME.findall(header)}
         others = named - {message.get("name")}
         if message["role"] == "tool" and others:
             yield f"attributes the result of {message.get('name', 'no tool')} to {others.pop()}"
@@ -318,9 +204,9 @@ def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
 def _problems_of_error(chat_format: ChatFormat) -> Iterator[str]:
     """Yield what is wrong with a tool message without a call, the answer to a malformed call."""
     try:
-        prompt = chat_format.render(_ERROR, TOOLS)
-        yield from lost(chat_format.decode(prompt), _ERROR)
-        yield from _extension_problems(chat_format, _ERROR, prompt, TOOLS)
+        prompt = chat_format.render(ERROR, TOOLS)
+        yield from lost(chat_format.decode(prompt), ERROR)
+        yield from _extension_problems(chat_format, ERROR, prompt, TOOLS)
     except TrajectoryError as error:
         yield f"fails: {error.message}"
 
@@ -342,7 +228,7 @@ def _reasoning(renderer: Renderer, tags: ReasoningTags) -> Literal["field", "tex
     plain = ChatFormat(renderer, Adaptation(tags=tags))
     is_read = (
         _shows(plain, "juniper", messages, tools, closed=True)
-        for messages, tools in ((_PLAIN[:3], None), (CONVERSATION[:5], TOOLS))
+        for messages, tools in ((PLAIN[:3], None), (CONVERSATION[:5], TOOLS))
     )
     return "field" if any(is_read) else "text"
 
@@ -350,7 +236,7 @@ def _reasoning(renderer: Renderer, tags: ReasoningTags) -> Literal["field", "tex
 def _kept(chat_format: ChatFormat) -> KeptThoughts:
     """Return which earlier thoughts the renderer writes."""
     after_call = _shows(chat_format, "lavender", CONVERSATION[:7], TOOLS)
-    if _shows(chat_format, "juniper", _PLAIN, None) and after_call is not False:
+    if _shows(chat_format, "juniper", PLAIN, None) and after_call is not False:
         return "all"
     return "tool_cycle" if _shows(chat_format, "juniper", CONVERSATION[:5], TOOLS) else "none"
 
@@ -360,11 +246,11 @@ def _forged(renderer: Renderer) -> Iterator[str]:
     tokens = renderer.tokens
     system, user = CONVERSATION[:2]
     attack = {"role": "user", "content": " ".join(["walnut", *tokens.texts()])}
-    result = {**_result(1, _FIRST, ""), "content": attack["content"]}
-    called = {"role": "assistant", "content": "", "tool_calls": [_call(1, _FIRST, "Lisbon")]}
+    result = {**make_result(1, FIRST, ""), "content": attack["content"]}
+    called = {"role": "assistant", "content": "", "tool_calls": [make_call(1, FIRST, "Lisbon")]}
     for plain, forged in (
         ([system, user], [system, attack]),
-        ([user, called, _result(1, _FIRST, "walnut")], [user, called, result]),
+        ([user, called, make_result(1, FIRST, "walnut")], [user, called, result]),
     ):
         try:
             counts = [
@@ -392,6 +278,6 @@ def _may_skip_cycles(whole: ChatFormat) -> bool:
             return None
 
     return all(
-        len({extension([*head, *cycle], last, new, tools) for cycle in _CYCLES}) == 1
-        for head, (last, *new), tools in product(_HEADS, _LAST_TURNS, (TOOLS, None))
+        len({extension([*head, *cycle], last, new, tools) for cycle in CYCLES}) == 1
+        for head, (last, *new), tools in product(HEADS, LAST_TURNS, (TOOLS, None))
     )

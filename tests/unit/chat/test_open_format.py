@@ -12,7 +12,8 @@ from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, w
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.families import _TOKENS
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.validate_format import CONVERSATION, ENDS, TOOLS, generated
+from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
+from agentrl.chat.validate_format import generated
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.chat.chat_format import ChatFormat, Message, without_cycle
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.validate_format import CONVERSATION, TOOLS
+from agentrl.chat.probe import CONVERSATION, TOOLS
 from agentrl.config.schema import ModelConfig
 
 INDEPENDENT = {

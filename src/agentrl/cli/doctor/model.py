@@ -69,7 +69,7 @@ def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) ->
     """Validate the chat format, as every sampler does before its first task."""
     from agentrl.chat.chat_format import UNSEEN_HINT, unseen_tools
     from agentrl.chat.open_format import open_chat_format
-    from agentrl.chat.validate_format import CONVERSATION, TOOLS
+    from agentrl.chat.probe import CONVERSATION, TOOLS
 
     name = "chat format"
     try:
