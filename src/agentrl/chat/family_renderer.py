@@ -103,8 +103,8 @@ class FamilyRenderer(Renderer):
     ) -> ParsedMessage:
         """Return the message in generated ids.
 
-        A text parser is better than the package's where there is one: of the 292 cases of SGLang's and vLLM's
-        suites for its families, the package reads 163 as they do.
+        Why not always the package's parser? It reads no call that the end of the text closes, none behind
+        Llama's ``<|python_tag|>``, no list of calls, and converts fewer arguments by the tool's schema.
         """
         text = self.decode(output_ids)
         if self.name == HARMONY:

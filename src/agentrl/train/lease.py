@@ -49,16 +49,15 @@ class TrainerLease:
 
     async def check(self) -> None:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
-        try:
-            await self._store.trainer_lease.renew(self.attempt, self._seconds)
-        except LeaseLostError:
-            self.lost.set()
-            raise
+        await self._call(self._store.trainer_lease.renew(self.attempt, self._seconds))
 
     async def discard(self, checkpoints: Sequence[str]) -> None:
         """Record that ``checkpoints`` are about to be deleted. LeaseLostError if another has taken over."""
+        await self._call(self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints))
+
+    async def _call(self, call: Awaitable[None]) -> None:
         try:
-            await self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints)
+            await call
         except LeaseLostError:
             self.lost.set()
             raise
