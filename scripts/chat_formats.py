@@ -22,16 +22,15 @@ from typing import Any
 from chat_families import DEEPSEEK_V4, FAMILIES, LLAMA_CPP, NPM, TRL, Family
 from tokenizers import AddedToken, Tokenizer
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import ChatFormat, Message, without_thought
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers import get_parser
-from agentrl.chat.proof import CONVERSATION, ENDS, TOOLS, generated, lost
-from agentrl.chat.proven_format import ProvenFormat, without_thought
+from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.validate_format import generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError
 
@@ -145,7 +144,7 @@ def row(name: str, family: Family) -> str:
         chat_format = open_chat_format(folder, ModelConfig())
     except AgentRLError as error:
         return f"| {name} | {tokenizer} | refused: {error.message} | | | | |"
-    parts = chat_format.base.description.removeprefix("the model's chat ")
+    parts = chat_format.renderer.description.removeprefix("the model's chat ")
     if chat_format.tool_problems:
         why = chat_format.tool_problems[0].split(":")[-1].strip()
         return f"| {name} | {tokenizer} | {parts}; without tools ({why}) | | | | |"
@@ -157,15 +156,14 @@ def row(name: str, family: Family) -> str:
     )
 
 
-def compare(chat_format: ProvenFormat, folder: Path) -> tuple[int, int, list[int]]:
+def compare(chat_format: ChatFormat, folder: Path) -> tuple[int, int, list[int]]:
     """Play the conversation. Return how many prompts are the template's, how many it cannot render or renders
     with a message missing, and the turns that start a branch.
     """
     files = read_chat_files(folder)
-    template = TemplateFormat(
+    template = TemplateRenderer(
         ChatTemplate(files.template or "", files.special_tokens),
         ControlTokens(files.tokenizer, files.template),
-        get_parser("hermes"),
         files.stop_ids,
     )
     messages = list(CONVERSATION)
@@ -187,7 +185,7 @@ def compare(chat_format: ProvenFormat, folder: Path) -> tuple[int, int, list[int
 
 
 def spoken(
-    chat_format: ProvenFormat, before: list[Message], following: list[Message]
+    chat_format: ChatFormat, before: list[Message], following: list[Message]
 ) -> tuple[Message, list[int]]:
     """Return the next assistant message, and the ids that a model generates for it.
 
@@ -197,7 +195,7 @@ def spoken(
     said, *new = following
     prompt = chat_format.render(before, TOOLS)
     for message in (said, without_thought(said), {**said, "reasoning_content": "clover"}):
-        closed = chat_format.render_closed([*before, message], TOOLS)
+        closed = chat_format.render([*before, message], TOOLS, add_generation_prompt=False)
         if closed[: len(prompt)] == prompt:
             break
     else:
@@ -210,7 +208,7 @@ def spoken(
     return message, output
 
 
-def rendered(template: TemplateFormat, messages: list[Any], end: int) -> list[int] | None:
+def rendered(template: TemplateRenderer, messages: list[Any], end: int) -> list[int] | None:
     """Return the template's own prompt; None if it refuses the conversation or leaves out a message."""
     try:
         prompt = template.render(messages, TOOLS)

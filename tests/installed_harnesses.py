@@ -18,10 +18,10 @@ from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import get_parser
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
@@ -77,12 +77,12 @@ def bpe_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def bpe_format() -> TemplateFormat:
+def bpe_format() -> ChatFormat:
     """ChatML with tools on ``bpe_tokenizer``."""
     tokenizer = bpe_tokenizer()
     tokens = ControlTokens(tokenizer, KEEPS_ALL)
     end = tokenizer.token_to_id("<|im_end|>")
-    return TemplateFormat(ChatTemplate(KEEPS_ALL, {}), tokens, get_parser("hermes"), {end})
+    return ChatFormat(TemplateRenderer(ChatTemplate(KEEPS_ALL, {}), tokens, {end}, "hermes"))
 
 
 class SpellingEngine(ScriptedEngine):

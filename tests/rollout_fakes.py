@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import get_parser
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
@@ -42,10 +42,10 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def format_of(template: str = PLAIN, parser: str = "hermes") -> TemplateFormat:
+def format_of(template: str = PLAIN, parser: str = "hermes") -> ChatFormat:
     """A template with the byte tokenizer."""
     tokens = ControlTokens(byte_tokenizer(), template)
-    return TemplateFormat(ChatTemplate(template, {}), tokens, get_parser(parser), {END, END_OF_TEXT})
+    return ChatFormat(TemplateRenderer(ChatTemplate(template, {}), tokens, {END, END_OF_TEXT}, parser))
 
 
 class ScriptedEngine:
@@ -54,9 +54,7 @@ class ScriptedEngine:
     A line that ends in ``CUT`` is cut there by the length limit.
     """
 
-    def __init__(
-        self, chat_format: TemplateFormat, *script: str | BaseException | Callable[[str], str]
-    ) -> None:
+    def __init__(self, chat_format: ChatFormat, *script: str | BaseException | Callable[[str], str]) -> None:
         self.chat_format = chat_format
         self.script = list(script)
         self.prompts: list[list[int]] = []

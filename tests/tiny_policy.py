@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import get_parser
 from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.template_renderer import TemplateRenderer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ '\\n' }}{{ message['content'] }}"
@@ -40,12 +40,12 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_format(template: str = TEMPLATE) -> TemplateFormat:
+def tiny_format(template: str = TEMPLATE) -> ChatFormat:
     """``tiny_tokenizer`` as the chat format of rollouts and fine-tuning."""
     tokenizer = tiny_tokenizer()
     tokens = ControlTokens(tokenizer.backend_tokenizer, template)
     stop_ids = {tokenizer.eos_token_id}
-    return TemplateFormat(ChatTemplate(template, {}), tokens, get_parser("hermes"), stop_ids)
+    return ChatFormat(TemplateRenderer(ChatTemplate(template, {}), tokens, stop_ids, "hermes"))
 
 
 def write_tiny_policy(folder: Path, *, hidden_size: int = 32, template: str | None = TEMPLATE) -> Path:

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from agentrl.chat.chat_format import Message
     from agentrl.chat.parsers.arguments import convert_arguments
-    from agentrl.chat.parsers.base import ParsedMessage, ToolCall
-    from agentrl.chat.parsers.registry import tool_call_parser
+    from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
     from agentrl.documents.status import StopReason
     from agentrl.environments.base import Environment, Observation, TaskRequest, environment
     from agentrl.errors import OutageError
@@ -81,7 +80,7 @@ _MODULES = {
     "loss": "losses.registry",
     "scorer": "scoring.scorers",
     "tool": "tools.python",
-    "tool_call_parser": "chat.parsers.registry",
+    "tool_call_parser": "chat.parsers.base",
     "tracker": "observe.tracker_registry",
 }
 

@@ -227,7 +227,7 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Identify a running process of this machine and pid namespace; None if /proc does not show it."""
-    started = _start_ticks(pid)
+    started = start_ticks(pid)
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -242,7 +242,7 @@ def has_ended(process: ProcessIdentity) -> bool:
     """Return True only if the process is known to have ended; False if it cannot be observed from here."""
     if not is_observable(process):
         return False
-    started = _start_ticks(process.pid)
+    started = start_ticks(process.pid)
     if started is not None:
         return started != process.started
     try:
@@ -285,8 +285,11 @@ def _machine(process: ProcessIdentity) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def _start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since the boot; None if it has ended or is not shown."""
+def start_ticks(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the boot: with the pid, it identifies the process.
+
+    None if it has ended or is not shown.
+    """
     fields = _stat(pid)
     return None if fields is None or fields[0] in _ENDED else int(fields[19])
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
-from agentrl.chat.chat_format import TRAIN, Message
 from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
+from agentrl.chat.renderer import TRAIN, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,39 +166,25 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if not calls:
             found.append(message)
             continue
-        results = []
-        while place < len(messages) and messages[place].get("role") == "tool":
-            results.append(messages[place])
-            place += 1
+        results = list(takewhile(lambda result: result.get("role") == "tool", messages[place:]))
+        place += len(results)
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        for index, call in enumerate(calls):
-            found.append({**rest, "tool_calls": [call]})
+        for call, answers in zip(calls, _by_call(calls, results), strict=True):
+            found += [{**rest, "tool_calls": [call]}, *answers]
             content = None if rest.get("content") is None else ""
             rest = {"role": "assistant", "content": content, **_train(message)}
-            found.extend(_results_of(call, index, calls, results))
     return found
 
 
-def _results_of(
-    call: dict[str, Any], index: int, calls: Sequence[dict[str, Any]], results: Sequence[Message]
-) -> list[Message]:
-    """Return the results of one call, by id or by order; the last call also gets what belongs to none."""
-    ids = [other.get("id") for other in calls]
-    own = [
-        result
-        for place, result in enumerate(results)
-        if (result.get("tool_call_id") == call.get("id") if call.get("id") else place == index)
-    ]
-    if index < len(calls) - 1:
-        return own
-    known = {id(result) for result in own}
-    others = [
-        result
-        for place, result in enumerate(results)
-        if id(result) not in known
-        and (result.get("tool_call_id") not in ids if call.get("id") else place >= len(calls))
-    ]
-    return [*own, *others]
+def _by_call(calls: Sequence[Message], results: Sequence[Message]) -> list[list[Message]]:
+    """Return the results of each call, by id or, without ids, by order; the last also gets the others."""
+    ids = [call.get("id") for call in calls]
+    answers: list[list[Message]] = [[] for _ in calls]
+    for place, result in enumerate(results):
+        if any(ids):
+            place = ids.index(result["tool_call_id"]) if result.get("tool_call_id") in ids else len(calls)
+        answers[min(place, len(calls) - 1)].append(result)
+    return answers
 
 
 def _as_user(message: Message) -> Message:

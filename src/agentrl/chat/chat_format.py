@@ -1,32 +1,56 @@
-"""Define a chat format: how messages become token ids, and sampled ids a message, for one model."""
+"""Convert messages to token ids, and sampled ids to a message, for one model.
+
+A format rewrites messages as its renderer needs them, and keeps or drops earlier thoughts.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from agentrl.chat.adapt import Adaptation, in_call_order
+from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.parsers import ParsedMessage
-from agentrl.documents.images import ImageSpan
+from agentrl.chat.renderer import (
+    TRAIN,
+    Message,
+    Renderer,
+    TokenizedConversation,
+    ToolSchemas,
+    split_train,
+)
+from agentrl.chat.vision import Vision, require_text_only
+from agentrl.documents.images import ImageSpan, has_images
+from agentrl.errors import TrajectoryError
 
-Message = dict[str, Any]
-"""One chat message, as in an OpenAI request; ``reasoning_content`` holds an assistant's thought."""
-
-ToolSchemas = Sequence[Mapping[str, Any]]
-"""The function schemas of the tools offered, as in an OpenAI request."""
+__all__ = [
+    "TRAIN",
+    "ChatFormat",
+    "Message",
+    "ThinkingRetention",
+    "TokenizedConversation",
+    "ToolSchemas",
+    "split_train",
+    "unseen_problem",
+    "unseen_tools",
+]
 
 ThinkingRetention = Literal["template", "all", "tool_cycle"]
 """Which earlier thoughts stay in the context: as the template keeps them, all, those since the last user
 message."""
 
+KeptThoughts = Literal["all", "tool_cycle", "none"]
+"""Earlier thoughts that a template renders: all, those since the last user message, none."""
 
-TRAIN = "train"
-"""Field of an assistant message: false makes it context of a conversation for fine-tuning."""
-
+_KEPT = {
+    "all": "stay in the context",
+    "tool_cycle": "stay until the next user message",
+    "none": "are dropped at every turn",
+}
 
 UNSEEN_HINT = (
     "give a template that shows tools by --chat_template FILE (assets/chat_templates has one), or describe"
@@ -35,57 +59,76 @@ UNSEEN_HINT = (
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class TokenizedConversation:
-    """``input_ids`` int64[n]; ``is_trainable`` bool[n] marks the tokens of trained assistant messages.
+@dataclass(frozen=True, eq=False)
+class ChatFormat:
+    """A renderer, and what ``validate_format`` found that it needs so that no message is lost.
 
-    ``images`` are the tokens that stand for images.
+    Where earlier thoughts are dropped, the next prompt is a branch: ``next_prompt`` returns None.
     """
 
-    input_ids: NDArray[np.int64]
-    is_trainable: NDArray[np.bool_]
-    images: tuple[ImageSpan, ...] = ()
-
-
-def split_train(messages: Sequence[Message]) -> tuple[list[Message], list[bool]]:
-    """Return the messages without the field ``train``, and whether each is a trained assistant message."""
-    flags = [m.get("role") == "assistant" and m.get(TRAIN, True) is True for m in messages]
-    return [{key: value for key, value in m.items() if key != TRAIN} for m in messages], flags
-
-
-class ChatFormat(Protocol):
-    """Converts messages to token ids and back. Text inside messages never becomes a control token."""
+    renderer: Renderer
+    adaptation: Adaptation = field(default_factory=Adaptation)
+    template_keeps: KeptThoughts = "all"
+    retention: ThinkingRetention = "template"
+    tool_problems: tuple[str, ...] = ()
+    """Why the format cannot be used with tools."""
+    skips_cycles: bool = False
+    """What follows a generation does not depend on the tool cycle before it, which is not rendered again."""
+    vision: Vision | None = None
+    """How the format shows images."""
 
     @property
     def name(self) -> str:
         """Return the name for ``--chat_format``."""
-        ...
+        return self.renderer.name
 
     @property
-    def description(self) -> str:
-        """Return one line: what the format is, and what happens to earlier thoughts."""
-        ...
+    def tokens(self) -> ControlTokens:
+        """Return the tokenizer."""
+        return self.renderer.tokens
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Return the ids at which an engine stops; each of them closes an assistant turn."""
-        ...
+        return self.renderer.stop_ids
+
+    @property
+    def call_marks(self) -> tuple[str, ...] | None:
+        """Return the texts with which a tool call may begin; None if any text may be one."""
+        return self.renderer.call_marks
+
+    @property
+    def keeps(self) -> KeptThoughts:
+        """Return which earlier thoughts stay in the context."""
+        return self.template_keeps if self.retention == "template" else self.retention
+
+    @property
+    def description(self) -> str:
+        """Return one line: the format, its changes of messages, and whether earlier thoughts stay."""
+        thoughts = f"earlier thoughts {_KEPT[self.keeps]}"
+        if self.keeps != self.template_keeps:
+            thoughts += f" (in the template they {_KEPT[self.template_keeps]})"
+        changed = self.adaptation.describe()
+        parts = [self.renderer.description, *([f"with {changed}"] if changed else []), thoughts]
+        images = [] if self.vision is None else ["with images"]
+        return "; ".join([*parts, *images, *(["without tools"] if self.tool_problems else [])])
 
     @property
     def agreed_settings(self) -> dict[str, str]:
         """Return what all samplers of a run must have in common."""
-        ...
+        settings = {**self.renderer.agreed_settings, "thinking_retention": self.keeps}
+        return settings if self.vision is None else {**settings, "images": repr(self.vision)}
 
-    def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
-        """Return the prompt of a conversation, up to where the assistant continues.
+    def render(
+        self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return a conversation, up to where the assistant continues with ``add_generation_prompt``.
 
-        Raises TrajectoryError if the conversation cannot be rendered.
+        Raises TrajectoryError for one that cannot be rendered, ImageError for images that are not read.
         """
-        ...
-
-    def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that a message's text has at least; 0 if none is known."""
-        ...
+        adapted = self._adapted(messages)
+        ids = self.renderer.render(adapted, tools, add_generation_prompt=add_generation_prompt)
+        return self._expanded(ids, messages)
 
     def next_prompt(
         self,
@@ -101,25 +144,115 @@ class ChatFormat(Protocol):
         None if the next prompt drops earlier reasoning and so does not continue this one: render all messages
         then, as a new branch of the token tree.
         """
-        ...
+        if self._drops_a_thought(history, new_messages):
+            return None
+        self._check_images(new_messages)
+        adapt, count = self.adaptation, len(history)
+        whole = adapt.with_ids([*history, *new_messages])
+        history, new_messages = whole[:count], whole[count:]
+        last = adapt.apply_to_one(history[-1])
+        new = adapt.apply(in_call_order([history[-1], *new_messages])[1:])
+
+        def extension(before: Sequence[Message]) -> list[int] | None:
+            written = [*adapt.apply(before), last]
+            return self.renderer.extend(prompt_ids, output_ids, written, new, tools)
+
+        before = without_cycle(history[:-1]) if self.skips_cycles else history[:-1]
+        try:
+            ids = extension(before)
+        except TrajectoryError:
+            if len(before) == count - 1:
+                raise
+            ids = extension(history[:-1])
+        return None if ids is None else self._expanded(ids, new)
 
     def parse(
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
     ) -> ParsedMessage:
         """Return the message that was generated after ``prompt_ids``; its ``error`` reports a bad call."""
-        ...
+        return self.renderer.parse(output_ids, tools, prompt_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of generated ids with special tokens, without the ids that close the turn."""
-        ...
+        return self.renderer.decode(ids)
+
+    def locate_images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
+        """Return the tokens of each image of ``messages`` in ``ids``, which this format rendered.
+
+        ``messages`` begin with the one whose tool calls the first results answer: results are rendered in the
+        order of their calls.
+        """
+        if self.vision is None or not has_images(messages):
+            return ()
+        return self.vision.locate(ids, in_call_order(messages))
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
-        """Return a whole conversation and a mask of what the assistant says, for fine-tuning.
+        """Return a whole conversation, a mask of what the assistant says, and its images, for fine-tuning.
 
         Assistant messages with ``train: false`` are not in the mask. Raises ValueError or TrajectoryError
         for a conversation whose tokens cannot be attributed.
         """
-        ...
+        adapted = self._adapted(messages)
+        plain = self.renderer.tokenize(adapted, tools)
+        if self.vision is None or not has_images(adapted):
+            return plain
+        counts = self.vision.repeats(plain.input_ids.tolist(), adapted)
+        ids, trained = np.repeat(plain.input_ids, counts), np.repeat(plain.is_trainable, counts)
+        return TokenizedConversation(
+            input_ids=ids,
+            is_trainable=trained & (ids != self.vision.image_token),
+            images=self.vision.locate(ids.tolist(), adapted),
+        )
+
+    def _drops_a_thought(self, history: Sequence[Message], new_messages: Sequence[Message]) -> bool:
+        """Return whether a thought of the last prompt or output is not in the next prompt.
+
+        Earlier ones were dropped before.
+        """
+        if self.keeps == "none":
+            return _has_thought(history[-1])
+        if self.keeps == "all" or not any(message.get("role") == "user" for message in new_messages):
+            return False
+        return any(_has_thought(message) for message in history[_last_question(history) :])
+
+    def _check_images(self, messages: Sequence[Message]) -> None:
+        if self.vision is None:
+            require_text_only(messages, f"the model (chat format {self.name})")
+
+    def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        return ids if self.vision is None else self.vision.expand(ids, self.adaptation.apply(messages))
+
+    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages as the renderer needs them, without thoughts that ``tool_cycle`` drops."""
+        self._check_images(messages)
+        if self.keeps == "tool_cycle" and self.template_keeps == "all":
+            question = _last_question(messages)
+            messages = [*map(without_thought, messages[:question]), *messages[question:]]
+        return self.adaptation.apply(self.adaptation.with_ids(messages))
+
+
+def _last_question(messages: Sequence[Message]) -> int:
+    """Return the place of the last user message; 0 if there is none."""
+    places = (place for place in range(len(messages) - 1, -1, -1) if messages[place].get("role") == "user")
+    return next(places, 0)
+
+
+def without_cycle(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages up to the last user message, if only assistant and tool messages follow it."""
+    question = _last_question(messages)
+    after = messages[question + 1 :]
+    roles = {message.get("role") for message in after}
+    is_cycle = bool(messages) and messages[question].get("role") == "user"
+    return messages[: question + 1] if is_cycle and roles <= {"assistant", "tool"} else messages
+
+
+def _has_thought(message: Message) -> bool:
+    return message.get("role") == "assistant" and bool(message.get("reasoning_content"))
+
+
+def without_thought(message: Message) -> Message:
+    """Return the message without its reasoning."""
+    return {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
 
 
 def unseen_tools(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> list[str]:

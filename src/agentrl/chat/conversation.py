@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
 from agentrl.chat.parsers import ParsedMessage
-from agentrl.chat.vision import locate_images, reads_images
 from agentrl.documents.images import ImageSpan
 
 
@@ -76,10 +75,8 @@ class Conversation:
     def context_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``context_ids()``."""
         ids = self.context_ids()
-        if not reads_images(self._format):
-            return ()
         first = 0 if self._starts_branch else self._seen - 1
-        return locate_images(self._format, ids, self.messages[first:])
+        return self._format.locate_images(ids, self.messages[first:])
 
     def prompt_images(self) -> tuple[ImageSpan, ...]:
         """Return the images in ``prompt_ids()``."""

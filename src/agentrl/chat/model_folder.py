@@ -1,7 +1,8 @@
-"""Read what a chat format needs from a Hugging Face folder: tokenizer, template, special tokens, stop ids."""
+"""Read a Hugging Face folder: tokenizer and its hash, template, special tokens, stop ids, context length."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -139,3 +140,61 @@ def _stop_ids(root: Path, tokenizer: Tokenizer, eos_token: str | None) -> frozen
         ids.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
     named = tokenizer.token_to_id(eos_token) if eos_token else None
     return frozenset(ids | ({named} if named is not None else set()))
+
+
+_PROBE = (
+    "The 3 quick foxes ran 1,048,576 m; naïve café, Ünïcödé, 你好世界, привет, emoji 🙂🚀.\n\n\tdef f(x):\n"
+    '    return {"a": [1, 2.5e-3], \'b\': None}  # tabs\tand  spaces\r\n<tag attr="1">\\frac{1}{2}</tag>'
+)
+"""Text whose ids depend on merges, normalization, digits and whitespace."""
+
+
+def tokenizer_fingerprint(folder: str | Path) -> str | None:
+    """Return a hash of the vocabulary and of the ids of a fixed text; None for a folder without a tokenizer.
+
+    Copies of a tokenizer whose files differ have one hash.
+    Raises ModelError for a tokenizer that cannot be read.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = read_tokenizer_file(path)
+    vocabulary = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    content = json.dumps([vocabulary, ids], ensure_ascii=True).encode()
+    return f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+
+
+def model_context_length(folder: str | Path) -> int | None:
+    """Return the largest number of tokens of a prompt and its continuation; None if it is not configured."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    length = _length_of(config)
+    return length if length is not None or not isinstance(text, dict) else _length_of(text)
+
+
+def _length_of(config: Mapping[str, Any]) -> int | None:
+    found = next((config[name] for name in _LENGTHS if type(config.get(name)) is int), None)
+    return None if found is None else int(found * _rotary_extension(config))
+
+
+def _rotary_extension(config: Mapping[str, Any]) -> float:
+    """Return the factor by which rotary scaling extends the configured length.
+
+    A scaling that names its original length is already counted in the configured one, as in Llama 3.1.
+    """
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(scaling, dict) or "original_max_position_embeddings" in scaling:
+        return 1.0
+    if scaling.get("rope_type") == "llama3":
+        return 1.0
+    factor = scaling.get("factor", 1.0)
+    return float(factor) if isinstance(factor, (int, float)) else 1.0

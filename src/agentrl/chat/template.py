@@ -15,7 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from agentrl.chat.chat_format import Message, ToolSchemas
+from agentrl.chat.renderer import Message, ToolSchemas
 from agentrl.errors import ModelError, TrajectoryError
 
 

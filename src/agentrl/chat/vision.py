@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.adapt import in_call_order
-from agentrl.chat.chat_format import Message
+from agentrl.chat.renderer import Message
 from agentrl.documents.images import ImageRef, ImageSpan, has_images, image_refs
 from agentrl.errors import ImageError, ModelError, TrajectoryError
 
@@ -126,22 +125,3 @@ def require_text_only(messages: Sequence[Message], what: str) -> None:
             f"a message shows an image, and {what} reads text only",
             hint="use a vision model (Qwen-VL) with its own chat template, or leave out the images",
         )
-
-
-def reads_images(chat_format: object) -> bool:
-    """Return whether a chat format shows images."""
-    return isinstance(getattr(chat_format, "vision", None), Vision)
-
-
-def locate_images(
-    chat_format: object, ids: Sequence[int], messages: Sequence[Message]
-) -> tuple[ImageSpan, ...]:
-    """Return the tokens of each image of ``messages`` in ``ids``, which ``chat_format`` rendered.
-
-    ``messages`` begin with the one whose tool calls the first results answer: results are rendered in the
-    order of their calls.
-    """
-    vision = getattr(chat_format, "vision", None)
-    if not isinstance(vision, Vision) or not has_images(messages):
-        return ()
-    return vision.locate(ids, in_call_order(messages))

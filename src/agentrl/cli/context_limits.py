@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 
-from agentrl.chat.context_length import model_context_length
+from agentrl.chat.model_folder import model_context_length
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, ModelConfig, PlacementConfig, SamplingConfig, TrainConfig
 from agentrl.errors import ConfigError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrl.chat.context_length import model_context_length
+from agentrl.chat.model_folder import model_context_length
 from agentrl.cli.placement import Placement, ranges
 from agentrl.config.load import Configs
 from agentrl.config.run import without_uri

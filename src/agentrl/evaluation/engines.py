@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     EngineConfig,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.documents.base import plain
 from agentrl.documents.evaluation import OUTSIDE_VERSION
 from agentrl.documents.serving import PolicyVersion

@@ -167,7 +167,7 @@ class GatewayApp:
         call = pending.call
         chat_format = self.answerer.chat_format
         stream = dialect.stream(asked)
-        text = TextStream(chat_format, prompt_ids or (), asked.stop, getattr(chat_format, "call_marks", None))
+        text = TextStream(chat_format, prompt_ids or (), asked.stop, chat_format.call_marks)
         for event in stream.begin(call.answer_id, int(call.created_at.timestamp()), len(prompt_ids or ())):
             yield event
         try:

@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.vision import locate_images
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
 from agentrl.documents.packing import unpack_ids
@@ -173,7 +172,7 @@ def prompt_of(
     if added is None:
         return _rendered(chat_format, whole, tools, chain.call)
     ids = [*chain.prompt_ids, *chain.output_ids, *added]
-    spans = locate_images(chat_format, added, [chain.messages[-1], *new])
+    spans = chat_format.locate_images(added, [chain.messages[-1], *new])
     before = len(ids) - len(added)
     return Prompt(
         ids, added, whole, new, chain.call, None, chain.encoded,
@@ -186,7 +185,7 @@ def _rendered(
 ) -> Prompt:
     """Return the prompt of a whole conversation."""
     ids = chat_format.render(one_system(messages), tools)
-    spans = locate_images(chat_format, ids, messages)
+    spans = chat_format.locate_images(ids, messages)
     return Prompt(
         ids, ids, messages, messages, None, follows, EncodedIds(), images=spans, context_images=spans
     )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.vision import reads_images
 from agentrl.documents.images import Image, has_images
 from agentrl.documents.read_image import image_of_url
 from agentrl.errors import ImageError
@@ -23,7 +22,7 @@ async def store_images(request: GatewayRequest, chat_format: ChatFormat, store: 
     """Return the request with its images stored. Raises GatewayError for one that is not allowed."""
     if not has_images(request.messages):
         return request
-    if not reads_images(chat_format):
+    if chat_format.vision is None:
         raise _text_only(request.messages)
     try:
         messages, images = await asyncio.to_thread(_decode, request.messages)

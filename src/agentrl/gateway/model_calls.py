@@ -42,6 +42,7 @@ from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.trace import end_model_call, gateway_call_span
+from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class Answerer:
     def _fewest_tokens(self, request: GatewayRequest) -> int:
         """Return how many tokens a prompt has at least; templates rewrite messages of assistants only."""
         contents = (message.get("content") for message in request.messages if message["role"] != "assistant")
-        return sum(self.chat_format.fewest_tokens(text_of(content).strip()) for content in contents)
+        return sum(self.chat_format.tokens.fewest_tokens(text_of(content).strip()) for content in contents)
 
     async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
         """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
@@ -317,13 +318,12 @@ class Answerer:
 
     @contextlib.asynccontextmanager
     async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
-        async def renew() -> None:
-            while True:
-                await asyncio.sleep(self.lease_seconds / 3)
-                with contextlib.suppress(StoreUnavailableError):
-                    await self.store.gateways.renew(call, self.lease_seconds)
-
-        task = asyncio.create_task(renew(), name=f"lease of {call.id}")
+        what = f"the lease of {call.id}"
+        renewing = keep_renewed(
+            lambda: self.store.gateways.renew(call, self.lease_seconds),
+            self.lease_seconds / RENEWALS_PER_LEASE, what,
+        )  # fmt: skip
+        task = asyncio.create_task(renewing, name=what)
         try:
             yield
         finally:

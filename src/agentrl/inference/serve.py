@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.serving import InferenceService, PolicyVersion

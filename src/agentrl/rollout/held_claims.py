@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
+from agentrl.store.lease import keep_renewed
 from agentrl.store.retry import log_store_errors
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class HeldClaims:
         self._config = config
         self._on_end = ended
         self._running: dict[asyncio.Task[bool], Claim] = {}
+        self._due = 0.0
+        """When the leases are renewed next, in ``time.monotonic``."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -72,21 +75,21 @@ class HeldClaims:
 
     async def heartbeats(self) -> None:
         """Renew every lease; cancel the work on claims that others took over."""
-        due = time.monotonic() + self._config.heartbeat_seconds
-        while True:
-            await asyncio.sleep(min(self._config.heartbeat_seconds, UNHEARD_SECONDS))
-            if self._store.seconds_since_outage < self._config.lease_seconds:
-                with log_store_errors(logger, "claims could not be listed"):
-                    await self._release_unheard()
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + self._config.heartbeat_seconds
-            held = list(self._running.values())
-            if not held:
-                continue
-            with log_store_errors(logger, "leases could not be renewed"):
-                lost = await self._store.claims.heartbeat(held, self._config.lease_seconds)
-                self._give_up({claim.record_id for claim in lost})
+        self._due = time.monotonic() + self._config.heartbeat_seconds
+        every = min(self._config.heartbeat_seconds, UNHEARD_SECONDS)
+        await keep_renewed(self._renew, every, "the leases of claims", outages=False)
+
+    async def _renew(self) -> None:
+        if self._store.seconds_since_outage < self._config.lease_seconds:
+            with log_store_errors(logger, "claims could not be listed"):
+                await self._release_unheard()
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + self._config.heartbeat_seconds
+        held = list(self._running.values())
+        if held:
+            lost = await self._store.claims.heartbeat(held, self._config.lease_seconds)
+            self._give_up({claim.record_id for claim in lost})
 
     async def cancel(self, records: Collection[str]) -> list[Claim]:
         """Cancel the work on the claims of ``records``; return those whose work had not ended."""

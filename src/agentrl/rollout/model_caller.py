@@ -9,7 +9,6 @@ from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
-from agentrl.chat.vision import reads_images
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.sampling import SamplingParams
@@ -94,7 +93,7 @@ class ModelCaller:
     @property
     def reads_images(self) -> bool:
         """Return whether the chat format shows images."""
-        return reads_images(self.chat_format)
+        return self.chat_format.vision is not None
 
     @property
     def budget(self) -> Budget:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.vision import reads_images
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
@@ -76,7 +75,7 @@ async def probe(
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     problems += _tool_problems(tools, named)
-    if named.images is not None and chat_format is not None and not reads_images(chat_format):
+    if named.images is not None and chat_format is not None and chat_format.vision is None:
         problems.append(
             f"tasks show images (task {ascii(named.images)[:80]}), and the model reads text only"
             f" (chat format {chat_format.name})\n    → sample with a Qwen-VL model and its own template"

@@ -11,8 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
-from agentrl.chat.context_length import model_context_length
-from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers import PARSERS, load_validator
 from agentrl.config.load import Configs

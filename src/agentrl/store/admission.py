@@ -13,8 +13,8 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
-from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository
+from agentrl.store.lease import literal
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
@@ -158,7 +158,7 @@ class GroupAdmission(Repository):
             ranked_before = found.claimed
         if not groups:
             return False
-        place = {"$indexOfArray": [slots.literal(groups), "$_id"]}
+        place = {"$indexOfArray": [literal(groups), "$_id"]}
         admission = {"rank": {"$add": [place, ranked_before + 1]}, "after_step": step}
         fields = {"status": TaskStatus.RUNNING.value, "admission": admission, "updated_at": "$$NOW"}
         await self._collection(TASK).update_many(

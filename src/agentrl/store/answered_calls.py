@@ -13,9 +13,9 @@ from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
-from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import literal
 from agentrl.store.model_calls import LARGE, count_call, encoded
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
@@ -84,7 +84,7 @@ class AnsweredCalls(Repository):
 
     async def _add(self, answer: _Answer) -> DispatchedSamplingTask:
         record = answer.claim.record_id
-        next_id: Json = {"$concat": [slots.literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
+        next_id: Json = {"$concat": [literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
 
         async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
             lost, before = await asyncio.gather(
@@ -136,7 +136,7 @@ class AnsweredCalls(Repository):
                 return None
             calls = [answer.numbered(sizes[answer.claim.record_id]) for answer in answers]
             counts = [
-                UpdateOne(answer.running, count_call(call, slots.literal(call.id)))
+                UpdateOne(answer.running, count_call(call, literal(call.id)))
                 for answer, call in zip(answers, calls, strict=True)
             ]
             ends = [

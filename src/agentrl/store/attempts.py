@@ -26,8 +26,9 @@ from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.checksums import seal
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import FREE, after_backoff, literal
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.slots import FREE, QUEUED, lease_lost, lost_claims
+from agentrl.store.slots import QUEUED, lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
@@ -71,7 +72,7 @@ class _Score:
         """Return the update of the Task."""
         fields = {
             "status": SlotStatus.SCORED.value, "score": self.score, "lease_expires_at": None,
-            "owner": slots.literal(self.claim.owner),
+            "owner": literal(self.claim.owner),
         }  # fmt: skip
         return slots.change_slot(self.claim, fields)
 
@@ -116,7 +117,7 @@ class Attempts(Repository):
         An open slot may be claimed again after a back-off, which doubles with each attempt that counts and
         varies randomly by ±50 %. The Record becomes FAILED and keeps ``failure``.
         """
-        not_before = slots.after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
+        not_before = after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
         fields = {**FREE, "status": failed_or_open(max_attempts), "not_before": not_before}
 
         async def write(session: AsyncClientSession) -> Task:

@@ -17,12 +17,12 @@ from agentrl.documents.task import Claim, Task
 from agentrl.store import slots
 from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import Attempts, end_record, failed_or_open, queue_sampled
-from agentrl.store.availability import Availability
 from agentrl.store.connection import Connection, Json, database_call
+from agentrl.store.lease import FREE, Availability, literal
 from agentrl.store.names import TASK
 from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
-from agentrl.store.slots import FREE, QUEUED, lost_claims
+from agentrl.store.slots import QUEUED, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
 
 _MAX_ATTEMPTS = 3
@@ -211,7 +211,7 @@ class Claims(Attempts):
             (claim,) = new_claims(found, [request.owner])
             lost = _previous_claim(found, claim)
             if await queue_sampled(self._connection, [lost], session):
-                queued = {**QUEUED, "attempt": lost.attempt, "record_id": slots.literal(lost.record_id)}
+                queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
                 await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued), session=session)
                 return []
             failure = Failure(

@@ -14,16 +14,15 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pymongo
-from pymongo import ReturnDocument
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store import slots
 from agentrl.store.checksums import CHECKSUMS
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import FREE, DocumentLease, literal
 from agentrl.store.names import EPOCH, TASK
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,6 @@ LOAD_WAIT_SECONDS = 600.0
 _BATCH = 1000
 _POLL_SECONDS = 0.25
 _RELEASE_SECONDS = 2.0
-_FREE: Json = {"owner": None, "lease_expires_at": None}
 _PLAN = ("seed", "shuffle", "num_generations")
 """Fields that the first owner sets; a process that takes over uses the stored values."""
 
@@ -70,29 +68,17 @@ class EpochLeases(Repository):
         A stored seed, shuffle flag and number of generations are kept. With ``copies`` the caller copies
         epoch 0, which has ``opening.tasks`` tasks; an open epoch with as many tasks then also returns None.
         """
-        fields = replace(opening, tasks=0).to_document()
-        key = fields.pop("_id")
+        made = replace(opening, tasks=0).to_document()
+        key = made.pop("_id")
         with suppress(DuplicateKeyError):
-            await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": fields}, upsert=True)
-        free = {
-            "$or": [
-                {"$eq": ["$owner", None]},
-                {"$eq": ["$owner", slots.literal(self._owner)]},
-                {"$lte": ["$lease_expires_at", "$$NOW"]},
-            ]
-        }
-        taken: Json = {
-            "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(self._owner),
-            "lease_expires_at": slots.after(self._seconds),
-            **{name: {"$ifNull": [f"${name}", getattr(opening, name)]} for name in _PLAN},
-        }  # fmt: skip
+            await self._collection(EPOCH).update_one({"_id": key}, {"$setOnInsert": made}, upsert=True)
+        fields: Json = {name: {"$ifNull": [f"${name}", getattr(opening, name)]} for name in _PLAN}
+        only_if = None
         if copies:
             is_opening = {"$eq": ["$status", EpochStatus.OPENING.value]}
-            free = {"$and": [free, {"$or": [is_opening, {"$lt": ["$tasks", opening.tasks]}]}]}
-            taken |= {"status": EpochStatus.OPENING.value, "tasks": opening.tasks}
-        document = await self._collection(EPOCH).find_one_and_update(
-            {"_id": opening.id, "$expr": free}, [{"$set": taken}], return_document=ReturnDocument.AFTER
-        )
+            only_if = {"$or": [is_opening, {"$lt": ["$tasks", opening.tasks]}]}
+            fields |= {"status": EpochStatus.OPENING.value, "tasks": opening.tasks}
+        document = await self._lease(opening).take(self._owner, self._seconds, fields, only_if=only_if)
         return None if document is None else EpochOpening.from_document(document)
 
     @database_call
@@ -101,13 +87,14 @@ class EpochLeases(Repository):
 
         Raises LeaseLostError if another process has acquired the lease.
         """
-        opening = {} if expected is None else {"status": EpochStatus.OPENING.value, "tasks": expected}
-        await self._change(held, {**opening, "lease_expires_at": slots.after(self._seconds)})
+        opening = None if expected is None else {"status": EpochStatus.OPENING.value, "tasks": expected}
+        await self._lease(held).renew(held.attempt, self._seconds, opening)
 
     @database_call
     async def finish(self, held: EpochOpening, tasks: int) -> None:
         """Mark the epoch as open, with ``tasks`` tasks, and release the lease."""
-        await self._change(held, {"status": EpochStatus.OPEN.value, "tasks": tasks, **_FREE})
+        opened = {"status": EpochStatus.OPEN.value, "tasks": tasks, **FREE}
+        await self._lease(held).write(held.attempt, [{"$set": opened}])
 
     @asynccontextmanager
     async def releasing(self, held: EpochOpening) -> AsyncIterator[None]:
@@ -116,18 +103,17 @@ class EpochLeases(Repository):
             yield
         except BaseException:
             with suppress(pymongo.errors.PyMongoError, StoreError), pymongo.timeout(_RELEASE_SECONDS):
-                await self._change(held, _FREE)
+                await self._lease(held).write(held.attempt, [{"$set": FREE}])
             raise
 
-    async def _change(self, held: EpochOpening, fields: Json) -> None:
-        result = await self._collection(EPOCH).update_one(
-            {"_id": held.id, "attempt": held.attempt}, [{"$set": fields}]
-        )
-        if not result.matched_count:
-            raise LeaseLostError(
-                f"another process opens epoch {held.id}: the lease of {self._owner} ran out",
+    def _lease(self, opening: EpochOpening) -> DocumentLease:
+        def lost(attempt: int) -> LeaseLostError:
+            return LeaseLostError(
+                f"another process opens epoch {opening.id}: the lease of {self._owner} ran out",
                 hint="nothing is lost: the other process inserts the missing tasks",
             )
+
+        return DocumentLease(self._collection(EPOCH), opening.id, lost)
 
 
 class Epochs(Repository):
@@ -254,16 +240,16 @@ class Epochs(Repository):
     ) -> None:
         """Copy tasks, given as (order, task_id), inside the server; tasks that exist are not changed."""
         ids = [task_id for _, task_id in places]
-        orders = slots.literal([order for order, _ in places])
+        orders = literal([order for order, _ in places])
         new = Task(
             id="", task_id="", split=split, epoch=epoch, order=0, query="",
             slots=tuple(Slot(traj_id=number) for number in range(generations)),
         )  # fmt: skip
-        copy: Json = {name: slots.literal(value) for name, value in new.to_document().items()}
+        copy: Json = {name: literal(value) for name, value in new.to_document().items()}
         copy |= {name: f"${name}" for name in ("task_id", *CONTENT, CHECKSUMS)}
         copy |= {
-            "_id": {"$concat": [slots.literal(task_key(split, epoch, "")), "$task_id"]},
-            "order": {"$arrayElemAt": [orders, {"$indexOfArray": [slots.literal(ids), "$task_id"]}]},
+            "_id": {"$concat": [literal(task_key(split, epoch, "")), "$task_id"]},
+            "order": {"$arrayElemAt": [orders, {"$indexOfArray": [literal(ids), "$task_id"]}]},
             "created_at": "$$NOW",
             "updated_at": "$$NOW",
         }

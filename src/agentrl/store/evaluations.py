@@ -16,8 +16,8 @@ from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.status import EvaluationStatus, SlotStatus, VersionStatus
 from agentrl.documents.task import CONTENT, Task
 from agentrl.scoring.evaluation import EvaluatedTask
-from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.lease import after
 from agentrl.store.names import EVALUATION, RECORD, TASK, VERSION
 
 SEEN_SECONDS = 600.0
@@ -134,7 +134,7 @@ class Evaluations(Repository):
     @database_call
     async def needed_versions(self) -> set[int]:
         """Return the versions whose weights evaluations need: those being evaluated, and the best ones."""
-        recent = {"$gte": ["$seen_at", slots.after(-SEEN_SECONDS)]}
+        recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
         query: Json = {"status": {"$in": _UNFINISHED}, "version": {"$ne": None}, "$expr": recent}
         cursor = self._collection(EVALUATION).find(query, {"version": 1})
         return {document["version"] async for document in cursor} | set((await self._best()).values())

@@ -15,9 +15,10 @@ from agentrl.documents.base import now
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession, ReportedReward
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
-from agentrl.errors import StoreError
+from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import after, expired, literal, live
 from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
 from agentrl.store.slots import lease_lost
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -83,7 +84,7 @@ class Gateways(Repository):
                 slots.LIVE,
                 {"$eq": ["$$slot.traj_id", session.traj_id]},
                 {"$eq": ["$$slot.attempt", session.attempt]},
-                {"$eq": ["$$slot.owner", slots.literal(session.owner)]},
+                {"$eq": ["$$slot.owner", literal(session.owner)]},
             ]
         }
         query = {"_id": session.task, **slots.any_slot(own)}
@@ -157,11 +158,12 @@ class Gateways(Repository):
         )
 
     @database_call
-    async def renew(self, call: GatewayCall, lease_seconds: float) -> bool:
-        """Extend the time to answer a request; return False if another gateway has taken it over."""
-        update: list[Json] = [{"$set": {"expires_at": slots.after(lease_seconds)}}]
+    async def renew(self, call: GatewayCall, lease_seconds: float) -> None:
+        """Extend the time to answer a request. Raises LeaseLostError if another gateway has taken it over."""
+        update: list[Json] = [{"$set": {"expires_at": after(lease_seconds)}}]
         result = await self._collection(GATEWAY_CALL).update_one(_mine(call), update)
-        return result.matched_count > 0
+        if not result.matched_count:
+            raise LeaseLostError(f"another gateway answers the request {call.id}")
 
     @database_call
     async def fail(self, call: GatewayCall) -> None:
@@ -290,8 +292,8 @@ class Gateways(Repository):
         update: list[Json] = [
             {
                 "$set": {
-                    "gateway": slots.literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
-                    "expires_at": slots.after(lease_seconds),
+                    "gateway": literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
+                    "expires_at": after(lease_seconds),
                 }
             }
         ]  # fmt: skip
@@ -304,13 +306,13 @@ class Gateways(Repository):
 def _stored(call: GatewayCall, lease_seconds: float) -> Json:
     """Return the fields of a new request as expressions; its lease ends in the server's time."""
     fields = call.to_document()
-    values = {name: slots.literal(value) for name, value in fields.items() if name != "_id"}
-    return {**values, "expires_at": slots.after(lease_seconds)}
+    values = {name: literal(value) for name, value in fields.items() if name != "_id"}
+    return {**values, "expires_at": after(lease_seconds)}
 
 
 _EXPIRED: Json = {
     "status": GatewayCallStatus.RUNNING.value,
-    "$expr": {"$lte": ["$expires_at", "$$NOW"]},
+    "$expr": expired("$expires_at"),
 }
 
 
@@ -320,9 +322,9 @@ def _mine(call: GatewayCall) -> Json:
 
 def _reusable(call_id: str, has_key: bool, retry_seconds: float) -> Json:
     """Return a filter for a request whose answer a retry gets."""
-    recent: Json = {"$gt": ["$finished_at", slots.after(-retry_seconds)]}
+    recent: Json = {"$gt": ["$finished_at", after(-retry_seconds)]}
     done: Json = {"status": GatewayCallStatus.DONE.value, **({} if has_key else {"$expr": recent})}
     running: Json = {
-        "status": GatewayCallStatus.RUNNING.value, "$expr": {"$gt": ["$expires_at", "$$NOW"]},
+        "status": GatewayCallStatus.RUNNING.value, "$expr": live("$expires_at"),
     }  # fmt: skip
     return {"_id": call_id, "$or": [done, running]}

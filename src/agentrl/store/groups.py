@@ -18,9 +18,9 @@ from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
-from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import after, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
@@ -74,7 +74,7 @@ class Groups(Repository):
 
         Excludes a group until ``finalising.retry_at`` after a failed attempt to finalize it.
         """
-        since = {"$lte": ["$updated_at", slots.after(-waiting_seconds)]}
+        since = {"$lte": ["$updated_at", after(-waiting_seconds)]}
         due = {"$lte": ["$finalising.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
         cursor = self._collection(TASK).find(
@@ -136,8 +136,8 @@ class Groups(Repository):
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
             [
-                {"$set": {"finalising.attempts": attempts, "finalising.problem": slots.literal(problem)}},
-                {"$set": {"finalising.retry_at": slots.after(wait_ms)}},
+                {"$set": {"finalising.attempts": attempts, "finalising.problem": literal(problem)}},
+                {"$set": {"finalising.retry_at": after(wait_ms)}},
             ],
             {"finalising": 1},
             return_document=ReturnDocument.AFTER,
@@ -261,7 +261,7 @@ def _complete(summary: dict[str, Any], begun: Begin | None = None) -> list[Json]
             "$set": {
                 "status": TaskStatus.COMPLETED.value,
                 "updated_at": "$$NOW",
-                "group": slots.literal(plain(summary)),
+                "group": literal(plain(summary)),
                 "finalising": None,
                 **selectable,
             }

@@ -13,8 +13,8 @@ from pymongo import ASCENDING
 from agentrl.documents.label import Label, check_label, label_key
 from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import StoreError
-from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.lease import literal
 from agentrl.store.names import LABEL, RECORD
 
 _WRITES = {"insert", "update", "remove"}
@@ -36,9 +36,9 @@ class Labels(Repository):
         if await self._collection(RECORD).find_one({"_id": record_id}, {"_id": 1}) is None:
             raise StoreError(f"there is no Record {record_id[:200]!r} to label")
         fields: Json = {
-            "record": slots.literal(record_id), "by": slots.literal(by), "label": slots.literal(label),
-            "note": slots.literal(note), "score": score,
-            "written_by": slots.literal(await self._writer()),
+            "record": literal(record_id), "by": literal(by), "label": literal(label),
+            "note": literal(note), "score": score,
+            "written_by": literal(await self._writer()),
             "created_at": {"$ifNull": ["$created_at", "$$NOW"]}, "updated_at": "$$NOW",
         }  # fmt: skip
         key = label_key(record_id, by)

@@ -14,11 +14,11 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
-from agentrl.store import slots
 from agentrl.store.blobs import Blobs
 from agentrl.store.checksums import sealed
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.driver_errors import is_outage
+from agentrl.store.lease import literal
 from agentrl.store.names import MODEL_CALL, RECORD
 from agentrl.store.slots import lease_lost, lost_claims
 from agentrl.store.write_coalescer import WriteCoalescer
@@ -103,7 +103,7 @@ class ModelCalls(Repository):
             lost, before = await asyncio.gather(
                 lost_claims(self._connection, [addition.claim]),
                 self._collection(RECORD).find_one_and_update(
-                    addition.running, count_call(call, slots.literal(call.id)), {"traj": 1}, session=session
+                    addition.running, count_call(call, literal(call.id)), {"traj": 1}, session=session
                 ),
             )
             if lost or before is None:
@@ -121,7 +121,7 @@ class ModelCalls(Repository):
         counts = [
             UpdateOne(
                 {**each.running, "traj": {"$ne": each.call.id}},
-                count_call(each.call, slots.literal(each.call.id)),
+                count_call(each.call, literal(each.call.id)),
             )
             for each in additions
         ]

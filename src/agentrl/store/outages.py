@@ -5,8 +5,8 @@ from __future__ import annotations
 from pymongo import ASCENDING, DESCENDING
 
 from agentrl.documents.outage import Outage
-from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.lease import after, literal
 from agentrl.store.names import OUTAGE
 
 SEEN_SECONDS = 20.0
@@ -22,9 +22,9 @@ class OutageRecords(Repository):
     ) -> None:
         """Store that an outage goes on, and has for ``seconds``. Idempotent."""
         fields: Json = {
-            "dependency": slots.literal(dependency), "by": slots.literal(by), "why": slots.literal(why),
+            "dependency": literal(dependency), "by": literal(by), "why": literal(why),
             "held": held, "seen_at": "$$NOW", "ended_at": None,
-            "began_at": {"$ifNull": ["$began_at", slots.after(-seconds)]},
+            "began_at": {"$ifNull": ["$began_at", after(-seconds)]},
         }  # fmt: skip
         await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
 
@@ -40,9 +40,9 @@ class OutageRecords(Repository):
     ) -> None:
         """Store an outage that ended ``ago`` seconds ago, after ``seconds``. Idempotent."""
         fields: Json = {
-            "dependency": slots.literal(dependency), "by": slots.literal(by), "why": slots.literal(why),
-            "held": 0, "seen_at": "$$NOW", "began_at": slots.after(-ago - seconds),
-            "ended_at": slots.after(-ago),
+            "dependency": literal(dependency), "by": literal(by), "why": literal(why),
+            "held": 0, "seen_at": "$$NOW", "began_at": after(-ago - seconds),
+            "ended_at": after(-ago),
         }  # fmt: skip
         await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
 
@@ -57,7 +57,7 @@ class OutageRecords(Repository):
     @database_call
     async def ongoing(self) -> list[Outage]:
         """Return the outages that go on, the longest first."""
-        recent = {"$gte": ["$seen_at", slots.after(-SEEN_SECONDS)]}
+        recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
         cursor = self._collection(OUTAGE).find(
             {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
         )

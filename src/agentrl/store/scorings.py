@@ -16,8 +16,8 @@ from agentrl.store import slots
 from agentrl.store.attempts import CompletedGroups
 from agentrl.store.claims import new_claims
 from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.lease import FREE, after_backoff
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.slots import FREE
 
 _IS_SAMPLED: Json = {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]}
 
@@ -79,7 +79,7 @@ class Scorings(Repository):
         tried = {"$add": [{"$ifNull": ["$$slot.scorings", 0]}, int(counts)]}
         is_last = {"$and": [counts, {"$gte": [tried, max_scorings]}]}
         fields = {
-            **FREE, "scorings": tried, "not_before": slots.after_backoff(backoff_seconds / 2, tried),
+            **FREE, "scorings": tried, "not_before": after_backoff(backoff_seconds / 2, tried),
             "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
         }  # fmt: skip
 

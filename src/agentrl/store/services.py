@@ -13,6 +13,7 @@ from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.store import slots
 from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.lease import after
 from agentrl.store.names import RECORD, SERVICE, TASK
 from agentrl.store.outages import OutageRecords
 from agentrl.store.scorings import count_unscored
@@ -113,7 +114,7 @@ class Services(Repository):
     async def live(self, max_age_seconds: float) -> list[InferenceService]:
         """Return the engines that are not stopped and whose heartbeat is newer than ``max_age_seconds``."""
         alive = [status.value for status in ServiceStatus if status is not ServiceStatus.STOPPED]
-        recent = {"$gte": ["$heartbeat", slots.after(-max_age_seconds)]}
+        recent = {"$gte": ["$heartbeat", after(-max_age_seconds)]}
         query: Json = {"status": {"$in": alive}, "$expr": recent}
         found = [
             InferenceService.from_document(document)

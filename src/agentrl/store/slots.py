@@ -1,14 +1,8 @@
-"""Build the expressions that read and change a slot of a Task, its status and its lease deadline.
-
-Times are the server's (``$$NOW``). Every value from outside goes through ``$literal``, so that MongoDB never
-evaluates text as an expression.
-"""
+"""Build the expressions that read and change a slot of a Task, its status and its lease deadline."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from typing import Any
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -16,26 +10,27 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
+from agentrl.store import lease
 from agentrl.store.connection import Connection, Json
+from agentrl.store.lease import FREE, after, literal
 from agentrl.store.names import TASK
 
 LEASE_DEADLINE = "lease_deadline"
 """Field of a Task: the earliest expiry of its slots' leases; null if no slot is running."""
-_MAX_DOUBLINGS = 9
 _TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
 ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
 """Number of attempts at ``$$slot`` that count towards ``max_attempts``."""
 EXPIRED: Json = {
     "$and": [
         {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
-        {"$lte": ["$$slot.lease_expires_at", "$$NOW"]},
+        lease.expired("$$slot.lease_expires_at"),
     ]
 }
 """Condition: ``$$slot`` is running and its lease has expired."""
 LIVE: Json = {
     "$and": [
         {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
-        {"$gt": ["$$slot.lease_expires_at", "$$NOW"]},
+        lease.live("$$slot.lease_expires_at"),
     ]
 }
 """Condition: ``$$slot`` is running and its lease has not expired."""
@@ -53,31 +48,8 @@ UNSCORED: Json = {
     ]
 }
 """Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
-FREE: Json = {"owner": None, "lease_expires_at": None}
-"""The owner and the lease of a slot that is not running."""
 QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
 """The fields of a slot whose Record is sampled and waits for a score."""
-
-
-def literal(value: Any) -> Json:
-    """Return ``value`` as a constant of an expression."""
-    return {"$literal": value}
-
-
-def after(seconds: float | Json) -> Json:
-    """Return the expression for the server's time plus ``seconds``; an expression is in milliseconds."""
-    milliseconds = round(seconds * 1000) if isinstance(seconds, (int, float)) else seconds
-    return {"$add": ["$$NOW", milliseconds]}
-
-
-def after_backoff(seconds: float, doublings: Json) -> Json:
-    """Return the expression for the server's time plus ``seconds``, doubled up to ``doublings`` times.
-
-    At most 9 doublings count. The wait varies randomly by ±50 %, so that slots do not come back all at once.
-    """
-    bounded = {"$min": [doublings, _MAX_DOUBLINGS]}
-    spread_ms = seconds * 1000 * random.uniform(0.5, 1.5)
-    return after({"$toLong": {"$multiply": [spread_ms, {"$pow": [2, bounded]}]}})
 
 
 def expired(max_attempts: int) -> Json:
@@ -96,7 +68,7 @@ def overdue(condition: Json) -> Json:
 
     It uses the index on LEASE_DEADLINE. A Task without a deadline passes that part; ``condition`` decides.
     """
-    passed = {"$lte": [f"${LEASE_DEADLINE}", "$$NOW"]}
+    passed = lease.expired(f"${LEASE_DEADLINE}")
     return {"$expr": {"$and": [passed, any_slot(condition)["$expr"]]}}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
-from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.database import AsyncDatabase
 
@@ -13,13 +13,17 @@ from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
-from agentrl.store import slots
 from agentrl.store.connection import Connection, Json, Repository, database_call, insert_if_missing
+from agentrl.store.lease import FREE, DocumentLease, literal, live
 from agentrl.store.names import LEASE, STEP
 
 
 class TrainerLeases(Repository):
     """The calls on the trainer's lease, one document per run. Expiry follows the server's clock."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._lease = _lease(connection)
 
     @database_call
     async def acquire(
@@ -33,22 +37,13 @@ class TrainerLeases(Repository):
         """
         await _prepare_lease(self._connection.database)
         holder = await self.read()
-        free = [
-            {"$eq": ["$owner", None]},
-            {"$lte": ["$lease_expires_at", "$$NOW"]},
-            {"$eq": ["$owner", slots.literal(owner)]},
-        ]
-        if holder.host == host and holder.process is not None and has_ended(holder.process):
-            free.append({"$eq": ["$attempt", holder.attempt]})
-        taken = {
-            "attempt": {"$add": ["$attempt", 1]}, "owner": slots.literal(owner),
-            "host": slots.literal(host), "pid": pid, "process": slots.literal(plain(process)),
-            "lease_expires_at": slots.after(lease_seconds), "ended": None,
+        is_dead = holder.host == host and holder.process is not None and has_ended(holder.process)
+        fields = {
+            "host": literal(host), "pid": pid, "process": literal(plain(process)), "ended": None,
         }  # fmt: skip
-        document = await self._collection(LEASE).find_one_and_update(
-            {"_id": TRAINER, "$expr": {"$or": free}}, [{"$set": taken}],
-            return_document=ReturnDocument.AFTER,
-        )  # fmt: skip
+        document = await self._lease.take(
+            owner, lease_seconds, fields, or_if=[{"$eq": ["$attempt", holder.attempt]}] if is_dead else ()
+        )
         if document is None:
             raise _held(await self.read())
         return TrainerLease.from_document(document).attempt
@@ -56,21 +51,17 @@ class TrainerLeases(Repository):
     @database_call
     async def renew(self, attempt: int, lease_seconds: float) -> None:
         """Extend the lease to ``lease_seconds`` from now. Raises LeaseLostError if another trainer has it."""
-        result = await self._collection(LEASE).update_one(
-            {"_id": TRAINER, "attempt": attempt, "owner": {"$ne": None}},
-            [{"$set": {"lease_expires_at": slots.after(lease_seconds)}}],
-        )
-        if not result.matched_count:
-            raise _replaced(attempt)
+        await self._lease.renew(attempt, lease_seconds)
 
     @database_call
     async def release(self, attempt: int, ended: TrainerEnd | None = None) -> None:
         """Release the lease and store how the trainer ended; do nothing if another trainer has it."""
         released = {
-            "owner": None, "host": None, "pid": None, "process": None, "lease_expires_at": None,
+            **FREE, "host": None, "pid": None, "process": None,
             "ended": None if ended is None else ended.value,
         }  # fmt: skip
-        await self._collection(LEASE).update_one({"_id": TRAINER, "attempt": attempt}, {"$set": released})
+        with suppress(LeaseLostError):
+            await self._lease.write(attempt, {"$set": released})
 
     @database_call
     async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
@@ -78,17 +69,13 @@ class TrainerLeases(Repository):
 
         Raises LeaseLostError, and records nothing, if another trainer has the lease.
         """
-        result = await self._collection(LEASE).update_one(
-            {"_id": TRAINER, "attempt": attempt},
-            {"$set": {"discarded": list(names)}, "$inc": {"writes": 1}},
-        )
-        if not result.matched_count:
-            raise _replaced(attempt)
+        discarded = {"$set": {"discarded": list(names)}, "$inc": {"writes": 1}}
+        await self._lease.write(attempt, discarded)
 
     @database_call
     async def require_free(self, host: str) -> None:
         """Raise LeaseHeldError, naming the holder, if a process on ``host`` could not acquire the lease."""
-        held = {"_id": TRAINER, "owner": {"$ne": None}, "$expr": {"$gt": ["$lease_expires_at", "$$NOW"]}}
+        held = {"_id": TRAINER, "owner": {"$ne": None}, "$expr": live()}
         document = await self._collection(LEASE).find_one(held)
         if document is None:
             return
@@ -109,13 +96,12 @@ async def fence(connection: Connection, attempt: int | None, session: AsyncClien
     Call it in the transaction to protect. It writes the lease document, so that the transaction and a
     concurrent takeover conflict and only one of them commits.
     """
-    if attempt is None:
-        return
-    result = await connection.collection(LEASE).update_one(
-        {"_id": TRAINER, "attempt": attempt}, {"$inc": {"writes": 1}}, session=session
-    )
-    if not result.matched_count:
-        raise _replaced(attempt)
+    if attempt is not None:
+        await _lease(connection).write(attempt, {"$inc": {"writes": 1}}, session=session)
+
+
+def _lease(connection: Connection) -> DocumentLease:
+    return DocumentLease(connection.collection(LEASE), TRAINER, _replaced)
 
 
 async def _prepare_lease(database: AsyncDatabase[Json]) -> None:

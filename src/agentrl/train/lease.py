@@ -18,6 +18,7 @@ from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
+from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.store.retry import retry_outages
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_RENEWALS_PER_LEASE = 3
 _POLL_SECONDS = 1.0
 """How often to try for a lease whose holder may have died."""
 
@@ -49,16 +49,15 @@ class TrainerLease:
 
     async def check(self) -> None:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
-        try:
-            await self._store.trainer_lease.renew(self.attempt, self._seconds)
-        except LeaseLostError:
-            self.lost.set()
-            raise
+        await self._call(self._store.trainer_lease.renew(self.attempt, self._seconds))
 
     async def discard(self, checkpoints: Sequence[str]) -> None:
         """Record that ``checkpoints`` are about to be deleted. LeaseLostError if another has taken over."""
+        await self._call(self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints))
+
+    async def _call(self, call: Awaitable[None]) -> None:
         try:
-            await self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints)
+            await call
         except LeaseLostError:
             self.lost.set()
             raise
@@ -66,17 +65,6 @@ class TrainerLease:
     def fence(self) -> ThreadFence:
         """Return the lease's checks for a worker thread that writes files; call it on the event loop."""
         return ThreadFence(self, asyncio.get_running_loop())
-
-    async def keep(self) -> None:
-        """Renew three times per lease term until the lease is lost; an outage of the database is retried."""
-        while not self.lost.is_set():
-            await asyncio.sleep(self._seconds / _RENEWALS_PER_LEASE)
-            try:
-                await self.check()
-            except LeaseLostError as error:
-                logger.error("%s", error.message)
-            except StoreError as error:
-                logger.warning("the trainer's lease could not be renewed: %s", error.message)
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,10 @@ async def hold_lease(
     owner = f"{describe_process_id()}-{secrets.token_hex(3)}"
     attempt = await _acquire(store, owner, seconds, stop or asyncio.Event())
     lease = TrainerLease(store, attempt, seconds, owner)
-    keeper = asyncio.create_task(lease.keep(), name="trainer-lease")
+    every = seconds / RENEWALS_PER_LEASE
+    keeper = asyncio.create_task(
+        keep_renewed(lease.check, every, "the trainer's lease"), name="trainer-lease"
+    )
     try:
         yield lease
     finally:

@@ -74,7 +74,7 @@ async def test_images_of_a_task_file_are_stored_once_and_kept_while_named(
     with pytest.raises(ImageError, match="not stored"):
         await Images(store.connection).get([large.id])
 
-    text_only = SimpleNamespace(name="template")
+    text_only = SimpleNamespace(name="template", vision=None)
     tools = SimpleNamespace(list=lambda servers: [])
     with pytest.raises(ConfigError, match=r"(?s)nothing is claimed.*tasks show images.*reads text only"):
         await probe(store, cast(Any, tools), SamplingConfig(), "train", chat_format=cast(Any, text_only))

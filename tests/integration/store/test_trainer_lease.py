@@ -50,14 +50,6 @@ async def test_a_second_trainer_is_told_who_holds_the_run(store: Store) -> None:
     assert (await store.trainer_lease.read()).owner == "second"
 
 
-async def test_of_eight_racers_one_becomes_the_trainer(store: Store) -> None:
-    results = await asyncio.gather(
-        *(acquire(store, f"t{number}") for number in range(8)), return_exceptions=True
-    )
-    assert [result for result in results if isinstance(result, int)] == [1]
-    assert sum(isinstance(result, StoreError) for result in results) == 7
-
-
 @pytest.fixture(params=["reaped", "zombie"])
 def dead(request: pytest.FixtureRequest) -> Iterator[ProcessIdentity]:
     """A process that has ended; as a zombie nobody has asked for its exit code yet."""

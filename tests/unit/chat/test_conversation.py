@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_fakes import END, END_OF_TEXT, byte_tokenizer, format_of
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.template_format import TemplateFormat
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError, TrajectoryError
 
@@ -56,12 +56,12 @@ TEMPLATES = {
 }
 
 
-def start(template: str) -> tuple[TemplateFormat, Conversation]:
+def start(template: str) -> tuple[ChatFormat, Conversation]:
     chat_format = format_of(template)
     return chat_format, Conversation(chat_format, [{"role": "user", "content": "1+1?"}])
 
 
-def written(chat_format: TemplateFormat, ids: Sequence[int]) -> str:
+def written(chat_format: ChatFormat, ids: Sequence[int]) -> str:
     return chat_format.tokens.decode(list(ids))
 
 
@@ -102,7 +102,7 @@ def test_without_rewriting_the_prompt_is_the_rendering() -> None:
     message = {"role": "assistant", "content": "let me"}
     conversation.append_generation(chat_format.tokens.encode("let me<|im_end|>"), message)
     conversation.append_messages([{"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}])
-    whole = chat_format.template.render(conversation.messages, None, add_generation_prompt=True)
+    whole = chat_format.renderer.template.render(conversation.messages, None, add_generation_prompt=True)
     assert conversation.prompt_ids() == chat_format.tokens.encode(whole)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from agentrl.chat.fingerprint import tokenizer_fingerprint
+from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.errors import ModelError
 
 

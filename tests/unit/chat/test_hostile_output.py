@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl.chat.parsers import PARSERS, get_parser, parse_text, validate_call
-from agentrl.chat.parsers.literals import read_literal
+from agentrl.chat.parsers.arguments import read_literal
 from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.parsers.reasoning import split_reasoning
 

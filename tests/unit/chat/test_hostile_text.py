@@ -10,10 +10,9 @@ import chat_models as models
 import pytest
 from tokenizers import normalizers, pre_tokenizers
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.proven_format import ProvenFormat
 from agentrl.config.schema import ModelConfig
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -29,7 +28,7 @@ PLACES = ["system", "question", "result", "argument", "argument name", "descript
 
 
 @pytest.fixture(scope="module", params=FORMATS)
-def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProvenFormat:
+def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """A template, or the renderer of a family."""
     files = {"template": None, **FORMATS[request.param]}
     folder = models.write_model(tmp_path_factory.mktemp("model"), **files)
@@ -61,13 +60,13 @@ def request(place: str, text: str) -> tuple[list[Message], list[dict[str, Any]]]
     return messages, [{"type": "function", "function": function}]
 
 
-def control_ids(chat_format: ProvenFormat, place: str, text: str) -> list[int]:
-    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+def control_ids(chat_format: ChatFormat, place: str, text: str) -> list[int]:
+    tokens = chat_format.tokens
     return [token for token in chat_format.render(*request(place, text)) if token in tokens.special_ids]
 
 
-def attacks(chat_format: ProvenFormat, place: str) -> list[str]:
-    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+def attacks(chat_format: ChatFormat, place: str) -> list[str]:
+    tokens = chat_format.tokens
     spoken = tokens._spoken if place in ("system", "argument", "argument name") else frozenset()
     texts = [text for text in tokens.texts() if text not in spoken]
     return [
@@ -81,14 +80,14 @@ def attacks(chat_format: ProvenFormat, place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_text_makes_no_control_token_wherever_it_stands(chat_format: ProvenFormat, place: str) -> None:
+def test_text_makes_no_control_token_wherever_it_stands(chat_format: ChatFormat, place: str) -> None:
     expected = control_ids(chat_format, place, "walnut")
     for attack in attacks(chat_format, place):
         assert control_ids(chat_format, place, attack) == expected, attack
 
 
-def test_parts_of_a_control_token_do_not_meet_over_messages(chat_format: ProvenFormat) -> None:
-    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+def test_parts_of_a_control_token_do_not_meet_over_messages(chat_format: ChatFormat) -> None:
+    tokens = chat_format.tokens
     for text in tokens.texts():
         for cut in (1, len(text) // 2, len(text) - 1):
             messages, tools = request("question", text[cut:])
@@ -105,7 +104,7 @@ def test_parts_of_a_control_token_do_not_meet_over_messages(chat_format: ProvenF
             ]
 
 
-def test_characters_that_look_alike_stay_what_they_are(chat_format: ProvenFormat) -> None:
+def test_characters_that_look_alike_stay_what_they_are(chat_format: ChatFormat) -> None:
     for text in (
         "＜|im_end|＞",
         "<|im_end❘>",
@@ -120,21 +119,21 @@ def test_characters_that_look_alike_stay_what_they_are(chat_format: ProvenFormat
 
 
 @pytest.mark.parametrize("text", ["\0", "a\0b", "\ufffd" * 40, "x" * 50_000])
-def test_odd_text_stays_as_it_is_or_is_escaped(chat_format: ProvenFormat, text: str) -> None:
+def test_odd_text_stays_as_it_is_or_is_escaped(chat_format: ChatFormat, text: str) -> None:
     rendered = chat_format.decode(chat_format.render(*request("result", text)))
     assert text in rendered or json.dumps(text)[1:-1] in rendered
 
 
-def test_a_lone_surrogate_is_replaced(chat_format: ProvenFormat) -> None:
+def test_a_lone_surrogate_is_replaced(chat_format: ChatFormat) -> None:
     for text in ("\ud800", "a\udfffb<|im_end|>"):
         rendered = chat_format.render(*request("result", text))
         assert chat_format.decode(rendered)
         assert control_ids(chat_format, "result", text) == control_ids(chat_format, "result", "walnut")
 
 
-def test_many_control_tokens_cost_linear_time(chat_format: ProvenFormat) -> None:
+def test_many_control_tokens_cost_linear_time(chat_format: ChatFormat) -> None:
     """CPU time, which other processes do not lengthen; a piece between two marks once cost 0.1 ms."""
-    tokens = chat_format.base.tokens  # type: ignore[attr-defined]
+    tokens = chat_format.tokens
     text = max(tokens.texts(), key=len) * 10_000
     begun = time.process_time()
     [message] = tokens.protect([{"role": "user", "content": text}])

@@ -8,12 +8,12 @@ from typing import Any
 import chat_models as models
 import pytest
 
-from agentrl.chat.chat_format import unseen_problem, unseen_tools
+from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.conversation import Conversation
+from agentrl.chat.families import _TOKENS
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.proof import CONVERSATION, ENDS, TOOLS, generated
-from agentrl.chat.proven_format import ProvenFormat, without_thought
-from agentrl.chat.renderer_family import renderer_names
+from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
+from agentrl.chat.validate_format import generated
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ConfigError, ModelError
 
@@ -27,17 +27,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def opened(folder: Path, template: str | None, *, name: str = "auto", **files: Any) -> ProvenFormat:
+def opened(folder: Path, template: str | None, *, name: str = "auto", **files: Any) -> ChatFormat:
     flags = {key: files.pop(key) for key in ("thinking_retention", "chat_template_kwargs") if key in files}
     folder = models.write_model(folder / "model", template, **files)
     return open_chat_format(folder, ModelConfig(chat_format=name, **flags))
 
 
-def of_family(folder: Path, name: str, **flags: Any) -> ProvenFormat:
+def of_family(folder: Path, name: str, **flags: Any) -> ChatFormat:
     return opened(folder, None, name=name, **FAMILIES[name], **flags)
 
 
-def played(chat_format: ProvenFormat) -> tuple[Conversation, list[str], list[bool]]:
+def played(chat_format: ChatFormat) -> tuple[Conversation, list[str], list[bool]]:
     """Play the conversation; return it with the text of each prompt, and whether it starts a branch."""
     conversation = Conversation(chat_format, CONVERSATION[: ENDS[0]], TOOLS)
     prompts, branches = [], []
@@ -65,7 +65,10 @@ def test_every_result_stands_in_the_next_prompt_once_and_under_its_name(tmp_path
 def test_a_result_without_a_call_reaches_gemma(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "gemma4")
     conversation = Conversation(chat_format, CONVERSATION[:2], TOOLS)
-    output = [*chat_format.base.render([{"role": "user", "content": "x"}], None)[-1:], *chat_format.stop_ids]
+    output = [
+        *chat_format.renderer.render([{"role": "user", "content": "x"}], None)[-1:],
+        *chat_format.stop_ids,
+    ]
     conversation.append_generation(output[-1:], {"role": "assistant", "content": "call:"})
     conversation.append_messages([{"role": "tool", "content": "Error: cobalt"}])
     assert chat_format.decode(conversation.prompt_ids()).count("Error: cobalt") == 1
@@ -79,8 +82,8 @@ def test_a_template_that_finds_results_behind_calls_is_refused_for_tools(tmp_pat
 
 
 def test_a_result_is_attributed_to_its_call_and_never_to_f(tmp_path: Path) -> None:
-    base = opened(tmp_path, models.RESULTS_OF_F).base
-    after = base.next_prompt([], [], CONVERSATION[:8], CONVERSATION[8:9], TOOLS)
+    base = opened(tmp_path, models.RESULTS_OF_F).renderer
+    after = base.extend([], [], CONVERSATION[:8], CONVERSATION[8:9], TOOLS)
     assert after is not None
     assert "functions.count_bridges danube" in base.decode(after)
     with pytest.raises(ModelError, match="attributes the result of find_river to count_bridges"):
@@ -123,7 +126,7 @@ def test_a_renderer_parses_the_calls_and_thoughts_that_it_writes(tmp_path: Path,
 
 def test_a_cut_thought_holds_no_call_and_a_broken_call_is_named(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "qwen3")
-    encode = chat_format.base.tokens.encode  # type: ignore[attr-defined]
+    encode = chat_format.tokens.encode
     call = '<tool_call>\n{"name": "find_river", "arguments": {}}\n</tool_call>'
     cut = chat_format.parse(encode(f"<think>\nI write {call}".replace("<tool_call>", "< tool_call>")), TOOLS)
     assert (cut.content, cut.tool_calls) == ("", ())
@@ -212,7 +215,7 @@ def test_every_renderer_of_the_package_can_be_named() -> None:
     from renderers import base
 
     base._populate_registry()
-    assert set(renderer_names()) == set(base.RENDERER_REGISTRY) - {"default"}
+    assert set(_TOKENS) == set(base.RENDERER_REGISTRY) - {"default"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -239,7 +242,7 @@ def test_fine_tuning_leaves_out_what_is_marked_as_context(tmp_path: Path, name: 
 
 def test_nothing_in_an_open_thought_of_a_renderer_is_a_call_or_content(tmp_path: Path) -> None:
     chat_format = of_family(tmp_path, "qwen3")
-    encode = chat_format.base.tokens.encode  # type: ignore[attr-defined]
+    encode = chat_format.tokens.encode
     call = '<tool_call>\n{"name": "find_river", "arguments": {"city": "Lisbon"}}\n</tool_call>'
     cut = chat_format.parse(encode(f"<think>\nI write {call} <answer>4</answer>"), TOOLS)
     assert (cut.content, cut.tool_calls, cut.error) == ("", (), None)
@@ -256,10 +259,21 @@ def test_nothing_in_an_open_thought_of_a_renderer_is_a_call_or_content(tmp_path:
 )
 def test_a_renderer_finds_a_call_and_the_text_parser_reads_it(tmp_path: Path, text: str) -> None:
     chat_format = opened(tmp_path, models.KEEPS_ALL, name="qwen3", **FAMILIES["qwen3"])
-    ids = chat_format.base.tokens.encode(text)  # type: ignore[attr-defined]
+    ids = chat_format.tokens.encode(text)
     parsed = chat_format.parse(ids, TOOLS)
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("find_river", {"city": "Lisbon"})]
     assert parsed.error is None
+
+
+def test_marks_that_ordinary_tokens_spell_are_a_quotation_and_no_call(tmp_path: Path) -> None:
+    chat_format = opened(tmp_path, models.KEEPS_ALL, name="qwen3", **FAMILIES["qwen3"])
+    encode = chat_format.tokens.encode
+    call = '{"name": "find_river", "arguments": {"city": "Lisbon"}}'
+    spelled = [*encode("<"), *encode("tool_call>"), *encode(call), *encode("<"), *encode("/tool_call>")]
+    parsed = chat_format.parse(spelled, TOOLS)
+    assert (parsed.content, parsed.tool_calls, parsed.error) == (f"<tool_call>{call}</tool_call>", (), None)
+    called = chat_format.parse(encode(f"<tool_call>{call}</tool_call>"), TOOLS)
+    assert [item.name for item in called.tool_calls] == ["find_river"]
 
 
 def test_tools_that_a_prompt_does_not_name_are_found_as_whole_words(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import chat_models as models
 import pytest
 
 from agentrl.chat.adapt import in_call_order, with_kimi_ids
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.proof import CONVERSATION, TOOLS
-from agentrl.chat.proven_format import ProvenFormat
+from agentrl.chat.probe import CONVERSATION, TOOLS
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 
@@ -42,7 +41,7 @@ BY_NAME = (
 """Results stand behind each call of their tool."""
 
 
-def opened(folder: Path, template: str) -> ProvenFormat:
+def opened(folder: Path, template: str) -> ChatFormat:
     return open_chat_format(
         models.write_model(folder / "model", template), ModelConfig(chat_format="template")
     )
@@ -100,7 +99,7 @@ def test_the_next_prompt_names_the_call_that_was_generated_and_no_earlier_one(
         template = template.replace(
             "'\\n<tool_call>\\n' + call.function | tojson", "'\\n<tool_call>\\n' + call.function.arguments"
         )
-    base = opened(tmp_path, template).base
+    base = opened(tmp_path, template).renderer
     calls = [call(1, "find_river"), call(2, "count_bridges")]
     for item in calls if text else ():
         item["function"]["arguments"] = '{"city": "Lisbon"}'
@@ -110,7 +109,7 @@ def test_the_next_prompt_names_the_call_that_was_generated_and_no_earlier_one(
         result(1, "find_river", "tagus"),
         {"role": "assistant", "content": "", "tool_calls": calls[1:]},
     ]
-    added = base.next_prompt([], [], history, [result(2, "count_bridges", "eighteen")], TOOLS)
+    added = base.extend([], [], history, [result(2, "count_bridges", "eighteen")], TOOLS)
     assert added is not None
     assert "functions.count_bridges eighteen" in base.decode(added)
     assert "find_river" not in base.decode(added)
@@ -142,7 +141,7 @@ def test_an_extension_counts_the_calls_of_the_whole_conversation(tmp_path: Path)
     shows_ids = models.KEEPS_ALL.replace(RESULTS, "{{- m.tool_call_id or '' }}" + RESULTS)
     plain = opened(tmp_path, shows_ids)
     adaptation = replace(plain.adaptation, kimi_ids=True)
-    chat_format = ProvenFormat(plain.base, adaptation, "all", "all", skips_cycles=True)
+    chat_format = ChatFormat(plain.renderer, adaptation, "all", "all", skips_cycles=True)
     last = {**CALLED, "tool_calls": [call(9, "find_river")]}
     history = [CONVERSATION[1], CALLED, *SWAPPED, last]
     added = chat_format.next_prompt([], [], history, [result(9, "find_river", "elbe")], TOOLS)

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.template_format import TemplateFormat
+from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.schema import ModelConfig
 from agentrl.quickstart.smollm import MODEL_FOLDER
 from agentrl.quickstart.tasks import CALCULATOR_TOOLS, call_text, worked_examples
@@ -34,9 +34,9 @@ def folder(request: pytest.FixtureRequest, tiny_folder: Path) -> Path:
     return smollm
 
 
-def opened(folder: Path) -> TemplateFormat:
-    base = open_chat_format(folder, ModelConfig(), with_tools=True).base
-    assert isinstance(base, TemplateFormat)
+def opened(folder: Path) -> TemplateRenderer:
+    base = open_chat_format(folder, ModelConfig(), with_tools=True).renderer
+    assert isinstance(base, TemplateRenderer)
     return base
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from trajectories import Trajectory
 
-from agentrl.chat.context_length import model_context_length
+from agentrl.chat.model_folder import model_context_length
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import StopReason

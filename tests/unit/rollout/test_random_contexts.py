@@ -10,9 +10,8 @@ import chat_models as models
 import pytest
 from trajectories import Trajectory, converted
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.proven_format import ProvenFormat
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.packing import unpack_ids
 from agentrl.documents.status import StopReason
@@ -26,14 +25,13 @@ SEEDS = range(3)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ProvenFormat:
+def chat_format(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     """A template that keeps all thoughts, those of a tool cycle, or none."""
     folder: Path = tmp_path_factory.mktemp("model")
     models.write_model(folder, TEMPLATES[request.param])
-    proven = open_chat_format(folder, ModelConfig(chat_format="template"))
-    assert proven.keeps == request.param
-    proven.tokens = proven.base.tokens  # type: ignore[attr-defined]  # the scripted engine encodes its lines
-    return proven
+    chat_format = open_chat_format(folder, ModelConfig(chat_format="template"))
+    assert chat_format.keeps == request.param
+    return chat_format
 
 
 async def keep_latest(rollout: Rollout) -> list[Message] | None:
@@ -56,7 +54,7 @@ def lines(chance: random.Random) -> Iterator[str]:
         yield "".join(parts) or f"text {number}"
 
 
-async def play(seed: int, chat_format: ProvenFormat, manager: str) -> Trajectory:
+async def play(seed: int, chat_format: ChatFormat, manager: str) -> Trajectory:
     chance = random.Random(seed)
     said = lines(chance)
 
@@ -101,7 +99,7 @@ def contexts(data: DBRecordData) -> dict[int, list[list[int]]]:
 
 @pytest.mark.parametrize("manager", MANAGERS)
 async def test_each_generated_token_is_trained_once_in_the_context_it_was_sampled_in(
-    chat_format: ProvenFormat, manager: str
+    chat_format: ChatFormat, manager: str
 ) -> None:
     branches = resets = 0
     for seed in SEEDS:

@@ -18,11 +18,10 @@ ANSWER = "<think>\nthree\n</think>\n\n<answer>3</answer>"
 
 def started(folder: Path, template: str, *script: str) -> Trajectory:
     trajectory = Trajectory(*script)
-    proven = open_chat_format(
+    chat_format = open_chat_format(
         models.write_model(folder / "model", template), ModelConfig(chat_format="template")
     )
-    proven.tokens = proven.base.tokens  # the scripted engine encodes its lines
-    trajectory.engine.chat_format = proven
+    trajectory.engine.chat_format = chat_format
     return trajectory
 
 

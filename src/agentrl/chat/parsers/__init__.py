@@ -1,8 +1,16 @@
-"""Parse reasoning and tool calls in a model's text: one file per format, chosen by ``--tool_call_parser``."""
+"""Parse reasoning and tool calls in a model's text: by formats, chosen by ``--tool_call_parser``."""
 
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser, Tools
+from agentrl.chat.parsers.base import (
+    PARSERS,
+    ParsedMessage,
+    ToolCall,
+    ToolCallParser,
+    Tools,
+    get_parser,
+    parser_of_template,
+    tool_call_parser,
+)
 from agentrl.chat.parsers.reasoning import ReasoningTags, opens_thought, parse_text, split_reasoning, tags_in
-from agentrl.chat.parsers.registry import PARSERS, get_parser, tool_call_parser
 from agentrl.chat.parsers.validate import load_validator, validate_call
 
 __all__ = [
@@ -16,6 +24,7 @@ __all__ = [
     "load_validator",
     "opens_thought",
     "parse_text",
+    "parser_of_template",
     "split_reasoning",
     "tags_in",
     "tool_call_parser",

@@ -1,12 +1,14 @@
-"""Define the parsed assistant message, and read the JSON tool calls that many formats use."""
+"""Define tool-call parsers, find them by name and by chat template, and read the JSON of a call."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from agentrl.registry import Registry
 
 SHOWN = 120
 """Longest quotation of the model's text in an error message, in characters."""
@@ -52,6 +54,63 @@ class ToolCallParser(Protocol):
         ``text`` holds no reasoning. ``tools`` give the types of arguments that the format writes as text.
         """
         ...
+
+
+ParserFactory = Callable[[], ToolCallParser]
+
+PARSERS: Registry[ParserFactory] = Registry(
+    "tool-call parser",
+    group="agentrl.tool_call_parsers",
+    flag="--tool_call_parser",
+    built_in=[f"agentrl.chat.parsers.{name}" for name in ("marked", "pythonic", "structured", "tagged")],
+)
+"""Tool-call parsers by name: ``--tool_call_parser``."""
+
+
+def tool_call_parser(*names: str) -> Callable[[ParserFactory], ParserFactory]:
+    """Register a class that makes a ``ToolCallParser`` without arguments under ``names``."""
+    return PARSERS.register(*names)
+
+
+def get_parser(name: str) -> ToolCallParser:
+    """Return a new parser of the format ``name``. Raises ConfigError for an unknown name."""
+    return PARSERS.get(name)()
+
+
+_MARKS = (
+    ("<|channel|>", "gpt_oss"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("｜DSML｜", "deepseek_v32"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>", "gemma4"),
+    ("<|action_start|>", "internlm"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<function_calls>", "olmo3"),
+    ("<tool_calls>", "hunyuan"),
+    ("functools[", "phi4_mini"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama"),
+    ('"parameters": dictionary of argument name and its value', "llama"),
+)
+"""What a template writes around a call, the most specific first, and the parser that reads it."""
+
+
+def parser_of_template(source: str) -> str:
+    """Return the name of the parser for the tool calls that a chat template writes.
+
+    Hermes is the default: the format that most models have seen.
+    """
+    return next((parser for mark, parser in _MARKS if mark in source), "hermes")
 
 
 class CallSyntaxError(ValueError):

@@ -1,21 +1,25 @@
-"""Find tool calls between marks, and parse the formats that write JSON there."""
+"""Parse tool calls that are JSON between marks: most families, each with marks of its own."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
+from agentrl.chat.parsers.arguments import property_names
 from agentrl.chat.parsers.base import (
     MOST_FAILURES,
     CallSyntaxError,
     ParsedMessage,
     ToolCall,
     Tools,
+    arguments_of,
     calls_of,
     decode_json,
     shown,
     skip_space,
+    tool_call_parser,
 )
-from agentrl.chat.parsers.registry import tool_call_parser
 
 
 @dataclass(slots=True)
@@ -122,6 +126,153 @@ def read_json_calls(text: str, at: int) -> Block:
         decode_json(text, at)
         raise CallSyntaxError(f"the tool call is not a JSON object: {shown(text[at:])}")
     return block
+
+
+CODE_TOOLS = frozenset({"PythonInterpreter", "execute_code"})
+"""Tools whose ``code`` argument may follow the JSON, unescaped inside ``<code>…</code>``."""
+
+_CODE_OPEN = "<code>"
+_CODE = re.compile(r"<code>\n?(.*?)\n?</code>(?=\s*(?:</tool_call>|<tool_call>|$))", re.DOTALL)
+
+
+@tool_call_parser("hermes")
+class HermesParser(MarkedParser):
+    """Tool calls between ``<tool_call>`` tags, anywhere: one or several JSON objects in each pair."""
+
+    opens = ("<tool_call>",)
+    close = "</tool_call>"
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls of one block. Raises CallSyntaxError."""
+        block = read_json_calls(text, at)
+        start = skip_space(text, block.end)
+        if not block.calls or not text.startswith(_CODE_OPEN, start):
+            return block
+        code = _CODE.match(text, start)
+        if code is None:
+            raise CallSyntaxError(f"{_CODE_OPEN} is not closed by </code>: {shown(text[start:])}")
+        last = block.calls[-1]
+        if last.name not in CODE_TOOLS:
+            raise CallSyntaxError(f"<code> is only for {', '.join(sorted(CODE_TOOLS))}, not for {last.name}")
+        block.calls[-1] = ToolCall(last.name, {**last.arguments, "code": code.group(1)})
+        block.end = code.end()
+        return block
+
+
+_MISTRAL_HEAD = re.compile(
+    r"\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\]\s*+[^\[\]{}\s]*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
+)
+
+
+@tool_call_parser("mistral")
+class MistralParser(MarkedParser):
+    """Tool calls in the old and the new format, recognized behind each marker; text behind is content."""
+
+    opens = ("[TOOL_CALLS]",)
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls behind one marker. Raises CallSyntaxError."""
+        start = skip_space(text, at)
+        if text.startswith(("[{", "[ {", "[\n", "{"), start) or re.match(
+            r"\[\s*[\[{\"\d]", text[start : start + 8]
+        ):
+            return read_json_calls(text, start)
+        named = _MISTRAL_HEAD.match(text, at)
+        if named is None:
+            inside = text[at:].partition(self.opens[0])[0]
+            raise CallSyntaxError(f"the tool call has no arguments: {shown(inside)}")
+        name = named.group(1)
+        value, end = decode_json(text, named.end())
+        return Block(end, [ToolCall(name, arguments_of(value, name))])
+
+
+_CALL, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+_DEEPSEEK_NAME = r"\s*+([^\s<`][^\n<`]{0,255})"
+_DEEPSEEK_HEAD = re.compile(
+    rf"\s*+{_CALL}(?:function{_SEPARATOR}{_DEEPSEEK_NAME}\s{{0,32}}+```json|{_DEEPSEEK_NAME}{_SEPARATOR})"
+)
+_DEEPSEEK_TAIL = re.compile(rf"\s*(?:```)?\s*(?:{_CALL_END}|(?=<｜tool▁calls▁end｜>)|$)")
+
+
+@tool_call_parser("deepseek_v3", "deepseek_v31")
+class DeepSeekParser(MarkedParser):
+    """Calls between ``<｜tool▁calls▁begin｜>`` and its end, recognized one by one in either format."""
+
+    opens: tuple[str, ...] = ("<｜tool▁calls▁begin｜>",)
+    close = "<｜tool▁calls▁end｜>"
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls of one section. Raises CallSyntaxError."""
+        block = Block(at)
+        while (head := _DEEPSEEK_HEAD.match(text, block.end)) is not None:
+            name = (head.group(1) or head.group(2)).strip()
+            value, end = decode_json(text, head.end())
+            tail = _DEEPSEEK_TAIL.match(text, end)
+            if tail is None:
+                raise CallSyntaxError(f"{name}: text behind the arguments: {shown(text[end:])}")
+            block.calls.append(ToolCall(name, arguments_of(value, name)))
+            block.end = tail.end()
+        if not block.calls:
+            raise CallSyntaxError(f"no tool call behind {self.opens[0]}: {shown(text[at:])}")
+        return block
+
+
+@tool_call_parser("deepseek_r1")
+class DeepSeekR1Parser(DeepSeekParser):
+    """DeepSeek V3's calls with or without the marks around them.
+
+    The chat template of the distilled R1 models writes the opening mark only once in a conversation.
+    """
+
+    opens = (*DeepSeekParser.opens, _CALL)
+
+    def behind_open(self, text: str, start: int) -> int:
+        """Return the place of the first call."""
+        return start if text.startswith(_CALL, start) else super().behind_open(text, start)
+
+
+_KIMI_END = "<|tool_call_end|>"
+_KIMI_HEAD = re.compile(r"\s*<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>", re.DOTALL)
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+")
+
+
+@tool_call_parser("kimi_k2")
+class KimiParser(MarkedParser):
+    """Calls between ``<|tool_calls_section_begin|>`` and its end."""
+
+    opens = ("<|tool_calls_section_begin|>",)
+    close = "<|tool_calls_section_end|>"
+
+    def read(self, text: str, at: int, tools: Tools) -> Block:
+        """Return the calls of one section; a malformed one does not hide those behind it."""
+        block = Block(at)
+        while (head := _KIMI_HEAD.match(text, block.end)) is not None:
+            try:
+                value, end = decode_json(text, head.end())
+                name = _kimi_name(head.group(1).strip(), value, tools)
+                block.calls.append(ToolCall(name, arguments_of(value, "the call")))
+            except CallSyntaxError as problem:
+                block.error = block.error or str(problem)
+                end = head.end()
+            close = text.find(_KIMI_END, end)
+            block.end = len(text) if close < 0 else close + len(_KIMI_END)
+        if block.end == at:
+            raise CallSyntaxError(f"no tool call behind {self.opens[0]}: {shown(text[at:])}")
+        return block
+
+
+def _kimi_name(call_id: str, arguments: Any, tools: Tools) -> str:
+    """Return the name in an id; a bare number is the only tool, or the only one with these arguments."""
+    if (found := _KIMI_ID.fullmatch(call_id)) is not None:
+        return found.group(1).strip()
+    if call_id.isdigit():
+        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        if len(names) > 1 and isinstance(arguments, dict):
+            names = [name for name in names if arguments.keys() <= (property_names(name, tools) or set())]
+        if len(names) == 1:
+            return names[0]
+    raise CallSyntaxError(f"the tool call's id is not functions.NAME:NUMBER: {shown(call_id)}")
 
 
 @tool_call_parser("internlm")

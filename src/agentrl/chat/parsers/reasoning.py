@@ -100,11 +100,15 @@ def split_reasoning(text: str, tags: ReasoningTags = THINK, *, opened: bool = Fa
 def parse_text(
     parser: ToolCallParser, text: str, tools: Tools, tags: ReasoningTags = THINK, *, opened: bool = False
 ) -> ParsedMessage:
-    """Return the parts of an assistant's ``text``: reasoning by ``tags``, the rest by ``parser``.
+    """Return the parts of an assistant's ``text``: reasoning by ``tags``, the rest by ``parser``."""
+    return parse_split(parser, split_reasoning(text, tags, opened=opened), tools)
+
+
+def parse_split(parser: ToolCallParser, split: SplitText, tools: Tools) -> ParsedMessage:
+    """Return the parts of a text whose thoughts are split off.
 
     With a malformed call ``content`` is all text outside of thoughts, so that the call stays readable.
     """
-    split = split_reasoning(text, tags, opened=opened)
     parsed = parser.parse(split.rest, tools)
     return replace(
         parsed,

@@ -66,27 +66,27 @@ def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
 
 
 def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) -> Check:
-    """Prove the chat format, as every sampler does before its first task."""
+    """Validate the chat format, as every sampler does before its first task."""
     from agentrl.chat.chat_format import UNSEEN_HINT, unseen_tools
     from agentrl.chat.open_format import open_chat_format
-    from agentrl.chat.proof import CONVERSATION, TOOLS
+    from agentrl.chat.probe import CONVERSATION, TOOLS
 
     name = "chat format"
     try:
-        proven = open_chat_format(folder, config, parser)
+        opened = open_chat_format(folder, config, parser)
     except AgentRLError as error:
         return Check(name, "fail", error.message, error.hint or "")
-    if proven.tool_problems:
+    if opened.tool_problems:
         hint = "for tools, give another --chat_format, or a template for tools by --chat_template FILE"
-        return Check(name, "warn", f"{proven.description}: it {proven.tool_problems[0]}", hint)
-    if unseen_tools(proven, proven.render(CONVERSATION[:2], TOOLS), TOOLS):
-        return Check(name, "warn", f"{proven.description}: a prompt does not name the tools", UNSEEN_HINT)
-    return Check(name, "ok", proven.description)
+        return Check(name, "warn", f"{opened.description}: it {opened.tool_problems[0]}", hint)
+    if unseen_tools(opened, opened.render(CONVERSATION[:2], TOOLS), TOOLS):
+        return Check(name, "warn", f"{opened.description}: a prompt does not name the tools", UNSEEN_HINT)
+    return Check(name, "ok", opened.description)
 
 
 def check_context(configs: Configs) -> Check:
     """Check that the longest prompt and its continuation fit the context of the model."""
-    from agentrl.chat.context_length import model_context_length
+    from agentrl.chat.model_folder import model_context_length
     from agentrl.rollout.budget import context_problem
 
     name, model = "context", configs[ModelConfig]

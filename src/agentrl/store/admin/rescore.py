@@ -15,7 +15,6 @@ from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
-from agentrl.store import slots
 from agentrl.store.admin.regroup import (
     Blocker,
     GroupBlockedError,
@@ -28,6 +27,7 @@ from agentrl.store.admin.regroup import (
 from agentrl.store.checksums import seal
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
+from agentrl.store.lease import literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import read_records
@@ -154,7 +154,7 @@ class Rescoring(Repository):
         notes = [
             UpdateOne(
                 {"_id": record.id},
-                [{"$set": {"rescored": slots.literal(_stored(scores[record.id]))}},
+                [{"$set": {"rescored": literal(_stored(scores[record.id]))}},
                  {"$set": {"rescored.at": "$$NOW"}}],
             )
             for record in records
@@ -197,7 +197,7 @@ def _new_task(
     earlier: Sequence[Record], scores: Mapping[str, NewScore], task: Json, outcome: GroupOutcome | None
 ) -> list[Json]:
     branches = [
-        {"case": {"$eq": ["$$slot.record_id", slots.literal(record.id)]}, "then": scores[record.id].score}
+        {"case": {"$eq": ["$$slot.record_id", literal(record.id)]}, "then": scores[record.id].score}
         for record in earlier
     ]
     score = {"$switch": {"branches": branches, "default": "$$slot.score"}}
@@ -213,7 +213,7 @@ def _new_task(
     earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
     group = {**earlier_group, **plain(outcome.summary)}
     return [
-        {"$set": {**changes, "group": slots.literal(group)}},
+        {"$set": {**changes, "group": literal(group)}},
         {"$set": {"group.rescored_at": "$$NOW"}},
     ]
 

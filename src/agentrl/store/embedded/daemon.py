@@ -122,15 +122,6 @@ def running_binary(pid: int) -> Path | None:
         return None
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return the start of a process in clock ticks since boot: with the pid, it identifies the process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
-
-
 def last_messages(log: Path, lines: int = 6) -> str:
     """Return the last errors of a mongod log, or its last lines, as readable text."""
     messages: list[tuple[str, str]] = []

@@ -17,6 +17,7 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
+from agentrl.processes import start_ticks
 from agentrl.store.embedded.credentials import Credentials, uri
 from agentrl.store.embedded.daemon import (
     REPLICA_SET,
@@ -26,7 +27,6 @@ from agentrl.store.embedded.daemon import (
     last_messages,
     running_binary,
     start_daemon,
-    start_ticks,
     stop_daemon,
 )  # fmt: skip
 from agentrl.store.embedded.mongod import (

@@ -1,16 +1,16 @@
-"""Extend prompts without rendering the tool cycle again, where the proof shows that nothing depends on it."""
+"""Extend prompts without rendering the tool cycle again, where nothing depends on it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import chat_models as models
 import pytest
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import ChatFormat, Message, without_cycle
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.proof import CONVERSATION, TOOLS
-from agentrl.chat.proven_format import ProvenFormat, without_cycle
+from agentrl.chat.probe import CONVERSATION, TOOLS
 from agentrl.config.schema import ModelConfig
 
 INDEPENDENT = {
@@ -35,50 +35,48 @@ DEPENDENT = {
 CYCLES = [*CONVERSATION[:2], *CONVERSATION[2:5] * 6]
 
 
-def opened(folder: Path, template: str) -> ProvenFormat:
+def opened(folder: Path, template: str) -> ChatFormat:
     return open_chat_format(
         models.write_model(folder / "model", template), ModelConfig(chat_format="template")
     )
 
 
-def extended(proven: ProvenFormat, new: list[Message]) -> list[int] | None:
-    return proven.next_prompt([], [min(proven.stop_ids)], [*CYCLES, CONVERSATION[7]], new, TOOLS)
+def extended(chat_format: ChatFormat, new: list[Message]) -> list[int] | None:
+    return chat_format.next_prompt([], [min(chat_format.stop_ids)], [*CYCLES, CONVERSATION[7]], new, TOOLS)
 
 
-def always_whole(proven: ProvenFormat) -> ProvenFormat:
-    return ProvenFormat(
-        proven.base, proven.adaptation, proven.template_keeps, proven.retention, proven.tool_problems
-    )
+def always_whole(chat_format: ChatFormat) -> ChatFormat:
+    return replace(chat_format, skips_cycles=False)
 
 
 @pytest.mark.parametrize("template", INDEPENDENT.values(), ids=INDEPENDENT)
 def test_a_template_that_ignores_the_cycle_gets_the_same_ids_without_it(
     tmp_path: Path, template: str
 ) -> None:
-    proven = opened(tmp_path, template)
-    assert proven.skips_cycles
+    chat_format = opened(tmp_path, template)
+    assert chat_format.skips_cycles
     for new in ([CONVERSATION[8]], [{"role": "tool", "content": "an error"}], [CONVERSATION[10]]):
-        assert extended(proven, new) == extended(always_whole(proven), new)
+        assert extended(chat_format, new) == extended(always_whole(chat_format), new)
 
 
 @pytest.mark.parametrize("template", DEPENDENT.values(), ids=DEPENDENT)
 def test_a_template_that_reads_the_cycle_gets_it_whole(tmp_path: Path, template: str) -> None:
-    proven = opened(tmp_path, template)
-    assert not proven.skips_cycles
-    assert extended(proven, [CONVERSATION[8]]) == extended(always_whole(proven), [CONVERSATION[8]])
+    chat_format = opened(tmp_path, template)
+    assert not chat_format.skips_cycles
+    assert extended(chat_format, [CONVERSATION[8]]) == extended(always_whole(chat_format), [CONVERSATION[8]])
 
 
 def test_a_long_cycle_is_not_rendered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proven = opened(tmp_path, models.KEEPS_ALL)
+    chat_format = opened(tmp_path, models.KEEPS_ALL)
     rendered: list[int] = []
-    render = proven.base.template.render  # type: ignore[attr-defined]
+    render = chat_format.renderer.template.render  # type: ignore[attr-defined]
 
     def counted(messages: list[Message], *arguments: object, **options: object) -> str:
         rendered.append(len(messages))
         return str(render(messages, *arguments, **options))
 
-    monkeypatch.setattr(proven.base.template, "render", counted)  # type: ignore[attr-defined]
-    extended(proven, [CONVERSATION[8]])
+    monkeypatch.setattr(chat_format.renderer.template, "render", counted)  # type: ignore[attr-defined]
+    extended(chat_format, [CONVERSATION[8]])
     assert rendered == [4]
 
 

@@ -1,4 +1,4 @@
-"""The chat format of any model with a chat template: the template's text, and a parser of its tool calls.
+"""Render any model by its chat template, and read its tool calls by a text parser.
 
 The ids between two generations are the difference of two renderings. Their history has a marker instead of
 the generated turn, so a template that rewrites history (drops thoughts, adds empty ones) changes no id.
@@ -15,72 +15,55 @@ from functools import cached_property
 
 import numpy as np
 
-from agentrl.chat.chat_format import Message, TokenizedConversation, ToolSchemas, split_train
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import ParsedMessage, ToolCallParser, opens_thought, parse_text
+from agentrl.chat.parsers import ParsedMessage, get_parser, parse_text, tags_in
 from agentrl.chat.parsers.marked import MarkedParser
-from agentrl.chat.parsers.reasoning import tags_in
+from agentrl.chat.renderer import Message, Renderer, TokenizedConversation, ToolSchemas, split_train
 from agentrl.chat.template import ChatTemplate
 from agentrl.errors import TrajectoryError
-
-_PROMPT_END = 16
-"""Tokens at the end of a prompt in which a template may open a thought."""
-
 
 _MAX_PROMPTS = 16
 
 
-class TemplateFormat:
-    """A chat template with its tokenizer and a tool-call parser."""
+class TemplateRenderer(Renderer):
+    """A chat template with its tokenizer, and a parser of tool calls by its name."""
 
     name = "template"
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        tokens: ControlTokens,
-        parser: ToolCallParser,
-        stop_ids: Iterable[int],
-        parser_name: str = "hermes",
+        self, template: ChatTemplate, tokens: ControlTokens, stop_ids: Iterable[int], parser: str = "hermes"
     ) -> None:
-        """``stop_ids`` close an assistant turn."""
+        super().__init__(tokens, stop_ids)
         self.template = template
-        self.tokens = tokens
-        self._parser = parser
-        self.parser_name = parser_name
-        self.stop_ids = frozenset(stop_ids)
+        self.parser_name = parser
+        self._parser = get_parser(parser)
+        if isinstance(self._parser, MarkedParser):
+            self.call_marks = self._parser.marks
+        self.description = f"the model's chat template, tool calls by the text parser {parser}"
+        self.agreed_settings = {"chat_template": f"sha256 {template.digest}"}
         self._tags = tags_in(template.source)
         self._prompts: dict[bytes, list[int]] = {}
         """Ids of the latest prompts by ``_key``: all trajectories of a group start with one prompt."""
         self._keeping = threading.Lock()
-        self._decoded: tuple[Sequence[int], str] = ((), "")
-        """The last ids given to ``decode`` and their text."""
 
-    @property
-    def call_marks(self) -> tuple[str, ...] | None:
-        """Return the texts with which a tool call may begin; None if any text may be one."""
-        return self._parser.marks if isinstance(self._parser, MarkedParser) else None
+    def with_parser(self, parser: str) -> TemplateRenderer:
+        """Return the same renderer with another parser of tool calls."""
+        return TemplateRenderer(self.template, self.tokens, self.stop_ids, parser)
 
-    def with_parser(self, parser: ToolCallParser, name: str) -> TemplateFormat:
-        """Return the same format with another parser of tool calls."""
-        return TemplateFormat(self.template, self.tokens, parser, self.stop_ids, name)
-
-    @property
-    def description(self) -> str:
-        """Return one line about the format."""
-        return f"the model's chat template, tool calls by the text parser {self.parser_name}"
-
-    @property
-    def agreed_settings(self) -> dict[str, str]:
-        """Return what all samplers of a run must have in common."""
-        return {"chat_template": f"sha256 {self.template.digest}"}
-
-    def render(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
-        """Return the prompt of a conversation, up to where the assistant continues."""
-        key = self._key(messages, tools)
+    def render(
+        self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return a conversation; a prompt that was rendered before costs nothing."""
+        key = self._key(messages, tools) if add_generation_prompt else None
         ids = None if key is None else self._prompts.pop(key, None)
         if ids is None:
-            ids = self.tokens.encode(self._text(messages, tools, add_generation_prompt=True))
+            ids = self.tokens.encode(
+                self.template.render(
+                    self.tokens.protect(messages),
+                    self.tokens.protect_tools(tools),
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
         if key is not None:
             with self._keeping:
                 self._prompts[key] = ids
@@ -88,15 +71,7 @@ class TemplateFormat:
                     del self._prompts[next(iter(self._prompts))]
         return list(ids)
 
-    def render_closed(self, messages: Sequence[Message], tools: ToolSchemas | None) -> list[int]:
-        """Return a conversation that ends with its last message."""
-        return self.tokens.encode(self._text(messages, tools, add_generation_prompt=False))
-
-    def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that a message's text has at least; 0 if none is known."""
-        return self.tokens.fewest_tokens(text)
-
-    def next_prompt(
+    def extend(
         self,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
@@ -114,19 +89,8 @@ class TemplateFormat:
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
     ) -> ParsedMessage:
         """Return the message in generated ids."""
-        opened = opens_thought(self.tokens.decode(prompt_ids[-_PROMPT_END:]), self._tags)
+        opened = self.opens_thought(prompt_ids, self._tags)
         return parse_text(self._parser, self.decode(output_ids), tools, self._tags, opened=opened)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated ids with special tokens, without the ids that close the turn."""
-        if isinstance(ids, tuple) and ids is self._decoded[0]:
-            return self._decoded[1]
-        end = len(ids)
-        while end and ids[end - 1] in self.stop_ids:
-            end -= 1
-        text = self.tokens.decode(ids[:end])
-        self._decoded = (ids, text)
-        return text
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
         """Return a whole conversation and a mask of what the assistant says.
@@ -146,15 +110,6 @@ class TemplateFormat:
             return marshal.dumps((list(messages), list(tools or ())), 0)  # 0: no marks of shared objects
         except ValueError:
             return None  # an object of another kind than JSON's
-
-    def _text(
-        self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool
-    ) -> str:
-        return self.template.render(
-            self.tokens.protect(messages),
-            self.tokens.protect_tools(tools),
-            add_generation_prompt=add_generation_prompt,
-        )
 
     def _text_after_generation(
         self, history: Sequence[Message], new_messages: Sequence[Message], tools: ToolSchemas | None
@@ -243,14 +198,13 @@ class TemplateFormat:
         self, messages: Sequence[Message], flags: Sequence[bool], tools: ToolSchemas | None
     ) -> tuple[list[int], list[bool]]:
         """Mark what each trained message adds to the prompt before it, up to its last closing token."""
-        encode = self.tokens.encode
-        whole = encode(self._text(messages, tools, add_generation_prompt=False))
+        whole = self.render(messages, tools, add_generation_prompt=False)
         mask = [False] * len(whole)
         for index, is_trained in enumerate(flags):
             if not is_trained:
                 continue
-            prompt = encode(self._text(messages[:index], tools, add_generation_prompt=True))
-            spoken = encode(self._text(messages[: index + 1], tools, add_generation_prompt=False))
+            prompt = self.render(messages[:index], tools)
+            spoken = self.render(messages[: index + 1], tools, add_generation_prompt=False)
             if whole[: len(spoken)] != spoken or spoken[: len(prompt)] != prompt:
                 raise ValueError(
                     f"the chat template does not render messages up to {index} as a prefix of the"

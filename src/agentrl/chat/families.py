@@ -1,22 +1,23 @@
-"""Make the renderers of the ``renderers`` package for a model's tokenizer."""
+"""Make the renderers of the ``renderers`` package for a model's tokenizer, without transformers."""
 
 from __future__ import annotations
 
+import base64
+import os
 import re
-from collections.abc import Mapping
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
-from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.harmony_vocabulary import harmony_vocabulary
-from agentrl.chat.model_folder import ChatFiles
-from agentrl.chat.parsers import ToolCallParser, get_parser, tags_in
-from agentrl.chat.parsers.detect import parser_of_template
-from agentrl.chat.renderer_format import RendererFormat
-from agentrl.chat.renderer_tokenizer import RendererTokenizer
-from agentrl.errors import ConfigError
+from tokenizers import Tokenizer
 
-_HARMONY = "gpt-oss"
+from agentrl.chat.control_tokens import ControlTokens
+from agentrl.chat.family_renderer import HARMONY, FamilyRenderer
+from agentrl.chat.model_folder import ChatFiles
+from agentrl.chat.parsers import ToolCallParser, tags_in
+from agentrl.errors import ConfigError
 
 _TOKENS: dict[str, tuple[str, ...]] = {
     "qwen3": ("<|im_start|>", "<tool_response>", "</think>"),
@@ -52,7 +53,7 @@ _TOKENS: dict[str, tuple[str, ...]] = {
 
 _FAMILIES = {
     "gemma4": ("gemma4",),
-    "gpt_oss": (_HARMONY,),
+    "gpt_oss": (HARMONY,),
     "llama": ("llama-3",),
     "deepseek_v3": ("deepseek-v3", "deepseek-r1"),
     "deepseek_v4": ("deepseek-v4",),
@@ -62,11 +63,6 @@ _FAMILIES = {
     "inkling": ("inkling",),
 }
 """``model_type`` → renderers to try if the model's own template is missing or loses messages."""
-
-
-def renderer_names() -> list[str]:
-    """Return the names of all renderers, the most common families first."""
-    return list(_TOKENS)
 
 
 def names_for_tokenizer(tokens: ControlTokens) -> list[str]:
@@ -80,14 +76,14 @@ def names_of_type(model_type: str) -> tuple[str, ...]:
     return next((names for start, names in _FAMILIES.items() if known.startswith(start)), ())
 
 
-def make_renderer_format(
+def make_family_renderer(
     name: str,
     files: ChatFiles,
     tokens: ControlTokens,
     template_kwargs: Mapping[str, Any],
     parser: ToolCallParser | None,
-) -> RendererFormat:
-    """Return the format of one renderer.
+) -> FamilyRenderer:
+    """Return one renderer.
 
     Raises ConfigError for a name, a tokenizer or template arguments that do not fit.
     """
@@ -104,9 +100,9 @@ def make_renderer_format(
     from renderers import base, config_from_name, create_renderer
 
     eos = tokens.token_id(files.special_tokens.get("eos_token", ""))
-    tokenizer = RendererTokenizer(tokens, files.template, eos)
+    tokenizer = _Tokenizer(tokens, files.template, eos)
     try:
-        with harmony_vocabulary(files.tokenizer) if name == _HARMONY else nullcontext():
+        with _harmony_vocabulary(files.tokenizer) if name == HARMONY else nullcontext():
             config = base.merge_chat_template_kwargs(config_from_name(name), dict(template_kwargs))
             renderer = create_renderer(tokenizer, config)
             keeping = config.model_copy(update={"thinking_retention": "all"})
@@ -116,14 +112,81 @@ def make_renderer_format(
             f"the chat format {name} does not fit this model: {error}",
             hint="give another by --chat_format, or other --chat_template_kwargs",
         ) from error
-    template = files.template or ""
-    has_reader = files.template is not None and name != _HARMONY
-    return RendererFormat(
+    return FamilyRenderer(
         renderer,
         extender,
         tokens,
         stop_ids=files.stop_ids,
         parser=parser,
-        reader=get_parser(parser_of_template(template)) if has_reader else None,
-        tags=tags_in(template),
+        tags=tags_in(files.template or ""),
     )
+
+
+class _Tokenizer:
+    """The tokenizer that ``renderers`` expects. Text that ``ControlTokens.protect`` marked stays text."""
+
+    name_or_path = ""
+    unk_token_id: int | None = None
+
+    def __init__(self, tokens: ControlTokens, chat_template: str | None, eos_token_id: int | None) -> None:
+        """``chat_template`` is read by renderers whose models differ in a detail of it."""
+        self._tokens = tokens
+        self.chat_template = chat_template
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[Any]]:
+        """Return ``input_ids`` and the ``offset_mapping`` of ``text``."""
+        pairs = self._tokens.encode_with_offsets(text)
+        return {"input_ids": [token for token, _ in pairs], "offset_mapping": [place for _, place in pairs]}
+
+    def encode(self, text: str, *_: Any, **options: Any) -> list[int]:
+        """Return the ids of ``text``; special tokens in it are special."""
+        return self._tokens.encode(text)
+
+    def decode(self, token_ids: int | Sequence[int], *_: Any, **options: Any) -> str:
+        """Return the text of ids with special tokens."""
+        return self._tokens.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token, or of each token; None for an unknown one."""
+        if isinstance(tokens, str):
+            return self._tokens.token_id(tokens)
+        return [self._tokens.token_id(token) for token in tokens]
+
+
+_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+_FILE = "o200k_base.tiktoken"
+
+
+@contextmanager
+def _harmony_vocabulary(tokenizer: Tokenizer) -> Iterator[None]:
+    """Let harmony load the vocabulary of ``tokenizer`` inside this block; it checks the file's hash."""
+    if os.environ.get(_VARIABLE):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-harmony-") as folder:
+        (Path(folder) / _FILE).write_bytes(_tiktoken_file(tokenizer))
+        os.environ[_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_VARIABLE]
+
+
+def _tiktoken_file(tokenizer: Tokenizer) -> bytes:
+    """Return one line per token: its bytes in base64, and its id."""
+    values = _byte_of_letter()
+    rows = sorted((number, text) for text, number in tokenizer.get_vocab(with_added_tokens=False).items())
+    lines = []
+    for number, text in rows:
+        data = base64.b64encode(bytes(values[letter] for letter in text)).decode()
+        lines.append(f"{data} {number}\n")
+    return "".join(lines).encode()
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """Return the byte of each letter of a byte-level vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in plain]
+    letters = {chr(value): value for value in plain}
+    return letters | {chr(256 + place): value for place, value in enumerate(others)}
