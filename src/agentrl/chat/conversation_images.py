@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.chat_format import Message
+from agentrl.documents.bad_task import kind_of
 from agentrl.documents.images import MARKER, Image
-from agentrl.documents.task_images import read_images
+from agentrl.documents.task_images import MAX_TASK_IMAGES, read_images
 
 _IMAGE_KEYS = ("image", "image_url", "url", "path")
 """Keys under which an image part of other systems names its source."""
@@ -20,7 +21,7 @@ def show_images(messages: list[Message], images: Any, folder: Path) -> tuple[lis
     An image part has its own source (``image``, ``image_url``); one without, and each ``<image>`` in a text
     if the line has ``images``, shows the next of them. Raises ValueError and BadTaskError.
     """
-    listed = iter(read_images(images, folder))
+    listed = iter(read_images(_sources(images), folder))
     shown: list[Image] = []
 
     def part_of(image: Image) -> dict[str, Any]:
@@ -57,6 +58,17 @@ def show_images(messages: list[Message], images: Any, folder: Path) -> tuple[lis
     if next(listed, None) is not None:
         raise ValueError(f"its 'images' has more images than its messages show ({len(shown)})")
     return prepared, shown
+
+
+def _sources(images: Any) -> list[str]:
+    """Return a line's field ``images``. Raises ValueError."""
+    if images is None:
+        return []
+    if not isinstance(images, list) or not all(isinstance(source, str) and source for source in images):
+        raise ValueError(f"'images' is {kind_of(images)}; give a list of paths or data: URLs")
+    if len(images) > MAX_TASK_IMAGES:
+        raise ValueError(f"'images' has {len(images)} images; at most {MAX_TASK_IMAGES} are allowed")
+    return images
 
 
 def _source(part: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,6 @@ from agentrl.registry import Registry
 
 if TYPE_CHECKING:
     from agentrl.losses.batch import TokenBatch, TokenLosses
-    from agentrl.losses.settings import LossSettings
 
 _BUILT_IN = "agentrl.losses.built_in"
 
@@ -37,8 +36,8 @@ class Loss:
     """True if a token's loss depends on the other tokens of its trajectory."""
     compares_behavior: bool = False
     """True if the loss compares πθ with μ and reads no π_old."""
-    check: Callable[[LossSettings], None] = lambda _: None
-    """Raises ConfigError for settings with which the loss does not work."""
+    check: Callable[[Any], None] = lambda _: None
+    """Raises ConfigError for LossSettings with which the loss does not work."""
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -54,8 +53,8 @@ class Loss:
             self.own_defaults
         )
 
-    def __call__(self, batch: TokenBatch, settings: LossSettings) -> TokenLosses:
-        """Return the loss of each token of ``batch``."""
+    def __call__(self, batch: TokenBatch, settings: Any) -> TokenLosses:
+        """Return the loss of each token of ``batch``; ``settings`` are the run's LossSettings."""
         flags = {
             name: getattr(settings, name) for name in settings.__dataclass_fields__.keys() & self.parameters
         }
@@ -121,7 +120,7 @@ def loss(
     contains_weight: bool = False,
     reads_trajectory: bool = False,
     compares_behavior: bool = False,
-    check: Callable[[LossSettings], None] = lambda _: None,
+    check: Callable[[Any], None] = lambda _: None,
 ) -> Callable[[Callable[..., TokenLosses]], Loss]:
     """Return a decorator that turns a function into a Loss and registers it under ``names``.
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import small_run as run
-from agentrl.store.views.run_status import RunStatuses
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents import base
 from agentrl.documents.images import Image
 from agentrl.documents.serving import InferenceService
+from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store.admin.image_retention import ImageRetention
 from agentrl.store.client import Store, open_store
 
@@ -71,8 +71,7 @@ async def test_screens_and_retention_follow_the_database_s_clock(host: Store, tm
     await host.services.register(engine)
     await run.build(host, tmp_path / "weights")
     await host.images.put(Image(id="0" * 64, data=b"x", media_type="image/png", width=1, height=1))
-    state = await host.views.state()
-    assert abs(state.at - state.engines[0].heartbeat) < NEAR
-    status = await RunStatuses(host.connection).status(alive_seconds=60)
-    assert status.rates.trajectories > 0
+    snapshot = await SnapshotReader(host).read(alive_seconds=60)
+    assert abs(snapshot.liveness.at - snapshot.engines[0].heartbeat) < NEAR
+    assert snapshot.rates.trajectories > 0
     assert await ImageRetention(host.connection).prune(grace=timedelta(minutes=5)) == (0, 0)

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def test_an_image_that_cannot_be_shown_names_its_line(
 
 
 def test_a_model_of_text_refuses_the_line(base: Path, tmp_path: Path) -> None:
-    text_only = open_chat_format(base, ModelConfig()).with_vision(None)
+    text_only = replace(open_chat_format(base, ModelConfig()), vision=None)
     with pytest.raises(TaskFileError, match=r"c\.jsonl:1: .*reads text only"):
         read_conversations(write(tmp_path, FORMS["marker"]), text_only)
 
