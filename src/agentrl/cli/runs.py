@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import shutil
 import sys
-from pathlib import Path
 from typing import Any, Final
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import EngineConfig, RunConfig
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import ConfigError
 
 _ACTIONS: Final = ("rm", "rename", "tag", "note")
 _CHANGE: Final = re.compile(r"\+.*|-(?!h$)[^-].*", re.DOTALL)
@@ -109,10 +107,7 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
         if not arguments.yes and not await asyncio.to_thread(_confirm, what):
             print(f"{run.run_name} is kept")
             return
-        await admin.require_ended(EngineConfig().alive_seconds)  # the answer may have taken a while
-        await admin.delete()
-    if folder is not None:
-        _delete_folder(folder)
+        await admin.delete(folder, EngineConfig().alive_seconds)
     print(f"deleted {what}")
     if arguments.folders and folder is None:
         print(f"{run.run_name}: this machine has no output folder of it")
@@ -121,19 +116,13 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
 async def rename_run(arguments: argparse.Namespace) -> int:
     """Rename the run, or finish a renaming that was killed."""
     from agentrl.observe.progress import progress
-    from agentrl.store.admin.rename import Rename
-    from agentrl.store.client import open_connection
+    from agentrl.store.admin import rename
 
     old, new = arguments.run_name, arguments.new_name
-    named = await open_connection(_run_config(arguments, new))  # refuses a name that differs in case only
-    await named.close()
-    connection = await open_connection(_run_config(arguments, old))
-    try:
-        with progress(f"renaming run {old}, documents") as work:
-            rename = Rename(connection, new, on_documents=work.advance)
-            folders = await rename.run(EngineConfig().alive_seconds)
-    finally:
-        await connection.close()
+    with progress(f"renaming run {old}, documents") as work:
+        folders = await rename.rename_run(
+            _run_config(arguments, old), new, EngineConfig().alive_seconds, on_documents=work.advance
+        )
     print(f"{old} → {new}" + "".join(f", folder {folder}" for folder in folders if folder.exists()))
     return 0
 
@@ -143,15 +132,6 @@ def _confirm(what: str) -> bool:
         raise ConfigError(f"nobody can be asked whether to delete {what}", hint="give --yes")
     print(f"delete {what}? [y/N] ", end="", flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _delete_folder(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise AgentRLError(
-            f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
-        ) from error
 
 
 async def tag_run(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Final
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -26,6 +27,8 @@ _FORM_COOKIE: Final = "agentrl_csrf"
 _SECRET = secrets.token_bytes(32)
 """A form that was loaded before the dashboard started is refused: load the page again."""
 _MAX_FORM_COOKIE = 100
+_FORM_BYTES = 64 * 1024
+_FORM_SECONDS = 30.0
 CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -167,6 +170,34 @@ def set_cookie(request: Request, response: Response, cookie: str) -> None:
     response.headers["Referrer-Policy"] = "same-origin"
 
 
+async def posted_form(request: Request) -> dict[str, str]:
+    """Return the fields of a posted form of this dashboard.
+
+    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds, 403 for a
+    form of another site.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_FORM_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _FORM_BYTES:
+                    raise HTTPException(
+                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_FORM_BYTES:,} bytes."
+                    )
+    except TimeoutError:
+        raise HTTPException(
+            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_FORM_SECONDS:.0f} s."
+        ) from None
+    try:
+        fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "The form cannot be read.") from error
+    form = {name: given[-1] for name, given in fields.items()}
+    check_form(request, form.get(FORM_FIELD, ""))
+    return form
+
+
 def check_form(request: Request, given: str) -> None:
     """Raise HTTPException 403 unless the request comes from a form of this dashboard."""
     host = request.headers.get("host", "")
@@ -178,7 +209,7 @@ def check_form(request: Request, given: str) -> None:
         raise HTTPException(
             HTTPStatus.FORBIDDEN,
             "This does not come from a form of this dashboard, or the form is older than the dashboard: load"
-            " the page of the trajectory again.",
+            " its page again.",
         )
 
 

@@ -64,16 +64,22 @@ class StorePool:
             yield opened.store
         finally:
             opened.users -= 1
-            if opened.store is None and not opened.users:
+            if not opened.users and self._opened.get(name) is not opened:
+                await _close(opened)
+            elif not opened.users and opened.store is None:
                 self._opened.pop(name, None)
             await self._shrink()
+
+    async def forget(self, name: str) -> None:
+        """Open run ``name`` anew at the next request: it was renamed or deleted."""
+        opened = self._opened.pop(name, None)
+        if opened is not None and not opened.users:
+            await _close(opened)
 
     async def _shrink(self) -> None:
         idle = [name for name, opened in self._opened.items() if not opened.users]
         for name in idle[: max(0, len(self._opened) - MAX_OPEN)]:
-            store = self._opened.pop(name).store
-            if store is not None:
-                await store.close()
+            await _close(self._opened.pop(name))
 
     async def server(self) -> Connection:
         """Return the connection for what concerns all runs."""
@@ -89,8 +95,12 @@ class StorePool:
             self._server = None
         opened, self._opened = list(self._opened.values()), OrderedDict()
         for each in opened:
-            if each.store is not None:
-                await each.store.close()
+            await _close(each)
+
+
+async def _close(opened: _Opened) -> None:
+    if opened.store is not None:
+        await opened.store.close()
 
 
 def pool_of(request: Request) -> StorePool:

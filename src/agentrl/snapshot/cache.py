@@ -45,6 +45,10 @@ class Cache:
         found = self._values.get(key)
         return None if found is None else found[1]
 
+    def clear(self) -> None:
+        """Forget every value, after a change that all readers must see."""
+        self._values.clear()
+
     async def close(self) -> None:
         """Cancel the reads that go on."""
         reads = list(self._reads.values())

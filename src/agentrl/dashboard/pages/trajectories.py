@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from http import HTTPStatus
-from urllib.parse import parse_qs
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -29,8 +28,6 @@ _TURNS = 40
 """Turns on one page."""
 _OTHERS = 16
 _IMAGE_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
-_FORM_BYTES = 64 * 1024
-_FORM_SECONDS = 30.0
 _ROWS = 50
 
 
@@ -139,8 +136,7 @@ async def _image(request: Request) -> Response:
 
 async def _label(request: Request) -> Response:
     record_id = request.path_params["record"]
-    form = await _form(request)
-    security.check_form(request, form.get(security.FORM_FIELD, ""))
+    form = await security.posted_form(request)
     by = form.get("by", "")
     async with open_run(request) as store:
         if not await store.labels.may_write():
@@ -160,31 +156,6 @@ async def _label(request: Request) -> Response:
                 )  # fmt: skip
     here = link("runs", store.run_name, "trajectories", record_id)
     return RedirectResponse(f"{here}#labels", HTTPStatus.SEE_OTHER)
-
-
-async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of the posted form.
-
-    Raises HTTPException 413 for a body above 64 KiB, 408 for one that takes longer than 30 seconds.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_FORM_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > _FORM_BYTES:
-                    raise HTTPException(
-                        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"The form has more than {_FORM_BYTES:,} bytes."
-                    )
-    except TimeoutError:
-        raise HTTPException(
-            HTTPStatus.REQUEST_TIMEOUT, f"The form did not arrive within {_FORM_SECONDS:.0f} s."
-        ) from None
-    try:
-        fields = parse_qs(body.decode("utf-8"), keep_blank_values=True, max_num_fields=20)
-    except ValueError as error:
-        raise BadQueryError("the form cannot be read") from error
-    return {name: given[-1] for name, given in fields.items()}
 
 
 def _score(given: str) -> float | None:

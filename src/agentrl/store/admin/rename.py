@@ -16,15 +16,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
+from agentrl.config.schema import RunConfig
 from agentrl.documents.run import FLAGS, SCHEMA, flags_key
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.transfer import Transfer
+from agentrl.store.client import open_connection
 from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
@@ -33,6 +36,19 @@ _STATES: Final = "*checkpoint-*/state.json"
 
 Moves = Sequence[tuple[Path, Path]]
 """Folders of the run: the path under the old and under the new name, which may be the same."""
+
+
+async def rename_run(
+    run: RunConfig, new: str, alive_seconds: float, *, on_documents: Callable[[int], None] | None = None
+) -> list[Path]:
+    """Rename ``run``, or finish a renaming that was killed, as ``Rename.run`` does; return its folders."""
+    named = await open_connection(replace(run, run_name=new))  # refuses a name that differs in case only
+    await named.close()
+    connection = await open_connection(run)
+    try:
+        return await Rename(connection, new, on_documents=on_documents).run(alive_seconds)
+    finally:
+        await connection.close()
 
 
 class Rename(Repository):

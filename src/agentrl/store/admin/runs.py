@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -10,7 +12,7 @@ from typing import Final
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.run import REMARKS, RunFact, flags_key
 from agentrl.documents.sanitize_bson import replace_surrogates
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import AgentRLError, ConfigError, StoreError
 from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.names import RUN, SETTINGS, VERSION
 from agentrl.store.views.runs import Runs
@@ -34,7 +36,7 @@ class RunAdmin(Repository):
                 )
         if both := sorted(set(add) & set(remove)):
             raise ConfigError(f"tag {both[0]!r} is both added and removed", hint="leave one out")
-        tags = sorted(({*(await self._remarks()).tags} - {*remove}) | {*add})
+        tags = sorted(({*(await self.remarks()).tags} - {*remove}) | {*add})
         if len(tags) > _MAX_TAGS:
             raise ConfigError(
                 f"the run would have {len(tags)} tags, and may have {_MAX_TAGS}", hint="remove some: -TAG"
@@ -91,11 +93,25 @@ class RunAdmin(Repository):
         return folder
 
     @database_call
-    async def delete(self) -> None:
-        """Delete the run's database."""
-        await self._connection.client.drop_database(self._connection.database.name)
+    async def delete(self, folder: Path | None, alive_seconds: float) -> None:
+        """Delete the run's database, and then its output folder if it is given.
 
-    async def _remarks(self) -> RunFact:
+        Raises StoreError for a live run, AgentRLError for a folder that cannot be deleted.
+        """
+        await self.require_ended(alive_seconds)
+        await self._connection.client.drop_database(self._connection.database.name)
+        if folder is None:
+            return
+        try:
+            await asyncio.to_thread(shutil.rmtree, folder)
+        except OSError as error:
+            raise AgentRLError(
+                f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
+            ) from error
+
+    @database_call
+    async def remarks(self) -> RunFact:
+        """Return the run's tags and note."""
         return RunFact.from_document(
             await self._collection(RUN).find_one({"_id": REMARKS}) or {"_id": REMARKS}
         )
