@@ -1,4 +1,4 @@
-"""Every file that CONTRIBUTING's map of questions names exists, and so does every command of its first block."""
+"""Every file that the map of CONTRIBUTING names exists, and so does every command of its first block."""
 
 from __future__ import annotations
 
