@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from agentrl.dashboard.text import ago, excerpt, visible
 from agentrl.observe.terminal import MISSING
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_untrusted_text_is_escaped_and_its_hidden_characters_are_shown() -> None:
@@ -31,3 +35,14 @@ def test_ages() -> None:
     at = datetime(2026, 1, 2, tzinfo=UTC)
     assert ">5 min ago<" in str(ago(at - timedelta(minutes=5), at))
     assert str(ago(None)) == MISSING
+
+
+def test_every_flag_that_a_page_names_exists() -> None:
+    pages = (ROOT / "src/agentrl/dashboard/templates").glob("*.html")
+    named = {flag for page in pages for flag in re.findall(r"--[a-z_]{3,}", page.read_text(encoding="utf-8"))}
+    listed = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("flags.md", "commands.md", "scoring.md")
+    )
+    assert len(named) > 3
+    assert {flag for flag in named if not re.search(rf"{flag}\b", listed)} == set()
