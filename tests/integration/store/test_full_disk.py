@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,20 +23,21 @@ from agentrl.store.embedded import server as embedded
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.store.retry import retry_outages
 
-pytestmark = [pytest.mark.integration, pytest.mark.attack, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.attack, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 500 MiB, in memory."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def small_disk() -> Iterator[Path]:
+    """A disk of 500 MiB, in memory; not in pytest's folder, which cannot remove what a killed test mounted."""
+    folder = Path(tempfile.mkdtemp(prefix="agentrl-test-disk-"))
     command = ["mount", "-t", "tmpfs", "-o", "size=500m", "agentrl-test", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        folder.rmdir()
         pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
 
 
 async def test_a_disk_that_fills_is_named_and_nothing_is_lost(
@@ -56,7 +58,7 @@ async def test_a_disk_that_fills_is_named_and_nothing_is_lost(
         async with await open_store(run) as store:
             await asyncio.to_thread(room, 10 << 20)
             stored: list[Image] = []
-            with retry_outages(120), caplog.at_level(logging.WARNING):
+            with retry_outages(240), caplog.at_level(logging.WARNING):
                 writing = asyncio.create_task(_fill(store, stored))
                 await _until(lambda: "the database is unavailable" in caplog.text)
                 assert not mongo.status().running
@@ -94,8 +96,8 @@ async def _fill(store: Store, stored: list[Image]) -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Wait up to 60 s."""
-    deadline = time.monotonic() + 60
+    """Wait up to 120 s: a busy machine takes long to fill a disk."""
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
