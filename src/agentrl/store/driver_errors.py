@@ -24,6 +24,8 @@ ENCODING_ERRORS = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
 
 _AUTHENTICATION_CODES = (13, 18)
 _DISK_FULL_CODES = (14031, 17)
+_DISK_FULL = "No space left on device"
+"""The text of the operating system's error, which the storage engine passes on under other codes."""
 _KEY_NOT_FOUND = 211
 """A newly elected primary cannot yet verify timestamps that the previous primary signed."""
 _NO_SESSIONS = "Sessions are not supported"
@@ -47,7 +49,7 @@ def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> S
             f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
             hint="check user, password and authSource in --db_connection_string",
         )
-    if code in _DISK_FULL_CODES:
+    if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
         return StoreUnavailableError(
             f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
         )

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.attack, pytest.mark.timeout(3
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A disk of 500 MiB, in memory; not in pytest's folder, which cannot remove what a killed test mounted."""
+    """A disk of 500 MiB, in memory; not in pytest's folder, which cannot remove a killed test's mount."""
     folder = Path(tempfile.mkdtemp(prefix="agentrl-test-disk-"))
     command = ["mount", "-t", "tmpfs", "-o", "size=500m", "agentrl-test", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

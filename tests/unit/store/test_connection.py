@@ -13,12 +13,14 @@ from typing import Any, cast
 import pytest
 from pymongo.errors import (
     AutoReconnect,
+    BulkWriteError,
     ConfigurationError,
     NetworkTimeout,
     NotPrimaryError,
     OperationFailure,
     PyMongoError,
     ServerSelectionTimeoutError,
+    WriteError,
 )
 
 from agentrl.config.schema import RunConfig
@@ -26,6 +28,7 @@ from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store import retry as retry_module
 from agentrl.store.client import open_store
 from agentrl.store.connection import Connection, Repository, database_call
+from agentrl.store.driver_errors import store_error
 from agentrl.store.retry import log_store_errors, retry_outages
 
 
@@ -197,3 +200,17 @@ async def test_servers_older_than_6_0_are_refused(version: str, accepted: bool) 
     else:
         with pytest.raises(StoreError, match=f"is version {version}, and AgentRL needs 6.0 or newer"):
             await connection.check()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WriteError("WiredTigerRecordStore::insertRecord 28: No space left on device", 8),
+        BulkWriteError({"writeErrors": [{"code": 8, "errmsg": "28: No space left on device"}]}),
+        OperationFailure("out of disk space", 14031),
+    ],
+)
+def test_a_full_disk_is_an_outage_that_names_it(error: PyMongoError) -> None:
+    found = store_error("images: put", error, "h:1", 5.0)
+    assert isinstance(found, StoreUnavailableError)
+    assert "the disk of MongoDB at h:1 is full" in found.message
