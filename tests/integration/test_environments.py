@@ -85,8 +85,10 @@ async def load(store: Store, config: RunConfig, address: str) -> None:
 async def test_an_address_loads_once_and_any_sampler_plays_its_tasks(
     store: Store, run_config: RunConfig, tools: ToolPool
 ) -> None:
-    for count in (2, 2, 3):
-        await load(store, run_config, f"env:number_game?n={count}&seed=3")
+    for _ in range(2):
+        await load(store, run_config, "env:number_game?n=3&seed=3")
+    with pytest.raises(TaskFileError, match="does not have 1 tasks of this one"):
+        await load(store, run_config, "env:number_game?n=4&seed=3")
     stored = await store.tasks.find("train")
     assert len(stored) == 3
     assert {item.environment for item in stored} == {"number_game"}
