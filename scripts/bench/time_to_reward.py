@@ -48,7 +48,6 @@ TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "peft==0
 INSTALL_SECONDS = 1800.0
 SEARCH_SECONDS = 900.0
 """Most seconds of one run of TRL."""
-RUN_NAME = "quickstart"
 LEVELS = (0.6, 0.9)
 TARGET = 0.25
 AGENTRL, TRL = "AgentRL", "TRL"
@@ -156,15 +155,16 @@ def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: s
         mongo = EmbeddedMongo(folder / ".agentrl/mongo")
         mongo.up()
         try:
-            rows = asyncio.run(_committed(str(folder / ".agentrl/mongo")))
+            name = "quickstart-tiny" if "--tiny" in flags else "quickstart"
+            rows = asyncio.run(_committed(RunConfig(run_name=name, mongo_dir=str(folder / ".agentrl/mongo"))))
         finally:
             mongo.down()
     run.steps = [Step(step, reward, at - began, meter.cpu_at(at)) for step, reward, at in rows]
     return run
 
 
-async def _committed(mongo_dir: str) -> list[tuple[int, float, float]]:
-    async with await open_existing(RunConfig(run_name=RUN_NAME, mongo_dir=mongo_dir)) as store:
+async def _committed(run: RunConfig) -> list[tuple[int, float, float]]:
+    async with await open_existing(run) as store:
         rows = await store.views.steps(status=StepStatus.COMMITTED)
     return [
         (row.step, row.reward, row.committed_at.timestamp())
