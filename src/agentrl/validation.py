@@ -138,7 +138,7 @@ def _problem(item: ErrorDetails, given: Any, outer: Place, whole: str) -> Proble
 
 
 def _is_tag(part: str | int) -> bool:
-    """Return whether a part of pydantic's location is no key: ``[key]``, or ``<name>`` of a tagged union."""
+    """Return whether ``part`` of pydantic's location names no field: ``[key]``, or a union's ``<name>``."""
     return isinstance(part, str) and part[:1] + part[-1:] in ("[]", "<>")
 
 

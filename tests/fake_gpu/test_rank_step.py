@@ -6,22 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from peak_memory import peak_allocated
+from real_step import real_peak
 from tiny_models import tiny_model
 
 from agentrl.config.schema import LossConfig
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError
-from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
-from agentrl.train.optimizer import build_optimizer
 from fake_gpu.layer_kinds import Depth, extrapolate
 from fake_gpu.memory_tracker import Peak, Segment
-from fake_gpu.rank_step import StepSpec, build_model, measure_step, step_loss
+from fake_gpu.rank_step import StepSpec, measure_step
 
 
 def spec(kind: str = "qwen3", **changes: Any) -> StepSpec:
@@ -31,25 +27,6 @@ def spec(kind: str = "qwen3", **changes: Any) -> StepSpec:
         config=config, precision=Precision(), max_tokens=128, chain_tokens=64, trained_tokens=64, on_gpu=False
     )
     return replace(plain, **changes)
-
-
-def real_peak(planned: StepSpec) -> int:
-    """Bytes of the second real step in this process: what it holds before, and what it allocates."""
-    model = ParallelModel(build_model(planned))
-    optimizer = build_optimizer(model.model, planned.optim, planned.memory)
-
-    def step() -> None:
-        forests = [planned.forest()] * planned.micro_batches
-        watch = Stopwatch(torch.device("cpu"))
-        model.forward_backward(forests, planned.options, step_loss(planned), watch)
-        model.clip_gradients(1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    before = sum(item.nbytes for item in (*model.parameters(), *moments))
-    return before + peak_allocated(step)
 
 
 def test_the_simulated_peak_is_that_of_a_real_step() -> None:

@@ -2,8 +2,8 @@
 
 FSDP2 also casts weights to the dtype of products (``Precision.policy``), on a mesh of one rank too.
 
-transformers' ``DistributedConfig(fsdp_size=)`` calls the same ``fully_shard``, and is no alternative: it
-refuses pipeline stages, has no context-parallel ranks to shard over, and averages gradients, which a step
+transformers' ``DistributedConfig(fsdp_size=)`` calls the same ``fully_shard``, but cannot replace this: it
+refuses pipeline stages, does not shard over context-parallel ranks, and averages gradients, which a step
 with one denominator sums. Its own loading takes twice the memory (``load_shards``).
 """
 

@@ -260,7 +260,7 @@ async def _arguments(request: Request) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _RefusedError(422, f"the arguments are not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _RefusedError(422, "the arguments are no JSON object")
+        raise _RefusedError(422, "give the arguments as a JSON object")
     return value
 
 

@@ -6,19 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from fake_gpu.rank_step import StepSpec, build_model, measure_step, planned_memory, step_loss
-from peak_memory import peak_allocated
+from fake_gpu.rank_step import StepSpec, measure_step, planned_memory
+from real_step import real_peak
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
 from agentrl.plan.memory import PARTS
-from agentrl.train.optimizer import build_optimizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2,
@@ -33,25 +29,6 @@ def spec(config: PretrainedConfig | None = None, **changes: Any) -> StepSpec:
         trained_tokens=512, micro_batches=2, on_gpu=False,
     )  # fmt: skip
     return replace(plain, **changes)
-
-
-def real_peak(planned: StepSpec) -> int:
-    """Bytes of the second real step in this process: what it holds before, and what it allocates."""
-    model = ParallelModel(build_model(planned))
-    optimizer = build_optimizer(model.model, planned.optim, planned.memory)
-
-    def step() -> None:
-        forests = [planned.forest()] * planned.micro_batches
-        watch = Stopwatch(torch.device("cpu"))
-        model.forward_backward(forests, planned.options, step_loss(planned), watch)
-        model.clip_gradients(1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    before = sum(item.nbytes for item in (*model.parameters(), *moments))
-    return before + peak_allocated(step)
 
 
 @pytest.mark.parametrize(

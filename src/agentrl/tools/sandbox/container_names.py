@@ -38,7 +38,7 @@ def _remove_containers_of_ended() -> None:
 
 
 def _docker(*words: str) -> str:
-    """Return what a command of Docker prints; nothing if there is no Docker or no answer."""
+    """Return the output of a Docker command; empty without Docker or an answer."""
     docker = shutil.which("docker")
     if docker is None:
         return ""
