@@ -19,7 +19,7 @@ from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
 from agentrl.store import step_chunks
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -27,11 +27,11 @@ pytestmark = pytest.mark.integration
 _KILLED = """
 import asyncio, os, signal, sys
 from agentrl.cli import runs
-from agentrl.store.admin import rename
+from agentrl.store.admin import runs
 
 place, words = sys.argv[1], sys.argv[2:]
-owner, name = {"copy": (rename.Transfer, "copy"), "paths": (rename.Rename, "_rewrite_paths"),
-               "move": (rename, "_move"), "drop": (rename.Rename, "_copy")}[place]
+owner, name = {"copy": (runs.Transfer, "copy"), "paths": (runs.Rename, "_rewrite_paths"),
+               "move": (runs, "_move"), "drop": (runs.Rename, "_copy")}[place]
 work = getattr(owner, name)
 
 def kill():

@@ -22,7 +22,7 @@ from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError, ImageError, TaskFileError
 from agentrl.rollout.load_tasks import store_tasks
 from agentrl.rollout.preflight import probe
-from agentrl.store.admin.image_retention import ImageRetention
+from agentrl.store.admin.retention import ImageRetention
 from agentrl.store.client import Store
 from agentrl.store.images import Images
 

@@ -12,7 +12,7 @@ from agentrl.documents.outage import Outage
 from agentrl.documents.run import TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.snapshot.findings import findings, seconds_since_step, state
-from agentrl.store.views.rows import FailureCount
+from agentrl.store.views.counts import FailureCount
 
 
 def test_a_healthy_run_has_no_finding() -> None:
