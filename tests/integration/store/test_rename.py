@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.cli import runs
+from agentrl.cli.runs import main
 from agentrl.store.admin import runs
 
 place, words = sys.argv[1], sys.argv[2:]
@@ -46,7 +46,7 @@ def after_moving(*arguments):
     kill()
 
 setattr(owner, name, after_moving if place == "move" else after)
-raise SystemExit(runs.main(words))
+raise SystemExit(main(words))
 """
 
 
