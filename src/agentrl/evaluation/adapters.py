@@ -10,8 +10,8 @@ from pathlib import Path
 from agentrl.documents.base import plain
 from agentrl.errors import ModelError
 from agentrl.store.evaluations import digest
-from agentrl.weights.adapter_folder import CONFIG_FILE
-from agentrl.weights.manifest import checksums
+from agentrl.weights.folder import CONFIG_FILE
+from agentrl.weights.model_folder import checksums
 
 FOLDER = Path(".agentrl/merged")
 _SECONDS = 1800.0

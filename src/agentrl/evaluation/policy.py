@@ -15,8 +15,8 @@ from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError
 from agentrl.evaluation.adapters import merged_model
 from agentrl.store.evaluations import digest
-from agentrl.weights.adapter_folder import is_adapter
-from agentrl.weights.manifest import checksums
+from agentrl.weights.folder import is_adapter
+from agentrl.weights.model_folder import checksums
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -14,7 +14,6 @@ from agentrl.gateway.app import GatewayApp
 from agentrl.gateway.chains import Chains
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
-from agentrl.model.load import require_folder
 from agentrl.rollout.setup import (
     live_engines,
     model_folder,
@@ -25,6 +24,7 @@ from agentrl.rollout.setup import (
 )
 from agentrl.store.client import open_store
 from agentrl.store.retry import retry_outages
+from agentrl.weights.folder import require_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -17,7 +17,6 @@ from agentrl.config.schema import (
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
-from agentrl.model.load import require_folder
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.registry import paths_among
 from agentrl.rollout.admission import Admission
@@ -35,6 +34,7 @@ from agentrl.rollout.setup import (
 from agentrl.store.client import Store, open_store
 from agentrl.store.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
+from agentrl.weights.folder import require_folder
 
 
 async def sample(configs: Configs) -> None:

@@ -28,7 +28,7 @@ from agentrl.inference.generation import (
     policy_version,
     version_spans,
 )
-from agentrl.weights.stored_dtype import read_header
+from agentrl.weights.folder import read_header
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
