@@ -33,7 +33,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.gateway.grammar import grammar_of
+from agentrl.gateway.answers import grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client

@@ -11,7 +11,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.generation import Generation
-from agentrl.rollout import held_claims, tails
+from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
@@ -40,7 +40,7 @@ class SlowLast(ScriptedEngine):
 async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     store: Store, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr(tails, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(held_claims, "GRACE_SECONDS", 5.0)
     steps = [SimpleNamespace(step=4)]
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
-from agentrl.config.schema import (
-    EngineConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-)
+from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.documents.images import Image
+from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
@@ -27,10 +26,13 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.setup import live_engines
+from agentrl.rollout.worker import ResumableEngine, Router
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+
 
 _UPDATE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
@@ -184,3 +186,68 @@ async def shared_versions(store: Store, configs: Configs) -> set[int]:
         for item in await live_engines(store, configs[EngineConfig])
         if item.policy_version is not None and item.status is not ServiceStatus.STARTING
     }
+
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+
+
+class FixedVersionRouter:
+    """The engines of one version: a model call during which an engine loads another one is repeated."""
+
+    def __init__(self, router: Router, version: int) -> None:
+        self._router = router
+        self._version = version
+
+    @asynccontextmanager
+    async def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AsyncIterator[ResumableEngine]:
+        """Open a session of one trajectory, as the router does."""
+        async with self._router.session(traj_id, group, partial) as engine:
+            yield _FixedVersionEngine(engine, self._version)
+
+
+class _FixedVersionEngine:
+    """The engine of one trajectory."""
+
+    def __init__(self, engine: ResumableEngine, version: int) -> None:
+        self._engine = engine
+        self._version = version
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        return self._engine.context_length
+
+    @property
+    def partial(self) -> PartialGeneration | None:
+        """Return the tokens of an unfinished call."""
+        return self._engine.partial
+
+    @partial.setter
+    def partial(self, value: PartialGeneration | None) -> None:
+        self._engine.partial = value
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
+        for _ in range(_ATTEMPTS):
+            more = () if progress is None else (progress,)
+            shown: dict[str, Any] = {"images": images} if images else {}
+            generation = await self._engine.generate(input_ids, params, *more, **shown)
+            others = {span.version for span in generation.versions} - {self._version}
+            if not others:
+                return generation
+            self._engine.partial = None
+            logger.warning("a model call with tokens of version %s is repeated", sorted(others))
+        raise EngineError(
+            f"{_ATTEMPTS} model calls in a row had tokens of another version than {self._version}",
+            hint="give --eval_engine own",
+        )

@@ -29,10 +29,9 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.answers import response_of, unmet
+from agentrl.gateway.answers import grammar_of, response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.grammar import grammar_of
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
 from agentrl.gateway.request import GatewayRequest, aside

@@ -15,14 +15,8 @@ from agentrl.gateway.chains import Chains
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
 from agentrl.model.load import require_folder
-from agentrl.rollout.setup import (
-    live_engines,
-    model_folder,
-    open_format,
-    open_router,
-    sampling_params,
-    stop_on_signals,
-)
+from agentrl.processes import stop_on_signals
+from agentrl.rollout.setup import live_engines, model_folder, open_format, open_router, sampling_params
 from agentrl.store.client import open_store
 from agentrl.store.retry import retry_outages
 

@@ -15,10 +15,10 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import CONTENT, Claim, Slot, Task
 from agentrl.errors import LeaseLostError
 from agentrl.gateway.chains import Chains
+from agentrl.gateway.feedback import untrained
 from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer, StreamingRouter
-from agentrl.gateway.train_rules import untrained
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.setup import sampling_params
 from agentrl.store.scratch import scratch_store
 

@@ -31,15 +31,13 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.registry import allow_imports, is_importable
+from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.endpoint import Gateway
-from agentrl.rollout.holding import HeldEngine, HeldTools
-from agentrl.rollout.late_servers import LateToolSource
+from agentrl.rollout.holding import HeldEngine, HeldTools, LateToolSource
 from agentrl.rollout.model_call import Engine
 from agentrl.rollout.outages import Clock, Outages
-from agentrl.rollout.outcome import Outcome, failure_text
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring

@@ -13,9 +13,9 @@ from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.evaluation import progress
-from agentrl.evaluation.fixed_version import FixedVersionRouter
-from agentrl.evaluation.progress import Progress, StoppedError
+from agentrl.evaluation import evaluate
+from agentrl.evaluation.engines import FixedVersionRouter
+from agentrl.evaluation.evaluate import Progress, StoppedError
 from agentrl.inference.generation import Generation
 
 
@@ -74,7 +74,7 @@ class Output(io.StringIO):
 
 
 async def test_a_stop_ends_a_wait_and_cancels_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "WORD_SECONDS", 0.01)
+    monkeypatch.setattr(evaluate, "WORD_SECONDS", 0.01)
     stop, out, ended = asyncio.Event(), Output(), asyncio.Event()
 
     async def work(told: Progress) -> None:
