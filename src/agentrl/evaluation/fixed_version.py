@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.inference.generation import Generation, Progress
