@@ -16,7 +16,7 @@ from test_sampling import Setting, quick, task, until
 from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout import breaker
+from agentrl.rollout import breaker, outages
 from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
 from agentrl.tools.mcp import connector

@@ -15,19 +15,10 @@ from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import (
-    AgentConfig,
-    GroupConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AgentConfig, GroupConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.images import Image, image_refs
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import Image, image_of_bytes, image_refs
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task

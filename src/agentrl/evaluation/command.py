@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ModelError
 from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_shared
@@ -23,7 +22,7 @@ from agentrl.evaluation.report import render, to_json
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -16,9 +16,9 @@ from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, RunConfig
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed

@@ -12,10 +12,9 @@ from agentrl.chat.call_shape import CallShape
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.parsers.base import CallSyntaxError, load_json
+from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
 from agentrl.inference.generation import Generation
 from agentrl.tools.base import schema_name

@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from agentrl.documents.branches import Branch, branches_of, main_branch, same_agent
+from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import ReportedReward
-from agentrl.documents.model_call import DispatchedSamplingTask, role_problem
-from agentrl.documents.sanitize_bson import is_finite, replace_surrogates, sanitize_bson
+from agentrl.documents.model_call import (
+    Branch,
+    DispatchedSamplingTask,
+    branches_of,
+    main_branch,
+    role_problem,
+    same_agent,
+)
 from agentrl.errors import TrajectoryError
 from agentrl.gateway.errors import invalid
 from agentrl.gateway.request import kind_of, short

@@ -18,7 +18,7 @@ from agentrl.model.load import require_folder
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.setup import live_engines, model_folder, open_format, open_router, sampling_params
 from agentrl.store.client import open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -20,7 +20,7 @@ from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer, StreamingRouter
 from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.setup import sampling_params
-from agentrl.store.scratch import scratch_store
+from agentrl.store.client import scratch_store
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

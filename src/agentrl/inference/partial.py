@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from agentrl.documents.partial import PartialGeneration, prompt_digest
+from agentrl.documents.model_call import (
+    PartialGeneration,
+    pack_floats,
+    pack_ids,
+    prompt_digest,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.inference.generation import Generation, join
 
 

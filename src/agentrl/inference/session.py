@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration, prompt_digest
+from agentrl.documents.model_call import PartialGeneration, prompt_digest
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
 from agentrl.inference.encoded_ids import EncodedIds

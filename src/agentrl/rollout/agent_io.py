@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from agentrl.chat.chat_format import Message
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, ConfigError, TrajectoryError

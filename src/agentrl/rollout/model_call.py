@@ -8,11 +8,16 @@ from typing import Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
+from agentrl.documents.base import sanitize_bson
 from agentrl.documents.images import Image, ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall, ToolExecution
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    FixedModelCall,
+    ToolExecution,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.status import CallStatus
 from agentrl.inference.generation import Generation, Progress
 from agentrl.tools.base import Schema

@@ -30,7 +30,7 @@ from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, require_extensions, sampler_config
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, scorer_weights
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
@@ -23,7 +22,7 @@ from agentrl.rollout.outages import OWN_FAILURES, Outages, report_outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

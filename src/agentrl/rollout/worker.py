@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, scorer_weights
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.errors import (
     ConfigError,
