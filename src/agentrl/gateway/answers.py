@@ -16,7 +16,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.packing import unpack_floats, unpack_ids
 from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 
 _ID_DIGITS = 7
 """Some chat formats allow tool-call ids of 9 characters only: these and two for the place."""

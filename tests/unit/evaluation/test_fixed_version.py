@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.partial import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
@@ -16,7 +17,8 @@ from agentrl.errors import EngineError
 from agentrl.evaluation import progress
 from agentrl.evaluation.fixed_version import FixedVersionRouter
 from agentrl.evaluation.progress import Progress, StoppedError
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import EncodedIds, Generation
+from agentrl.inference.engine import Progress as TokenProgress
 
 
 def generation(*versions: int) -> Generation:
@@ -36,7 +38,14 @@ class Engine:
     def __init__(self, *script: Generation) -> None:
         self.script = list(script)
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: TokenProgress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
         return self.script.pop(0)
 
     @asynccontextmanager

@@ -17,7 +17,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from agentrl.chat.chat_format import Message
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.gateway.text_stream import Delta, TextStream
-from agentrl.inference.generation import Progress
+from agentrl.inference.engine import Progress
 from agentrl.rollout.current import current_rollout
 from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.langgraph.messages import to_ai_message, to_messages
