@@ -25,10 +25,14 @@ from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.branches import branches_of, main_branch
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    VersionSpan,
+    branches_of,
+    main_branch,
+    unpack_ids,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData

@@ -14,8 +14,7 @@ from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ToolServerError
 from agentrl.inference.engine import EncodedIds, Generation, Progress

@@ -8,8 +8,7 @@ from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus

@@ -25,8 +25,8 @@ from pathlib import Path
 from harness import Row, add_quick, finish
 
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient

@@ -18,7 +18,7 @@ from agentrl import tool
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.rollout.finalizer import GroupFinalizer

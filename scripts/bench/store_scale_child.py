@@ -40,7 +40,7 @@ from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store, open_store
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.pool import ToolPool
 
 _LEASE = 60.0

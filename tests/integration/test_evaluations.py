@@ -22,7 +22,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.cli.evaluate import OutputFlags
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import RunConfig
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.command import evaluate

@@ -23,10 +23,8 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.data.convert import to_training_data
-from agentrl.documents.images import Image, image_refs
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import Image, image_of_bytes, image_refs
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task

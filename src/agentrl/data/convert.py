@@ -12,8 +12,13 @@ import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.trajectory_tree import build_tree
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.status import CallStatus

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
 from agentrl.data.node_layout import lay_out
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.model_call import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ForestError
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from agentrl.data.convert import mask_reason
-from agentrl.documents.branches import branches_of, same_agent
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
 
 
 def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:

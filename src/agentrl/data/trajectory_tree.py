@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.training import Node
 from agentrl.errors import StoreError
 

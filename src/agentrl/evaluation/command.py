@@ -7,7 +7,7 @@ import logging
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.errors import ModelError
 from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_shared
 from agentrl.evaluation.follow import follow
@@ -18,7 +18,7 @@ from agentrl.evaluation.report import render, to_json
 from agentrl.evaluation.run import EvaluationRun
 from agentrl.rollout.setup import require_extensions, stop_on_signals
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 logger = logging.getLogger(__name__)
 _STOPPED = 130

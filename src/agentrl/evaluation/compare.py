@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import RunConfig
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.errors import ConfigError
 from agentrl.evaluation.plot import plot_evaluations
 from agentrl.evaluation.report import comparison_json, markdown, render_comparison, table, to_json

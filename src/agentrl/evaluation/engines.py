@@ -19,7 +19,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router, WrappedEngine

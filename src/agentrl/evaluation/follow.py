@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import EvaluationConfig, SamplingConfig
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.evaluation.identity import identify, read_file
 from agentrl.evaluation.policy import Policy, of_published

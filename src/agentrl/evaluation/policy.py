@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.documents.base import plain
-from agentrl.documents.evaluation import OUTSIDE_VERSION
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError
 from agentrl.evaluation.adapters import merged_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
 from agentrl.scoring.evaluation import EvaluatedTask, Prices, count_failures, summarize, summarize_groups
 from agentrl.scoring.paired_tests import Comparison, Difference

@@ -17,7 +17,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.evaluation.engines import PolicyEngines
@@ -34,7 +34,7 @@ from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.scoring.evaluation import EvaluatedTask, Prices
-from agentrl.store.retry import log_store_errors
+from agentrl.store.mechanics.retry import log_store_errors
 
 if TYPE_CHECKING:
     import logging

@@ -11,10 +11,9 @@ from referencing.exceptions import Unresolvable
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage
 from agentrl.chat.parsers.base import CallSyntaxError, load_json
+from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
 from agentrl.inference.engine import Generation
 

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.data.trained_share import describe_share
-from agentrl.documents.branches import branches_of, main_branch, of_main_role
 from agentrl.documents.gateway import GatewaySession
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim
 from agentrl.gateway.app import GatewayApp, token_digest
 from agentrl.gateway.chains import chain_of

@@ -40,7 +40,7 @@ from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:

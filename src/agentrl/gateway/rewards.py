@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import role_problem
-from agentrl.documents.sanitize_bson import is_finite, replace_surrogates, sanitize_bson
 from agentrl.gateway.errors import invalid
 from agentrl.gateway.request import kind_of, short
 

@@ -24,7 +24,7 @@ from agentrl.rollout.setup import (
     stop_on_signals,
 )
 from agentrl.store.client import open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from agentrl.documents.branches import Branch, branches_of, main_branch, same_agent
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import Branch, DispatchedSamplingTask, branches_of, main_branch, same_agent
 from agentrl.errors import TrajectoryError
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe

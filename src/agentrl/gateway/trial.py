@@ -21,7 +21,7 @@ from agentrl.gateway.train_rules import untrained
 from agentrl.inference.engine import Router
 from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.setup import sampling_params
-from agentrl.store.scratch import scratch_store
+from agentrl.store.client import scratch_store
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -13,7 +13,7 @@ from typing import Final
 
 import httpx
 
-from agentrl.documents.harness import CommandRun, Ending, HarnessRun
+from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.changes import compare

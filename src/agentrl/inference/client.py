@@ -16,9 +16,8 @@ from typing import Any
 
 import orjson
 
-from agentrl.documents.images import Image
+from agentrl.documents.images import Image, data_url
 from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.read_image import data_url
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.errors import EngineError
 from agentrl.inference.control import EngineControl, policy_version

@@ -11,8 +11,7 @@ from typing import Any, Literal, Protocol
 import orjson
 
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams
 from agentrl.errors import ENGINES, EngineError
 

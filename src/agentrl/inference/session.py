@@ -10,8 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from agentrl.documents.images import Image
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from agentrl.documents.partial import PartialGeneration, prompt_digest
+from agentrl.documents.model_call import (
+    PartialGeneration,
+    pack_floats,
+    pack_ids,
+    prompt_digest,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
 from agentrl.inference.engine import (

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.data.forest import TokenForest
-from agentrl.documents.images import Image
-from agentrl.documents.read_image import picture_of
+from agentrl.documents.images import Image, picture_of
 from agentrl.errors import ForestError, ModelError
 
 _CACHED_BYTES = 512 * 2**20

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
+from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.errors import ConfigError, TrajectoryError, judge
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.store.lease import keep_renewed
-from agentrl.store.retry import log_store_errors
+from agentrl.store.mechanics.lease import keep_renewed
+from agentrl.store.mechanics.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

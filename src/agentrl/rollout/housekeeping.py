@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.status import TaskStatus
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.retry import log_store_errors
+from agentrl.store.mechanics.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
+from agentrl.documents.base import sanitize_bson
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall, ToolExecution
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    FixedModelCall,
+    ToolExecution,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.status import CallStatus
 from agentrl.inference.engine import Generation
 from agentrl.tools.base import Schema

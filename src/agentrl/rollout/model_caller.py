@@ -10,9 +10,9 @@ from typing import Any
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
 from agentrl.inference.engine import Engine, Generation, Progress

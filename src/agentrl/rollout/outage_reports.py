@@ -12,7 +12,7 @@ from agentrl.errors import DATABASE, StoreError
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker
 from agentrl.rollout.outages import Outages
-from agentrl.store.retry import log_store_errors
+from agentrl.store.mechanics.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

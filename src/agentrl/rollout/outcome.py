@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 
 from agentrl.chat.chat_format import Message
-from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.status import StopReason
 from agentrl.errors import AgentRLError, TrajectoryError
 from agentrl.observe.redact import redact_and_cut

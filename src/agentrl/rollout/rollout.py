@@ -10,9 +10,9 @@ from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.harness import HarnessRun
 from agentrl.documents.images import content_with
 from agentrl.documents.model_call import role_problem
+from agentrl.documents.record import HarnessRun
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation

@@ -33,7 +33,7 @@ from agentrl.rollout.setup import (
     stop_on_signals,
 )
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
 
 

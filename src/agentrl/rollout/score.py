@@ -13,7 +13,7 @@ from agentrl.rollout.outages import Outages
 from agentrl.rollout.scoring import Scoring, ScoringQueue
 from agentrl.rollout.setup import owner_name, stop_on_signals
 from agentrl.store.client import open_existing
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import ClaimConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, scorer_weights
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.held_claims import HeldClaims

@@ -27,8 +27,8 @@ from agentrl.config.schema import (
     TaskConfig,
     ToolConfig,
 )
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.task import Claim
 from agentrl.errors import ModelError, TrajectoryError
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch

@@ -11,8 +11,8 @@ from agentrl.documents.record import Failure
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.held_claims import HeldClaims
+from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.store.names import STEP
-from agentrl.store.retry import log_store_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

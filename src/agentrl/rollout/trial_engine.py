@@ -12,7 +12,7 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, SamplingConfig
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, FailureError
 from agentrl.inference.engine import EncodedIds, Generation, Progress, Router

@@ -19,15 +19,13 @@ from agentrl.config.schema import (
     SamplingConfig,
     ToolConfig,
 )
-from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.base import now
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim, Task, task_key
+from agentrl.documents.task import Claim, Task, scorer_weights, task_key
 from agentrl.documents.task_json import make_task, parse
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address

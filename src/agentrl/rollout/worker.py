@@ -14,9 +14,8 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim
+from agentrl.documents.task import Claim, scorer_weights
 from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.errors import (
     ConfigError,

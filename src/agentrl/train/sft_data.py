@@ -15,7 +15,7 @@ from agentrl.chat.conversation_file import read_conversations
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.images import Image
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan

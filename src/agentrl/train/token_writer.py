@@ -7,11 +7,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.documents.packing import pack_halves
-from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
-from agentrl.documents.training import TrainStep
+from agentrl.documents.model_call import pack_halves
+from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import AgentRLError
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agentrl.documents.serving import FileChecksum
+from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
 
 MANIFEST = "manifest.json"

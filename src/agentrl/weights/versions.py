@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from agentrl.atomic_folder import discard_folder, finish_folder
-from agentrl.documents.serving import FileChecksum, PolicyVersion
+from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.weights.manifest import checksums, write_manifest
 from agentrl.weights.model_folder import (

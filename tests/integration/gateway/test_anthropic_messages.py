@@ -8,7 +8,7 @@ import anthropic
 import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 from agentrl.rollout.endpoint import Endpoint
 from agentrl.store.client import Store
 

@@ -11,7 +11,7 @@ from gateway_run import ADD, ADD_TOOL, GatewayRun
 from openai import AsyncOpenAI
 from rollout_fakes import CUT
 
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 from agentrl.rollout.endpoint import Endpoint
 from agentrl.store.client import Store
 

@@ -25,8 +25,8 @@ from agentrl.config.schema import (
 from agentrl.data.planner import build_micro_batches
 from agentrl.data.verify import explain_difference
 from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData

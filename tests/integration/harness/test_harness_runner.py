@@ -20,7 +20,7 @@ from rollout_fakes import FakeTools
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, SamplingConfig
-from agentrl.documents.harness import Ending
+from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.harness.agent import _is_up

@@ -18,7 +18,7 @@ from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingC
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
 from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.evaluation import progress

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.documents.harness import Ending
+from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
 from agentrl.harness.command import find_program, folders_of
 from agentrl.harness.config import HarnessConfig, HarnessFile

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from tiny_vision import drawn
 
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import image_of_bytes
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference.control import EngineLoad, ModelInfo

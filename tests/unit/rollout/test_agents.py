@@ -6,8 +6,7 @@ import pytest
 from rollout_fakes import CUT, PLAIN, format_of
 from trajectories import Trajectory, trained
 
-from agentrl.documents.model_call import full_messages
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import full_messages, unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task_json import make_task
 from agentrl.errors import ConfigError, ToolServerError

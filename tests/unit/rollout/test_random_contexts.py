@@ -13,7 +13,7 @@ from trajectories import Trajectory, converted
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
 from agentrl.rollout.outcome import Outcome

@@ -12,7 +12,7 @@ from fake_llm import FakeLLM, fake_llm
 from trajectories import Trajectory, converted
 
 from agentrl.config.schema import SamplingConfig
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agents import react
