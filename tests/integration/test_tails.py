@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
@@ -10,7 +11,7 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, Samplin
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
@@ -29,11 +30,11 @@ class SlowLast(ScriptedEngine):
         self.released = asyncio.Event()
         self.waiting = asyncio.Event()
 
-    async def generate(self, input_ids: list[int], params: SamplingParams) -> Generation:  # type: ignore[override]
+    async def generate(self, *args: Any, **named: Any) -> Generation:
         if len(self.prompts) >= 2:
             self.waiting.set()
             await self.released.wait()
-        return await super().generate(input_ids, params)
+        return await super().generate(*args, **named)
 
 
 @pytest.mark.parametrize("policy", ["cut", "carry"])

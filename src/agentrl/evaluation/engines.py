@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
@@ -23,12 +23,11 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router, WrappedEngine
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.setup import live_engines
-from agentrl.rollout.worker import ResumableEngine, Router
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -203,32 +202,18 @@ class FixedVersionRouter:
     @asynccontextmanager
     async def session(
         self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
-    ) -> AsyncIterator[ResumableEngine]:
+    ) -> AsyncIterator[Engine]:
         """Open a session of one trajectory, as the router does."""
         async with self._router.session(traj_id, group, partial) as engine:
             yield _FixedVersionEngine(engine, self._version)
 
 
-class _FixedVersionEngine:
+class _FixedVersionEngine(WrappedEngine):
     """The engine of one trajectory."""
 
-    def __init__(self, engine: ResumableEngine, version: int) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, version: int) -> None:
+        super().__init__(engine)
         self._version = version
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        return self._engine.context_length
-
-    @property
-    def partial(self) -> PartialGeneration | None:
-        """Return the tokens of an unfinished call."""
-        return self._engine.partial
-
-    @partial.setter
-    def partial(self, value: PartialGeneration | None) -> None:
-        self._engine.partial = value
 
     async def generate(
         self,
@@ -236,16 +221,15 @@ class _FixedVersionEngine:
         params: SamplingParams,
         progress: Progress | None = None,
         images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
         for _ in range(_ATTEMPTS):
-            more = () if progress is None else (progress,)
-            shown: dict[str, Any] = {"images": images} if images else {}
-            generation = await self._engine.generate(input_ids, params, *more, **shown)
+            generation = await self.engine.generate(input_ids, params, progress, images, encoded)
             others = {span.version for span in generation.versions} - {self._version}
             if not others:
                 return generation
-            self._engine.partial = None
+            self.engine.partial = None
             logger.warning("a model call with tokens of version %s is repeated", sorted(others))
         raise EngineError(
             f"{_ATTEMPTS} model calls in a row had tokens of another version than {self._version}",

@@ -16,7 +16,7 @@ from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 from agentrl.tools.base import schema_name
 
 _ID_DIGITS = 7

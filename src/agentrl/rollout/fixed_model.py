@@ -16,7 +16,7 @@ from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, TrajectoryError, judge
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.deadline import Deadline

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from agentrl.documents.images import Image
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, ToolServerError, tool_server
-from agentrl.inference.generation import Generation, Progress
-from agentrl.rollout.model_call import Engine
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, WrappedEngine
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.tool_calls import Tools
 from agentrl.tools.base import Schema, ToolResult
@@ -35,18 +34,13 @@ class EngineWatch:
         self._outages.succeeded(ENGINES)
 
 
-class HeldEngine:
+class HeldEngine(WrappedEngine):
     """The engine of one trajectory; a model call waits while the engines are down."""
 
     def __init__(self, engine: Engine, outages: Outages, clock: Clock) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._outages = outages
         self._clock = clock
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        return self._engine.context_length
 
     async def generate(
         self,
@@ -54,15 +48,11 @@ class HeldEngine:
         params: SamplingParams,
         progress: Progress | None = None,
         images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
-        """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
-
-        ``progress`` receives the tokens meanwhile.
-        """
-        more = () if progress is None else (progress,)
-        shown: dict[str, Any] = {"images": images} if images else {}
+        """Sample a continuation of ``input_ids``."""
         return await self._outages.hold(
-            lambda: self._engine.generate(input_ids, params, *more, **shown), self._clock
+            lambda: self.engine.generate(input_ids, params, progress, images, encoded), self._clock
         )
 
 

@@ -27,6 +27,7 @@ from agentrl.errors import (
     TrajectoryError,
     TurnsLimitError,
 )
+from agentrl.inference.engine import Engine
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -37,7 +38,7 @@ from agentrl.rollout.agent_io import (
 )
 from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
 from agentrl.rollout.images import ImageStore
-from agentrl.rollout.model_call import Engine, PendingCall, Turn
+from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import ModelCaller
 from agentrl.rollout.role import ContextManager, Role, Shared
 from agentrl.rollout.tool_calls import Tools

@@ -25,12 +25,13 @@ from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.gateway.trial import TrialGateway
+from agentrl.inference.engine import Engine
 from agentrl.llm.agent_config import load_judge
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.model_call import Engine, PendingCall
+from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, score_trajectory
 from agentrl.rollout.setup import allow_configured_imports, open_format, sampling_params

@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
 from agentrl.evaluation import evaluate
 from agentrl.evaluation.engines import FixedVersionRouter
 from agentrl.evaluation.evaluate import Progress, StoppedError
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import EncodedIds, Generation
+from agentrl.inference.engine import Progress as TokenProgress
 
 
 def generation(*versions: int) -> Generation:
@@ -35,7 +37,14 @@ class Engine:
     def __init__(self, *script: Generation) -> None:
         self.script = list(script)
 
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: TokenProgress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
         return self.script.pop(0)
 
     @asynccontextmanager

@@ -19,7 +19,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta, TextStream
 from agentrl.errors import ConfigError, TrajectoryError
-from agentrl.inference.generation import Progress
+from agentrl.inference.engine import Progress
 from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.model_call import Turn
 from agentrl.rollout.role import Role
