@@ -15,7 +15,7 @@ import small_run as run
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep

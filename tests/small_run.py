@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter

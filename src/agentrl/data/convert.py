@@ -13,8 +13,14 @@ from numpy.typing import NDArray
 
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.status import CallStatus

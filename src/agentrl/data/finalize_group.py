@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import mask_reason, masked_calls, to_training_data
-from agentrl.documents.branches import branches_of, same_agent
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Task

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.model_call import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.errors import ForestError
 

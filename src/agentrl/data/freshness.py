@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from agentrl.documents.packing import pack_floats, unpack_floats
+from agentrl.documents.model_call import pack_floats, unpack_floats
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 

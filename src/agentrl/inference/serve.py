@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
@@ -24,7 +24,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.front_router import FrontRouter
-from agentrl.store.retry import log_store_errors, retry_outages
+from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from agentrl.data.forest import TokenForest
 from agentrl.data.forest_images import ForestImages, rope_positions
-from agentrl.documents.images import Image
-from agentrl.documents.read_image import picture_of
+from agentrl.documents.images import Image, picture_of
 from agentrl.errors import ForestError, ModelError
 
 VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})

@@ -11,10 +11,7 @@ from typing import Any, TypeVar, cast
 
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.outage import Outage
-from agentrl.documents.run import RunSettings, TrainerLease
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import Evaluation, Outage, PolicyVersion, RunSettings, TrainerLease
 from agentrl.documents.status import (
     APPLIED_STEPS,
     DataStatus,

@@ -8,9 +8,15 @@ from typing import Any, Final
 
 from agentrl.data.convert import mask_reason
 from agentrl.data.finalize_group import why_untrained
-from agentrl.documents.branches import Branch, branches_of, main_branch
 from agentrl.documents.images import ImageRef, image_refs
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
+from agentrl.documents.model_call import (
+    Branch,
+    DispatchedSamplingTask,
+    ToolExecution,
+    branches_of,
+    full_messages,
+    main_branch,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.snapshot.trajectory_parts import Shown, call_text, content_text, json_text, shown

@@ -25,7 +25,7 @@ from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import Mesh, build_mesh, plan_layout
 from agentrl.distributed.world import World, join_alone, single_process
-from agentrl.documents.token_statistics import BYTES_PER_TOKEN
+from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import device_peak

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import TrainConfig
 from agentrl.data.stream import DataStream, StepData
-from agentrl.documents.packing import pack_halves
+from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
-from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.tracker_registry import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.saving import Progress, Saver

@@ -35,7 +35,7 @@ from agentrl.data.convert import to_training_data
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.documents.images import Image
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan

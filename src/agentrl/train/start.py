@@ -41,7 +41,7 @@ from agentrl.observe.live import StepView
 from agentrl.observe.tracing.open import tracing
 from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving
 from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint

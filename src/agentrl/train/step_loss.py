@@ -158,7 +158,7 @@ class TrajectorySums:
     log_weight: Tensor
     """Σ log π_old/μ."""
     divergence: Tensor
-    """Σ of ``losses.correction.divergence``."""
+    """Σ of ``losses.compute.divergence``."""
 
     @staticmethod
     def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:

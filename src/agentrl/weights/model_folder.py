@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl.atomic_folder import atomic_folder, begin_folder
-from agentrl.documents.serving import FileChecksum
+from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
 
 CHAT_TEMPLATE = "chat_template.jinja"

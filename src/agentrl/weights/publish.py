@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
-from agentrl.documents.serving import FileChecksum, PolicyVersion
+from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.model_folder import (

@@ -17,7 +17,7 @@ from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.planner import build_micro_batches, packing_problem
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.images import Image, ImageSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError, ModelError
 from agentrl.model.forward import ForwardOptions, check_model

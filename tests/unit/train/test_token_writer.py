@@ -11,10 +11,9 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
-from agentrl.documents.packing import pack_halves, unpack_halves
+from agentrl.documents.model_call import pack_halves, unpack_halves
 from agentrl.documents.status import DataStatus
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreUnavailableError
 from agentrl.train import loop
 from agentrl.train.loop import TokenWriter

@@ -8,7 +8,7 @@ from fake_store import FakeStore
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import ModelConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.weights.model_folder import verify

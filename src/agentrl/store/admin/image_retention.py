@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, IMAGE, MODEL_CALL, TASK
 
 _GRACE = timedelta(hours=1)

@@ -10,9 +10,9 @@ from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection, Json
 from agentrl.store.groups import GroupOutcome, settle_records
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.names import DATA, RECORD, TASK
 
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]

@@ -28,7 +28,7 @@ from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import open_connection
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
 

@@ -11,9 +11,9 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.scoring.groups import FAILED
-from agentrl.store import slots
 from agentrl.store.admin.regroup import Blocker, GroupBlockedError, GroupChange, find_blocker, regroup
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
 
 GIVEN_UP = "group"

@@ -9,7 +9,6 @@ from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.store import slots
 from agentrl.store.admin.regroup import (
     Blocker,
     GroupBlockedError,
@@ -18,7 +17,8 @@ from agentrl.store.admin.regroup import (
     regroup,
     selection,
 )
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, TASK
 
 _SCORER = "scorer"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.config.run import SYSTEM_DATABASES
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.run import REMARKS, RunFact, flags_key
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import AgentRLError, ConfigError, StoreError
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RUN, SETTINGS, VERSION
 from agentrl.store.views.runs import Runs
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from pymongo.errors import OperationFailure
 
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 
 _PINGS = 5
 _WRITES = {"insert", "update"}

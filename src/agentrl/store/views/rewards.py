@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import pymongo
 
-from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.labels import Labels
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD
 from agentrl.store.views.aggregation import as_is, excerpt
 

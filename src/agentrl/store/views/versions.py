@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, VERSION
 
 _RIGHT = 0.5

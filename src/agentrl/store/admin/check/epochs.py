@@ -9,8 +9,8 @@ from agentrl.documents.run import epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Snapshot, Whole, differing
-from agentrl.store.connection import Json
 from agentrl.store.epochs import id_prefix
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import EPOCH, TASK
 
 _NAMED = 5

@@ -6,14 +6,14 @@ import math
 from collections import defaultdict
 from typing import ClassVar
 
-from agentrl.documents.evaluation import OUTSIDE_VERSION
+from agentrl.documents.run import OUTSIDE_VERSION
 from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import Task
 from agentrl.scoring.evaluation import pass_at_k
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
-from agentrl.store.connection import Json
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import EVALUATION, RECORD, TASK
 
 _TOLERANCE = 1e-9

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.schema import GroupConfig
+from agentrl.documents.base import is_finite
 from agentrl.documents.record import Record
-from agentrl.documents.sanitize_bson import is_finite
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
 from agentrl.store.admin.check.findings import Problem
 from agentrl.store.admin.check.reading import differing
 from agentrl.store.admin.check.trajectories import DEAD, SETTLED
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 
 _TOLERANCE = 1e-9
 _DECIDING = (

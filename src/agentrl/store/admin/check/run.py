@@ -18,8 +18,8 @@ from agentrl.store.admin.check.token_statistics import Statistics
 from agentrl.store.admin.check.training import Data, Lineage, StepData
 from agentrl.store.admin.check.trajectories import CallParents, RecordParents
 from agentrl.store.admin.check.versions import Versions
-from agentrl.store.checksums import PARTS
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.blobs import PARTS
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
 from agentrl.store.schema import VALIDATORS
 

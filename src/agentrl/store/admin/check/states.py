@@ -10,7 +10,7 @@ from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot
 from agentrl.store.admin.check.trajectories import SETTLED, TERMINAL
-from agentrl.store.connection import Connection, Json
+from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.schema import VALIDATORS
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentrl.documents.status import APPLIED_STEPS, values
-from agentrl.documents.token_statistics import TokenStatistics
+from agentrl.documents.training import TokenStatistics
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Section, Snapshot
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import DATA, STEP, TOKEN_STATISTICS
 
 

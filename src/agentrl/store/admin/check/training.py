@@ -15,8 +15,8 @@ from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
 from agentrl.store.admin.checkpoints import Checkpoint
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from agentrl.documents.evaluation import OUTSIDE_VERSION
+from agentrl.documents.run import OUTSIDE_VERSION
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Snapshot, Whole
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import STEP, VERSION
 
 

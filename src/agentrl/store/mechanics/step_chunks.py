@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import PendingCommit
 from agentrl.errors import StoreError
-from agentrl.store.connection import Json, Repository
+from agentrl.store.mechanics.connection import Json, Repository
 from agentrl.store.names import DATA, RECORD, TASK
 
 CHUNK = 100

@@ -1,4 +1,4 @@
-"""Move fields that are too large for a document to GridFS, and restore them when the document is read.
+"""Move fields that are too large for a document to GridFS and back; seal what people audit by checksums.
 
 Packed token arrays move first. If the document is still too large, readable fields move too and leave an
 excerpt. A file's id is ``document/field/digest``: a repeated upload completes an interrupted one, deletes
@@ -8,7 +8,7 @@ nothing, and never mixes with an upload of other bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import bson
@@ -19,8 +19,10 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
 from agentrl.documents.base import now
+from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
-from agentrl.store.connection import Connection, Json
+from agentrl.store.mechanics.connection import Connection, Json
+from agentrl.store.names import MODEL_CALL, RECORD, STEP, TASK
 
 _LIMIT = 8 * 2**20
 """Packed arrays of more bytes move; the readable fields have the other half of the 16 MiB."""
@@ -174,3 +176,44 @@ def _shortened(value: Any) -> Any:
 def _id_prefixes(field: str, record_ids: Sequence[str]) -> list[Json]:
     """Return filters on ids that start with one of ``record_ids`` and a slash."""
     return [{field: {"$gte": f"{key}/", "$lt": f"{key}0"}} for key in record_ids]  # "0" follows "/"
+
+
+CHECKSUMS: Final = "checksums"
+"""Field of a document: {part: SHA-256}."""
+
+PARTS: Final[Mapping[str, Mapping[str, tuple[str, ...] | None]]] = {
+    TASK: {"content": CONTENT},
+    RECORD: {
+        "sampled": ("query", "answer", "final_answer", "stop_reason", "tool_rewards", "agent_score"),
+        "score": ("score", "score_details"),
+    },
+    MODEL_CALL: {"all": None},
+    STEP: {"metrics": ("metrics",)},
+}
+"""Collection → part → its fields; None: every field of the document."""
+
+
+def checksum(collection: str, part: str, document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a part of a document, over its fields as BSON."""
+    fields = PARTS[collection][part]
+    names = [name for name in document if name != CHECKSUMS] if fields is None else fields
+    content = {name: document[name] for name in names if name in document}
+    return hashlib.sha256(bson.encode(content)).hexdigest()
+
+
+def sealed(collection: str, document: Json, *parts: str) -> Json:
+    """Return the document with the checksums of ``parts``."""
+    return {**document, CHECKSUMS: {part: checksum(collection, part, document) for part in parts}}
+
+
+def seal(collection: str, part: str, fields: Mapping[str, Any]) -> Json:
+    """Return the fields of an update that store the checksum of a part, whose new values are ``fields``."""
+    return {f"{CHECKSUMS}.{part}": checksum(collection, part, fields)}
+
+
+def changed_parts(collection: str, document: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (part, stored checksum, checksum now) of each part that has changed since it was written."""
+    for part, stored in document.get(CHECKSUMS, {}).items():
+        now = checksum(collection, part, document) if part in PARTS[collection] else "no such part"
+        if now != stored:
+            yield part, str(stored), now

@@ -10,9 +10,9 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
-from agentrl.store import lease
-from agentrl.store.connection import Connection, Json
-from agentrl.store.lease import FREE, after, literal
+from agentrl.store.mechanics import lease
+from agentrl.store.mechanics.connection import Connection, Json
+from agentrl.store.mechanics.lease import FREE, after, literal
 from agentrl.store.names import TASK
 
 LEASE_DEADLINE = "lease_deadline"

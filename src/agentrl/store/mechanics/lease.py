@@ -21,7 +21,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
 from agentrl.errors import DATABASE, LeaseLostError, StoreError, StoreUnavailableError
-from agentrl.store.connection import Json, Repository
+from agentrl.store.mechanics.connection import Json, Repository
 from agentrl.store.names import OUTAGE
 
 logger = logging.getLogger(__name__)
