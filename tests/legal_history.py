@@ -15,7 +15,7 @@ import small_run as run
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -28,7 +28,7 @@ from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training import StaleVersions
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2

@@ -10,11 +10,15 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from agentrl.documents.base import now
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Record
-from agentrl.documents.run import TrainerLease
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService, TrainerLease
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StepStatus, StopReason
 from agentrl.snapshot.snapshot import RunSnapshot
 from agentrl.store.services import Liveness

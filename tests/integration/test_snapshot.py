@@ -16,7 +16,7 @@ from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.security import DashboardOptions
 from agentrl.dashboard.serve import create_app
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.snapshot.findings import findings, state
 from agentrl.snapshot.snapshot import SnapshotReader

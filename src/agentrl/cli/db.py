@@ -123,9 +123,9 @@ def check_options(arguments: argparse.Namespace) -> CheckOptions:
 
 def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
     """Return how one file of a published folder differs from its checksum; None if it does not."""
-    from agentrl.documents.serving import FileChecksum
+    from agentrl.documents.run import FileChecksum
     from agentrl.errors import PublishError
-    from agentrl.weights.manifest import verify
+    from agentrl.weights.model_folder import verify
 
     try:
         verify(folder, [FileChecksum.from_document(file)])

@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, StoreUnavailableError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.connection import Connection
+    from agentrl.store.mechanics.connection import Connection
 
 _SHORTEST_INTERVAL = 0.2
 

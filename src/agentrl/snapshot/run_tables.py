@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
 from agentrl.observe.json_output import to_json
 from agentrl.observe.live import number

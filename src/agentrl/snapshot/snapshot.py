@@ -12,9 +12,7 @@ from typing import Any, TypeVar, cast
 
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.outage import Outage
-from agentrl.documents.run import RunSettings, TrainerLease
+from agentrl.documents.run import Evaluation, Outage, RunSettings, TrainerLease
 from agentrl.documents.status import (
     APPLIED_STEPS,
     DataStatus,

@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentrl.data.convert import mask_reason
-from agentrl.data.trained_share import why_untrained
-from agentrl.documents.branches import Branch, branches_of, main_branch
+from agentrl.data.finalize_group import why_untrained
 from agentrl.documents.images import ImageRef, image_refs, text_of
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, full_messages
+from agentrl.documents.model_call import (
+    Branch,
+    DispatchedSamplingTask,
+    ToolExecution,
+    branches_of,
+    full_messages,
+    main_branch,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 

@@ -25,8 +25,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.dashboard import live
 from agentrl.dashboard.security import DashboardOptions
 from agentrl.dashboard.serve import create_app
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.observe.metric_definitions import definition_of

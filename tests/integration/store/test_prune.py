@@ -14,9 +14,9 @@ from db_command import agentrl_db, violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store import blobs
 from agentrl.store.admin.retention import Pruned, Retention
 from agentrl.store.client import Store
+from agentrl.store.mechanics import blobs
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,7 @@ from loaded_tasks import load_tasks
 from test_run_admin import agentrl_runs
 
 from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
 from agentrl.store.views.runs import Runs

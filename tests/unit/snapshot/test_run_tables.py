@@ -9,10 +9,7 @@ from typing import Any
 
 from snapshots import NOW, engine, printed, rows, snapshot, step_row, steps
 
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.outage import Outage
-from agentrl.documents.run import TrainerLease
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import Evaluation, Outage, PolicyVersion, TrainerLease
 from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus
 from agentrl.snapshot.run_tables import render_tables, tables_json
 from agentrl.store.views.counts import FailureCount

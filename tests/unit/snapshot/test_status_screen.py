@@ -14,8 +14,7 @@ from rich.text import Text
 from snapshots import NOW, engine, snapshot, step_row
 
 from agentrl.cli import status as command
-from agentrl.documents.outage import Outage
-from agentrl.documents.run import TrainerLease
+from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt

@@ -10,7 +10,7 @@ from agentrl.cli.doctor.check import Check, State
 from agentrl.config.schema import RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.observe.redact import redact
-from agentrl.store.releases import END_OF_LIFE, support_ended_on
+from agentrl.store.embedded.mongod import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
     from agentrl.store.admin.server import ServerInfo

@@ -13,10 +13,10 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.scoring.groups import FAILED
-from agentrl.store import slots
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection, Json, Repository, database_call
 from agentrl.store.groups import GroupOutcome, settle_records
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK
 
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]

@@ -14,8 +14,8 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import (
     DATA,
     GATEWAY_CALL,

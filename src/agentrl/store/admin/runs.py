@@ -16,12 +16,12 @@ from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import open_connection
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.views.runs import Runs

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLLECTIONS,
     DATA,

@@ -14,7 +14,7 @@ from pymongo.errors import OperationFailure
 
 from agentrl.documents.status import TRAINED, DataStatus, RecordStatus, TaskStatus
 from agentrl.scoring.groups import FAILED
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.views.aggregation import as_is
 

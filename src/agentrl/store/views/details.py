@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import TaskStatus
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.selection import ORDER
 from agentrl.store.views.read import Views

@@ -14,7 +14,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
 from agentrl.store.client import open_connection
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
 from agentrl.store.schema import unfinished
 from agentrl.store.views.counts import read_disk

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import pymongo
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus
-from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.labels import Labels
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, VERSION
 from agentrl.store.views.aggregation import as_is, excerpt
 

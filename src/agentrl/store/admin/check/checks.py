@@ -25,8 +25,8 @@ from agentrl.store.admin.check.trajectories import (
     slot_problems,
 )
 from agentrl.store.admin.check.versions import Epochs, Versions, token_problems
-from agentrl.store.checksums import PARTS
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.blobs import PARTS
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
 from agentrl.store.schema import VALIDATORS
 

@@ -8,9 +8,8 @@ from typing import ClassVar
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, Whole
 from agentrl.store.admin.check.report import Findings, Invariant
-from agentrl.store.blobs import MARK, digest, moved_fields
-from agentrl.store.checksums import CHECKSUMS, changed_parts
-from agentrl.store.connection import Connection, Json
+from agentrl.store.mechanics.blobs import CHECKSUMS, MARK, changed_parts, digest, moved_fields
+from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.names import DATA, IMAGE, MODEL_CALL, RECORD, STEP
 
 PACKED = (MODEL_CALL, DATA, IMAGE)

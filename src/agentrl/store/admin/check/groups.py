@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.evaluation import OUTSIDE_VERSION
+from agentrl.documents.base import is_finite
 from agentrl.documents.record import Record
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.run import OUTSIDE_VERSION
 from agentrl.documents.status import EvaluationStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.scoring.advantages import BUILT_IN
@@ -21,8 +21,8 @@ from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.check.trajectories import DEAD, SETTLED
-from agentrl.store.connection import Json
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import EVALUATION, RECORD, TASK
 
 _TOLERANCE = 1e-9

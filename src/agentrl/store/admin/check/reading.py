@@ -17,7 +17,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
-from agentrl.store.connection import Connection, Json
+from agentrl.store.mechanics.connection import Connection, Json
 
 Projection = Mapping[str, Any]
 

@@ -9,15 +9,14 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP, TASK, TOKEN_STATISTICS, VERSION
 

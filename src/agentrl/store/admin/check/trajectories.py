@@ -9,8 +9,8 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import record_key
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
-from agentrl.store.blobs import moved_fields
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.blobs import moved_fields
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import MODEL_CALL, RECORD, TASK
 
 SETTLED = frozenset({RecordStatus.SCORED, RecordStatus.READY, RecordStatus.ABANDONED})

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from agentrl.documents.evaluation import OUTSIDE_VERSION
-from agentrl.documents.run import epoch_key
+from agentrl.documents.run import OUTSIDE_VERSION, epoch_key
 from agentrl.documents.status import EpochStatus, StepStatus, VersionStatus
 from agentrl.store.admin.check.reading import Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
-from agentrl.store.connection import Json
 from agentrl.store.epochs import id_prefix
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import EPOCH, STEP, TASK, VERSION
 
 
