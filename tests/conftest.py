@@ -16,9 +16,9 @@ from pymongo import MongoClient
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
 from agentrl.observe.logging import LogWriter
-from agentrl.store import lease
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.mechanics import lease
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,21 +15,20 @@ import small_run as run
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Limits, Retention
+from agentrl.store.admin.retention import Checkpoint, Limits, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training import StaleVersions
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2

@@ -7,10 +7,15 @@ from pathlib import Path
 from small_run import LEASE, fail, publish
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))

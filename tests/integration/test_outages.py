@@ -21,10 +21,10 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.errors import DATABASE
-from agentrl.store import lease
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics import lease
+from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from agentrl.documents.harness import CommandRun, Ending
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ToolServerError
 from agentrl.harness.command import arguments_of
 from agentrl.harness.config import Command, HarnessConfig, HarnessLimits

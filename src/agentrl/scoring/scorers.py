@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.documents.base import is_finite, sanitize_bson
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
-from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
+from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.extras import require
 from agentrl.llm.agent_config import section_values

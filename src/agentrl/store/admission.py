@@ -13,8 +13,8 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
-from agentrl.store.connection import Connection, Json, Repository
-from agentrl.store.lease import literal
+from agentrl.store.mechanics.connection import Connection, Json, Repository
+from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key

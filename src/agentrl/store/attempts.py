@@ -23,13 +23,13 @@ from agentrl.documents.status import (
 )
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store import slots
-from agentrl.store.checksums import seal
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.lease import FREE, after_backoff, literal
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.blobs import seal
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import FREE, after_backoff, literal
+from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims
+from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
-from agentrl.store.slots import QUEUED, lease_lost, lost_claims
-from agentrl.store.write_coalescer import WriteCoalescer
 
 _UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
 _CLAIMS_PER_TRANSACTION = 256

@@ -14,16 +14,16 @@ from pymongo.errors import PyMongoError
 from agentrl.documents.record import Failure
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
-from agentrl.store import slots
 from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
 from agentrl.store.attempts import Attempts, end_record, failed_or_open, queue_sampled
-from agentrl.store.connection import Connection, Json, database_call
-from agentrl.store.lease import FREE, Availability, literal
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Connection, Json, database_call
+from agentrl.store.mechanics.lease import FREE, Availability, literal
+from agentrl.store.mechanics.slots import QUEUED, lost_claims
+from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import TASK
 from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
-from agentrl.store.slots import QUEUED, lost_claims
-from agentrl.store.write_coalescer import WriteCoalescer
 
 _MAX_ATTEMPTS = 3
 _PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]

@@ -16,12 +16,12 @@ from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySes
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store import slots
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.lease import after, expired, literal, live
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import after, expired, literal, live
+from agentrl.store.mechanics.slots import lease_lost
+from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
-from agentrl.store.slots import lease_lost
-from agentrl.store.write_coalescer import WriteCoalescer
 
 _TRIES = 64
 _LIVE_CALLS = [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]

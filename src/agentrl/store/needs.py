@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,17 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
-from agentrl.documents.harness import HarnessRun
-from agentrl.documents.partial import PartialGeneration
-from agentrl.documents.record import Record
+from agentrl.documents.model_call import PartialGeneration
+from agentrl.documents.record import HarnessRun, Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.store.attempts import new_record
-from agentrl.store.checksums import seal
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.blobs import seal
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.slots import lease_lost, lost_claims
+from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD
-from agentrl.store.slots import lease_lost, lost_claims
-from agentrl.store.write_coalescer import WriteCoalescer
 
 _LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """Statuses of a Record whose owner has lost the slot."""

@@ -12,11 +12,11 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import StoreError
-from agentrl.store import slots
 from agentrl.store.attempts import CompletedGroups
 from agentrl.store.claims import new_claims
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.lease import FREE, after_backoff
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import FREE, after_backoff
 from agentrl.store.names import RECORD, TASK
 
 _IS_SAMPLED: Json = {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]}

@@ -7,8 +7,13 @@ import dataclasses
 
 import pytest
 
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
 from agentrl.documents.status import CallStatus, RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key

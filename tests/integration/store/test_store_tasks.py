@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.errors import StoreError, TaskFileError

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.serving import FileChecksum, PolicyVersion
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
+from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep

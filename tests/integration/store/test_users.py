@@ -20,19 +20,18 @@ from db_command import agentrl_db, violations
 from pymongo import MongoClient
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.embedded.daemon import stop_daemon
 from agentrl.store.embedded.mongod import choose_mongod
+from agentrl.store.mechanics import blobs
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration

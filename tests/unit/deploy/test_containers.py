@@ -18,7 +18,7 @@ from agentrl.cli.main import COMMANDS
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.config.validate import require_trainable
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.config import load_servers
 
 ROOT = Path(__file__).parents[3]

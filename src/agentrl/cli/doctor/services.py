@@ -12,7 +12,7 @@ from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.observe.redact import redact
 
 if TYPE_CHECKING:
-    from agentrl.documents.serving import InferenceService
+    from agentrl.documents.run import InferenceService
 
 _TOOLS_SECONDS = 60.0
 _REACH_SECONDS = 3.0

@@ -16,7 +16,7 @@ from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.shipped_files import clone, deploy_files
-from agentrl.weights.stored_dtype import stored_dtype
+from agentrl.weights.folder import stored_dtype
 
 ENGINES = ("local", "sglang", "vllm")
 _SGLANG_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
