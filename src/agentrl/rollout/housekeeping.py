@@ -114,7 +114,7 @@ class Housekeeping:
                     self._made_work()
 
     async def _work_once(self) -> bool:
-        freed = await self._store.claims.reap(
+        freed = await self._store.expired_leases.reap(
             self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
         )
         await self.finalize_completed()

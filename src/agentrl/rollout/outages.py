@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from agentrl.errors import ENGINES, Dependency, DependencyKind, FailureError
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
-from agentrl.store.needs import Needs
+from agentrl.store.admission import Needs
 
 T = TypeVar("T")
 
