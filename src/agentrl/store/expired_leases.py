@@ -16,10 +16,13 @@ from agentrl.errors import DATABASE
 from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import FREE, RENEWAL_SECONDS, literal
+from agentrl.store.mechanics.lease import FREE, literal
 from agentrl.store.mechanics.slots import QUEUED
 from agentrl.store.names import OUTAGE, TASK
 from agentrl.store.records import end_records, queue_sampled
+
+RENEWAL_SECONDS = 8.0
+"""Time in which every living process renews its leases after an outage; it retries at least every 5 s."""
 
 
 class ExpiredLeases(Repository):

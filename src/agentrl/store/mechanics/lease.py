@@ -27,9 +27,6 @@ FREE: Json = {"owner": None, "lease_expires_at": None}
 
 RENEWALS_PER_LEASE = 3
 
-RENEWAL_SECONDS = 8.0
-"""Time in which every living process renews its leases after an outage; it retries at least every 5 s."""
-
 _MAX_DOUBLINGS = 9
 
 
