@@ -23,8 +23,8 @@ from agentrl.gateway.chains import Chains
 from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.agents import AGENTS, Agent
-from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 

@@ -25,6 +25,7 @@ from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,
@@ -37,7 +38,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.chains import chain_of
 from agentrl.gateway.host import GatewayHost
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -96,7 +97,12 @@ class SpellingEngine(ScriptedEngine):
         super().__init__(bpe_format(), script)
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Answer the script's text for a prompt, and stop."""
         answer = self.script[0]

@@ -29,7 +29,7 @@ from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training import StaleVersions
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2

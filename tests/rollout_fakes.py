@@ -13,11 +13,11 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ToolServerError
-from agentrl.inference.encoded_ids import EncodedIds
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
@@ -61,10 +61,14 @@ class ScriptedEngine:
         self.version = 3
         self.context_length: int | None = None
         self.partial: PartialGeneration | None = None
-        self.encoded = EncodedIds()
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """The next line, closed by the end-of-turn token; ``progress`` gets it in pieces of four tokens."""
         self.prompts.append(list(input_ids))
@@ -91,7 +95,7 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: object = None
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
     ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self

@@ -19,7 +19,7 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))

@@ -14,10 +14,10 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent
 

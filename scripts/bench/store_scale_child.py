@@ -24,14 +24,7 @@ import pymongo.monitoring
 from pymongo import AsyncMongoClient
 from store_fixtures import SPLIT, make_call, make_tasks
 
-from agentrl.config.schema import (
-    AgentConfig,
-    ClaimConfig,
-    GroupConfig,
-    RunConfig,
-    SamplingConfig,
-    ToolConfig,
-)
+from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim

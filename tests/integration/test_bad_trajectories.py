@@ -19,8 +19,8 @@ from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.store.client import Store

@@ -13,13 +13,8 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EngineAnswerError, EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import (
-    EngineAnswerError,
-    EngineInterruptedError,
-    EngineRefusedError,
-    Generation,
-)
 from agentrl.inference.router import EngineRouter
 
 pytestmark = pytest.mark.integration

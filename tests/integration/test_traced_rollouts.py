@@ -26,7 +26,7 @@ from agentrl.documents.task import Task
 from agentrl.errors import EngineError, OutageError, ScorerError
 from agentrl.gateway.host import GatewayHost
 from agentrl.observe.tracing.open import tracing
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.scorers import SCORERS, ScorerContext

@@ -125,7 +125,7 @@ def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
     """Return how one file of a published folder differs from its checksum; None if it does not."""
     from agentrl.documents.run import FileChecksum
     from agentrl.errors import PublishError
-    from agentrl.weights.manifest import verify
+    from agentrl.weights.model_folder import verify
 
     try:
         verify(folder, [FileChecksum.from_document(file)])

@@ -98,7 +98,7 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
     import asyncio
 
-    from agentrl.rollout.score import score_queued
+    from agentrl.rollout.scoring import score_queued
     from agentrl.store.admin.requeue import Requeueing
     from agentrl.store.client import open_existing
 

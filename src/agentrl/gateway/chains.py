@@ -13,7 +13,7 @@ from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
 from agentrl.errors import ImageError, StoreError, TrajectoryError
 from agentrl.gateway.dialects.images import joined
-from agentrl.inference.encoded_ids import EncodedIds
+from agentrl.inference.engine import EncodedIds
 from agentrl.tools.base import Schema
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import CONTENT, Claim, Slot, Task
 from agentrl.errors import LeaseLostError
 from agentrl.gateway.chains import Chains
+from agentrl.gateway.feedback import untrained
 from agentrl.gateway.host import GatewayHost
-from agentrl.gateway.model_calls import Answerer, StreamingRouter
-from agentrl.gateway.train_rules import untrained
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.gateway.model_calls import Answerer
+from agentrl.inference.engine import Router
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.setup import sampling_params
 from agentrl.store.client import scratch_store
 
@@ -33,7 +34,7 @@ _SPARE_SECONDS = 60.0
 class TrialGateway:
     """Opens the gateway of one trajectory. Its database is dropped at the end; ``calls`` stays."""
 
-    def __init__(self, configs: Configs, router: StreamingRouter, chat_format: ChatFormat) -> None:
+    def __init__(self, configs: Configs, router: Router, chat_format: ChatFormat) -> None:
         self._configs = configs
         self._router = router
         self._chat_format = chat_format

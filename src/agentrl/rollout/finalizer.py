@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.errors import StoreUnavailableError
-from agentrl.rollout.outcome import failure_text
+from agentrl.rollout.agent_io import failure_text
 
 if TYPE_CHECKING:
     from agentrl.documents.model_call import DispatchedSamplingTask

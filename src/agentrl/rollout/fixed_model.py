@@ -16,13 +16,13 @@ from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, TrajectoryError, judge
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.deadline import Deadline
+from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import cleaned
-from agentrl.rollout.outcome import failure_text
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
 from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config

@@ -11,10 +11,9 @@ from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError, TurnsLimitError
+from agentrl.rollout.agent_io import Outcome, checked_outcome
 from agentrl.rollout.agents import Agent, AgentClass
-from agentrl.rollout.current import working_on
-from agentrl.rollout.outcome import Outcome, checked_outcome
-from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.rollout import Rollout, working_on
 from agentrl.scoring.role_rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score, score_context
 from agentrl.user_code import contain, contain_call

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
@@ -32,13 +30,12 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ModelError, TrajectoryError
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
-from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
-from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
@@ -54,20 +51,6 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
-
-
-def owner_name() -> str:
-    """Return a unique, readable name of this process for claims."""
-    return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def model_folder(store: Store | None, model: ModelConfig) -> str:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, SamplingConfig
 from agentrl.documents.images import Image
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, FailureError
-from agentrl.gateway.model_calls import StreamingRouter
-from agentrl.inference.encoded_ids import EncodedIds
+from agentrl.inference.engine import EncodedIds, Generation, Progress, Router
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import Generation, Progress
 from agentrl.rollout.setup import live_engines, max_model_len, model_folder, open_router
 from agentrl.store.client import Store
 
 
 class _Client(Protocol):
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, rid: str, *, images: Sequence[Image] = ()
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        rid: str,
+        *,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation: ...
 
 
@@ -34,11 +39,13 @@ class OneEngine:
 
     client: _Client
     context_length: int | None = None
-    encoded: EncodedIds = field(default_factory=EncodedIds)
-    """Left unused: the client encodes each prompt itself."""
+    partial: PartialGeneration | None = None
+    """Always None: nothing is resumed."""
 
     @asynccontextmanager
-    async def session(self, traj_id: str, group: str | None = None) -> AsyncIterator[OneEngine]:
+    async def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AsyncIterator[OneEngine]:
         """Return the engine."""
         yield self
 
@@ -48,10 +55,11 @@ class OneEngine:
         params: SamplingParams,
         progress: Progress | None = None,
         images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``; ``progress`` receives all its tokens at the end."""
-        shown = {"images": images} if images else {}
-        generation = await self.client.generate(input_ids, params, f"{uuid.uuid4().hex}-try", **shown)
+        rid = f"{uuid.uuid4().hex}-try"
+        generation = await self.client.generate(input_ids, params, rid, images=images, encoded=encoded)
         if progress is not None:
             progress(0, generation.output_ids)
         return generation
@@ -70,7 +78,13 @@ class PromptOnly:
     ids: list[int] | None = None
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, rid: str, *, images: Sequence[Image] = ()
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        rid: str,
+        *,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Keep the prompt. Raises _PromptShownError."""
         self.ids = self.ids or list(input_ids)
@@ -80,7 +94,7 @@ class PromptOnly:
 @asynccontextmanager
 async def trial_router(
     configs: Configs, store: Store | None, url: str | None, chat_format: ChatFormat
-) -> AsyncIterator[StreamingRouter]:
+) -> AsyncIterator[Router]:
     """Open the engine at ``--engine_url``, or the live engines of the run."""
     sampling, engine = configs[SamplingConfig], configs[EngineConfig]
     folder = await model_folder(store, configs[ModelConfig])

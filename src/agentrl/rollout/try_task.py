@@ -12,13 +12,7 @@ from pathlib import Path
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.load import Configs
-from agentrl.config.schema import (
-    AgentConfig,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-    ToolConfig,
-)
+from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Failure, Record
@@ -31,19 +25,16 @@ from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, TaskFileError, TrajectoryError
 from agentrl.gateway.trial import TrialGateway
+from agentrl.inference.engine import Engine
 from agentrl.llm.agent_config import load_judge
 from agentrl.observe.terminal import clean, stdout_console
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.model_call import Engine, PendingCall
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, score_trajectory
-from agentrl.rollout.setup import (
-    allow_configured_imports,
-    open_format,
-    sampling_params,
-)
+from agentrl.rollout.setup import allow_configured_imports, open_format, sampling_params
 from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.rollout.trial_engine import OneEngine, PromptOnly, trial_router
 from agentrl.scoring.answers import check_schema

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
-from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
@@ -29,16 +28,14 @@ from agentrl.errors import (
     ToolServerError,
     TrajectoryError,
 )
+from agentrl.inference.engine import Engine, Router
 from agentrl.registry import allow_imports, is_importable
+from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.endpoint import Gateway
-from agentrl.rollout.holding import HeldEngine, HeldTools
-from agentrl.rollout.late_servers import LateToolSource
-from agentrl.rollout.model_call import Engine
+from agentrl.rollout.holding import HeldEngine, HeldTools, LateToolSource
 from agentrl.rollout.outages import Clock, Outages
-from agentrl.rollout.outcome import Outcome, failure_text
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
@@ -61,22 +58,6 @@ _DEPENDENCIES = frozenset({"engine", "tool"})
 _KEEP_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.5
 """Longest delay until this process notices a signal that also ended a tool server or an engine."""
-
-
-class ResumableEngine(Engine, Protocol):
-    """An engine that keeps the tokens of a call that was cancelled or failed: ``EngineSession``."""
-
-    partial: PartialGeneration | None
-
-
-class Router(Protocol):
-    """Access to the engines: ``EngineRouter``."""
-
-    def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
-    ) -> AbstractAsyncContextManager[ResumableEngine]:
-        """Return the engine of one trajectory of a group; a call with the prompt of ``partial`` resumes."""
-        ...
 
 
 class ToolSource(LateToolSource, Protocol):
@@ -233,7 +214,7 @@ class Worker:
         return self.tools.session(trajectory, environment)
 
     @asynccontextmanager
-    async def _keeping_partial(self, claim: Claim, engine: ResumableEngine) -> AsyncIterator[None]:
+    async def _keeping_partial(self, claim: Claim, engine: Engine) -> AsyncIterator[None]:
         """Store the tokens of an unfinished model call if the trajectory is cancelled or given back."""
         try:
             yield

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentrl.data.convert import mask_reason
-from agentrl.data.trained_share import why_untrained
+from agentrl.data.finalize_group import why_untrained
 from agentrl.documents.images import ImageRef, image_refs
 from agentrl.documents.model_call import (
     Branch,

@@ -20,10 +20,10 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
-from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.sample import Admission
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
 from agentrl.store.admission import GroupLimit

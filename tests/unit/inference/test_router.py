@@ -13,7 +13,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
-from agentrl.inference.generation import EngineRefusedError, Generation
+from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.outages import Outages

@@ -10,8 +10,8 @@ from trajectories import Trajectory
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError, FailureError, ScorerError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, agent
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import score_trajectory
 from agentrl.scoring.scorers import ScorerContext, ScoreResult

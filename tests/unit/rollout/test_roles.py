@@ -15,9 +15,9 @@ from agentrl.config.schema import SamplingConfig
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, TrajectoryError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import react
 from agentrl.rollout.fixed_model import FixedModel
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import score_trajectory
 

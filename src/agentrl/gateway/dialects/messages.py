@@ -10,6 +10,7 @@ import orjson
 from anthropic.types import Message as AnthropicMessage
 
 from agentrl.chat.chat_format import Message
+from agentrl.chat.text_stream import Delta
 from agentrl.gateway.dialects.images import appended, joined, source_part
 from agentrl.gateway.errors import GatewayError, Kind, invalid
 from agentrl.gateway.request import (
@@ -30,7 +31,6 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
-from agentrl.gateway.text_stream import Delta
 from agentrl.tools.base import Schema
 
 _TYPES: dict[Kind, str] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from agentrl.config.run import CPU_RUNNING_REQUESTS
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.stored_dtype import stored_dtype
+from agentrl.weights.folder import stored_dtype
 
 ENGINES = ("local", "sglang", "vllm")
 _ROOT = Path(__file__).resolve().parents[4]

@@ -6,7 +6,7 @@ import pytest
 from rollout_fakes import END, byte_tokenizer
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.gateway.text_stream import TextStream
+from agentrl.chat.text_stream import TextStream
 
 TOKENS = ControlTokens(byte_tokenizer())
 MARKS = ("<tool_call>",)
