@@ -41,8 +41,9 @@ from agentrl.store.tasks import Tasks
 from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import TokenStatisticsWrites, Training
 from agentrl.store.views.counts import Counts
+from agentrl.store.views.details import Details
 from agentrl.store.views.read import Views
-from agentrl.store.views.rewards import Rewards
+from agentrl.store.views.scores import Rewards
 from agentrl.store.views.tokens import TokenReads
 from agentrl.store.views.trajectories import TrajectorySearch
 
@@ -75,6 +76,7 @@ class Store:
         self.token_statistics = TokenStatisticsWrites(connection)
         self.views = Views(connection)
         self.counts = Counts(connection)
+        self.details = Details(connection)
         self.trajectories = TrajectorySearch(connection)
         self.tokens = TokenReads(connection)
         self.rewards = Rewards(connection)

@@ -8,8 +8,8 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.errors import LeaseLostError
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
-from agentrl.store.admin.check.run import Checks
 from agentrl.store.admission import Needs
 from agentrl.store.client import Store
 

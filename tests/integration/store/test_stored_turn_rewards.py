@@ -13,7 +13,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import task_key
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

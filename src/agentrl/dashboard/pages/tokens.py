@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.chat.model_folder import read_tokenizer_file
-from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import no_trajectory, whole
+from agentrl.dashboard.query import BadQueryError, NotFoundError, no_trajectory, whole
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
 from agentrl.errors import ModelError

@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -184,6 +185,11 @@ class Connection:
     def collection(self, name: str) -> AsyncCollection[Json]:
         """Return a collection of this run."""
         return self.database[name]
+
+    async def server_time(self) -> datetime:
+        """Return the time of the server's clock."""
+        moment: datetime = (await self.client.admin.command("hello"))["localTime"]
+        return moment.replace(tzinfo=UTC)
 
     async def check(self) -> None:
         """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions.
