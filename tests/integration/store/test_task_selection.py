@@ -21,9 +21,8 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admission import GroupAdmission
+from agentrl.store.admission import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
-from agentrl.store.needs import Needs
 from agentrl.store.selection import PASS_RATE, Selection
 from agentrl.store.views.details import GroupCount
 
