@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.distributed.world import Command, World
 from agentrl.documents.images import Image
@@ -38,26 +37,12 @@ class Controller:
         """The model, of which this rank holds a part, and its tokenizer's folder."""
         return self.trainer.policy
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's part of the optimizer."""
-        return self.trainer.optimizer
-
-    @property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule, equal on all ranks."""
-        return self.trainer.scheduler
-
     def train(
-        self,
-        data: Sequence[DBRecordData],
-        ages: Mapping[int, int] | None = None,
-        images: Mapping[str, Image] | None = None,
+        self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None, images: Mapping[str, Image]
     ) -> StepResult:
         """Run ``PolicyTrainer.train`` on all ranks."""
-        shown = () if images is None else (images,)
-        self._broadcast("train", tuple(data), ages, *shown)
-        return self.trainer.train(data, ages, *shown)
+        self._broadcast("train", tuple(data), ages, images)
+        return self.trainer.train(data, ages, images)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state and the weights that publication rounds; each rank writes its part."""

@@ -127,7 +127,7 @@ def _fine_tune(configs: Configs, world: World) -> None:
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         batch = [data[index] for index in chosen]
         named = {image.sha256 for item in batch for image in item.images}
-        result = controller.train(batch, None, {key: images[key] for key in named} or None)
+        result = controller.train(batch, None, {key: images[key] for key in named})
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
