@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentrl.distributed.world import Command, World
+from agentrl.distributed.world import World
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
@@ -74,13 +74,13 @@ class Controller:
 
     def _broadcast(self, name: str, *arguments: Any) -> None:
         self.world.use_device()
-        self.world.broadcast(Command(name, arguments))
+        self.world.broadcast(name, *arguments)
 
 
 def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> Controller:
     """Call ``build(*arguments)`` on all ranks, and return the controller; for rank 0."""
     world.use_device()
-    world.broadcast(Command("build", arguments))
+    world.broadcast("build", *arguments)
     trainer = build(*arguments)
     return Controller(trainer, world, take_inventory(trainer.policy))
 
@@ -88,7 +88,7 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
 def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     """Execute rank 0's commands until ``end``; for every other rank. The first command is ``build``."""
     world.use_device()
-    trainer = build(*world.receive().arguments)
+    trainer = build(*world.receive()[1])
     inventory = take_inventory(trainer.policy)
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,
@@ -97,8 +97,10 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     }
     if trainer.policy.adapter is not None:
         actions["send_adapter"] = partial(gather_adapter, trainer.policy.adapter)
-    while (command := world.receive()).name != "end":
-        actions[command.name](*command.arguments)
+    name, arguments = world.receive()
+    while name != "end":
+        actions[name](*arguments)
+        name, arguments = world.receive()
 
 
 @dataclass(frozen=True)
