@@ -25,14 +25,13 @@ from starlette.routing import Mount, Route
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
-from agentrl.tools.manager_client import TRAJECTORY_HEADER
+from agentrl.tools.manager import TRAJECTORY_HEADER
 from agentrl.tools.mcp.content import render_item
 from agentrl.tools.mcp.dedicated import DedicatedServer
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
 from agentrl.tools.mcp.servers import mcp_server
 from agentrl.tools.mcp.shared import SharedServer
-from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
-from agentrl.tools.names import ToolNames
-from agentrl.tools.session import ToolSession
+from agentrl.tools.session import ToolNames, ToolSession
 from agentrl.tools.specs import McpSpec
 
 logger = logging.getLogger(__name__)

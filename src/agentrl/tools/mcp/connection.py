@@ -9,11 +9,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Reply, Schema, timeout_text
-from agentrl.tools.mcp import extras
-from agentrl.tools.mcp.content import images_in
-from agentrl.tools.mcp.listing import Listing, list_tools
+from agentrl.tools.mcp.content import (
+    LOST,
+    NOT_SENT,
+    NOT_VALID,
+    REFUSED,
+    TIMED_OUT,
+    NormalizedStream,
+    images_in,
+)
+from agentrl.tools.mcp.listing import Listing, call_extra, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
-from agentrl.tools.mcp.wire import LOST, NOT_SENT, NOT_VALID, REFUSED, TIMED_OUT, NormalizedStream
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import Limits, McpSpec, StdioSpec
 
@@ -156,7 +162,7 @@ class Connection:
                         timeout.reschedule(min(loop.time() + silence, latest))
 
                 if tool in self._own_tools:
-                    return Reply(text=await extras.call(client, tool, arguments))
+                    return Reply(text=await call_extra(client, tool, arguments))
                 result = await client.call_tool(
                     tool,
                     dict(arguments),
@@ -264,7 +270,7 @@ class Connection:
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
 
-        from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
+        from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
 
         if self._process is not None:
             async with self._process.transport() as streams:

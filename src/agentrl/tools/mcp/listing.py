@@ -1,26 +1,31 @@
-"""List a server's tools, and list them again when the server says that they changed."""
+"""List a server's tools, again when they change; offer its resources and prompts as tools too."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Schema, function_schema, schema_name
-from agentrl.tools.mcp import extras
+from agentrl.tools.mcp.content import render_item, render_resource
 from agentrl.tools.specs import McpSpec
 
 if TYPE_CHECKING:
     from mcp import Client
+
 
 logger = logging.getLogger(__name__)
 
 _MAX_PAGES = 100
 _RELIST_SECONDS = 10.0
 _SETTLE_SECONDS = 2.0
+LIST_RESOURCES, READ_RESOURCE = "list_resources", "read_resource"
+LIST_PROMPTS, GET_PROMPT = "list_prompts", "get_prompt"
+_MAX_PAGES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +152,83 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
 def _extras(client: Client, spec: McpSpec, found: dict[str, Schema]) -> list[Schema]:
     """Return the tools for resources and prompts that ``spec`` requests and the server has."""
     can = client.server_capabilities
-    schemas = extras.resource_tools() if spec.options.resources and can.resources is not None else []
+    schemas = resource_tools() if spec.options.resources and can.resources is not None else []
     if spec.options.prompts and can.prompts is not None:
-        schemas = [*schemas, *extras.prompt_tools()]
+        schemas = [*schemas, *prompt_tools()]
     return [schema for schema in schemas if schema_name(schema) not in found]
+
+
+def resource_tools() -> list[Schema]:
+    """Return the tools that list and read resources."""
+    uri = {"type": "object", "properties": {"uri": {"type": "string"}}, "required": ["uri"]}
+    return [
+        function_schema(LIST_RESOURCES, "List the resources that read_resource can read.", None),
+        function_schema(READ_RESOURCE, "Read the resource at a URI.", uri),
+    ]
+
+
+def prompt_tools() -> list[Schema]:
+    """Return the tools that list and fill prompts."""
+    texts = {"type": "object", "additionalProperties": {"type": "string"}}
+    parameters = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "arguments": texts},
+        "required": ["name"],
+    }
+    return [
+        function_schema(GET_PROMPT, "Return a prompt with its arguments filled in.", parameters),
+        function_schema(LIST_PROMPTS, "List the prompts and their arguments.", None),
+    ]
+
+
+async def call_extra(client: Client, tool: str, arguments: Mapping[str, Any]) -> str:
+    """Run one of these tools. Raises MCPError."""
+    if tool == LIST_RESOURCES:
+        return await _list_resources(client)
+    if tool == READ_RESOURCE:
+        read = await client.read_resource(str(arguments["uri"]))
+        return "\n".join(render_resource(_raw(item)) for item in read.contents)
+    if tool == LIST_PROMPTS:
+        return await _list_prompts(client)
+    texts = {str(name): str(value) for name, value in (arguments.get("arguments") or {}).items()}
+    prompt = await client.get_prompt(str(arguments["name"]), texts)
+    return "\n".join(f"{message.role}: {render_item(_raw(message.content))}" for message in prompt.messages)
+
+
+async def _list_resources(client: Client) -> str:
+    found: list[dict[str, Any]] = []
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_resources(cursor=cursor)
+        found += [_shown(item, "uri", "name", "description", "mimeType") for item in page.resources]
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    templates = await client.list_resource_templates()
+    found += [
+        _shown(item, "uriTemplate", "name", "description", "mimeType")
+        for item in templates.resource_templates
+    ]
+    return json.dumps(found, ensure_ascii=False)
+
+
+async def _list_prompts(client: Client) -> str:
+    found: list[dict[str, Any]] = []
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_prompts(cursor=cursor)
+        found += [_shown(item, "name", "description", "arguments") for item in page.prompts]
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return json.dumps(found, ensure_ascii=False)
+
+
+def _shown(item: Any, *keys: str) -> dict[str, Any]:
+    raw = _raw(item)
+    return {key: raw[key] for key in keys if raw.get(key)}
+
+
+def _raw(item: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = item.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return raw

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from agentrl.config.schema import ToolConfig
-from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connector import Connector
 from agentrl.tools.mcp.dedicated import DedicatedServer
 from agentrl.tools.mcp.shared import SharedServer
-from agentrl.tools.specs import Limits, McpSpec, Scope, StdioSpec
+from agentrl.tools.specs import CallGate, Limits, McpSpec, Scope, StdioSpec
 
 _PARALLEL_STARTS = 4
 """Processes of one server that start at a time."""

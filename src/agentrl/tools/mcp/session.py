@@ -14,9 +14,8 @@ from typing import Any
 
 from agentrl.errors import ToolServerError, tool_server
 from agentrl.tools.base import Reply, Schema, Trajectory, schema_name
-from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY
-from agentrl.tools.specs import Hook, Limits, Options
+from agentrl.tools.specs import CallGate, Hook, Limits, Options
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
-from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
 from agentrl.tools.mcp.connector import Connector
 from agentrl.tools.mcp.session import McpSession
-from agentrl.tools.specs import Limits
+from agentrl.tools.specs import CallGate, Limits
 
 logger = logging.getLogger(__name__)
 

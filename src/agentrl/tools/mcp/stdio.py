@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.atomic_folder import scratch_folder
-from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import WORKDIR, StdioSpec
 
