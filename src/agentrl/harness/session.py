@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
@@ -178,7 +178,7 @@ class HarnessSession(Session):
         if answer.pop("kept"):
             with suppress(FileNotFoundError):
                 os.replace(self._folder / "files.new", self.archive)
-        return _command_run(Execution(**answer), secrets)
+        return command_run(Execution(**answer), secrets)
 
     def _base_environment(self) -> dict[str, str]:
         name, _, value = self._marker.partition("=")
@@ -195,10 +195,8 @@ class HarnessSession(Session):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
-    values: dict[str, Any] = {}
-    for name in ("stdout", "stderr"):
-        values[name] = hide(getattr(done, name), secrets)
+def command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
+    """Return what the Record shows of a command, without the values of secrets."""
     return CommandRun(
         ended=command_ending(done.exit_code) if done.exceeded is None else _LIMITS[done.exceeded],
         exit_code=done.exit_code,
@@ -206,7 +204,8 @@ def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
         memory_mb=done.memory_mb,
         stdout_bytes=done.stdout_bytes,
         stderr_bytes=done.stderr_bytes,
-        **values,
+        stdout=hide(done.stdout, secrets),
+        stderr=hide(done.stderr, secrets),
     )
 
 

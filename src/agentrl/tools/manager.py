@@ -14,8 +14,14 @@ import httpx
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
-from agentrl.tools.mcp.content import image_items, images_in, is_content, json_text, render_content
-from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
+from agentrl.tools.mcp.content import (
+    MAX_MESSAGE_BYTES,
+    image_items,
+    images_in,
+    is_content,
+    json_text,
+    render_content,
+)
 from agentrl.tools.redact import redact_address, redact_secrets
 from agentrl.tools.specs import CallGate, Limits, ManagerSpec, Options
 

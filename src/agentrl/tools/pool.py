@@ -21,7 +21,7 @@ from agentrl.tools.base import (
 from agentrl.tools.browse import BrowseAgent
 from agentrl.tools.config import configured_servers, load_tools
 from agentrl.tools.manager import managed_servers
-from agentrl.tools.mcp.servers import mcp_server
+from agentrl.tools.mcp.dedicated import mcp_server
 from agentrl.tools.python import python_servers
 from agentrl.tools.session import Condense, ToolNames, ToolSession
 from agentrl.tools.specs import ManagerSpec

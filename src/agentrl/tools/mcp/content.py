@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.documents.images import Image
@@ -16,7 +15,6 @@ from agentrl.documents.read_image import MAX_IMAGE_BYTES, image_of_base64
 from agentrl.errors import ImageError
 
 if TYPE_CHECKING:
-    from mcp.client._transport import ReadStream
     from mcp.shared.message import SessionMessage
 
 
@@ -47,7 +45,7 @@ MAX_IMAGES = 8
 class NormalizedStream:
     """A read stream of a transport whose results are normalized before the SDK validates them."""
 
-    def __init__(self, stream: ReadStream[SessionMessage | Exception]) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     @property
@@ -73,10 +71,8 @@ class NormalizedStream:
         await self._stream.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stream.__aexit__(kind, error, trace)
+    async def __aexit__(self, *raised: Any) -> Any:
+        return await self._stream.__aexit__(*raised)
 
 
 def _normalized(item: SessionMessage | Exception) -> SessionMessage | Exception:
