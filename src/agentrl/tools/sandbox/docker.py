@@ -214,8 +214,8 @@ def container_limits(limits: SandboxLimits, *, network: str) -> list[str]:
     # The owner is named because some versions of runc replace the mode by that of the image's folder.
     size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
     return [
-        "--rm", "--network", network, "--user", f"{_USER}:{_USER}", "--cpus", "1",
-        *limit_arguments(limits, more_processes=4),
+        "--rm", "--network", network, *limit_arguments(limits, more_processes=4),
+        "--user", f"{_USER}:{_USER}", "--cpus", "1",
         "--tmpfs", f"/work:{size}", "--tmpfs", f"/tmp:{size}", "--workdir", "/work", "--env", "HOME=/work",
     ]  # fmt: skip
 
