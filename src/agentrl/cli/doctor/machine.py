@@ -24,7 +24,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
-from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.linux import landlock_version
 from agentrl.tools.sandbox.local import namespace_problem
 
 State = Literal["ok", "warn", "fail"]
@@ -136,7 +136,7 @@ def check_sandbox() -> Check:
     if problem is None:
         return Check(name, "ok", "namespaces: own network, processes and files")
     hint = f"{problem}; allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker"
-    if landlock.version():
+    if landlock_version():
         return Check(name, "ok", f"limits and Landlock; no namespaces: {problem}")
     return Check(
         name, "warn", f"only limits: programs read this user's files; no namespaces: {problem}", hint

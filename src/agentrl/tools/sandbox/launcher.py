@@ -17,9 +17,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol
 
-from agentrl.tools.sandbox import forward, linux, namespaces
-from agentrl.tools.sandbox.plain import PlainRun, descendants
-from agentrl.tools.sandbox.program import Job, Streams
+from agentrl.tools.sandbox import linux, namespaces
+from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants
 
 _POLL_SECONDS: Final = 0.05
 _SLOW_POLL_SECONDS: Final = 0.5
@@ -28,6 +27,7 @@ _SAVE_SECONDS: Final = 15.0
 _CHUNK: Final = 65536
 LENGTH_BYTES: Final = 8
 """A job is preceded by its length."""
+_STOPPED = 128 + signal.SIGTERM
 
 
 class _Run(Protocol):
@@ -157,7 +157,7 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     limits = job.limits
     forwarder, channel = (None, None)
     if job.namespaces and job.gateway is not None:
-        forwarder, channel = forward.start((job.gateway[0], job.gateway[1]))
+        forwarder, channel = namespaces.start_forwarder((job.gateway[0], job.gateway[1]))
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
     streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
@@ -325,3 +325,23 @@ def _input(text: str) -> int:
         target.write(text.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def main_attached() -> None:
+    """Run the job of the first argument, in JSON, with the variables of this process that the second names.
+
+    Exits with the program's code, or with 1 and a reason.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_STOPPED))
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    given, names = (json.loads(word) for word in sys.argv[1:])
+    job = Job(**{**given, "environment": {name: os.environ[name] for name in names}})
+    os.makedirs(job.directory, exist_ok=True)
+    try:
+        code, why = run_attached(job)
+    except OSError as error:
+        code, why = 1, str(error)
+    if why is not None:
+        print(f"the sandbox ended the program: {why}", file=sys.stderr)
+    sys.exit(code if code >= 0 else 128 - code)
