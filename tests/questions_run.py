@@ -54,7 +54,7 @@ async def _first_epoch(store: Store) -> None:
     await _score(store, 1.0, (0, 0), tool=CALCULATOR)
     claim = await _claim(store)
     failure = Failure(kind="tool", message="search: connection refused")
-    await store.claims.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
+    await store.attempts.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
     await _score(store, 0.0, (0,))
     await _begin(store, 0, "task_002", 1)
     for _ in range(2):
@@ -107,7 +107,7 @@ async def _score(
         claim, RecordStatus.COMPLETED, final_answer=answer, stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claim, RecordStatus.SCORING)
-    await store.claims.score(claim, value, {"scorer": "exact"})
+    await store.attempts.score(claim, value, {"scorer": "exact"})
 
 
 def _call(

@@ -23,8 +23,8 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.model.load import load_policy
-from agentrl.weights.stored_dtype import stored_dtype
-from agentrl.weights.versions import write_temporary
+from agentrl.weights.folder import stored_dtype
+from agentrl.weights.publish import write_temporary
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

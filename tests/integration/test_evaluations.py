@@ -30,7 +30,7 @@ from agentrl.evaluation.identity import identify
 from agentrl.evaluation.policy import Policy
 from agentrl.evaluation.report import compare, report
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

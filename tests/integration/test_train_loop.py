@@ -29,7 +29,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskS
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
-from agentrl.weights.manifest import verify
+from agentrl.weights.model_folder import verify
 
 pytestmark = pytest.mark.integration
 

@@ -15,8 +15,8 @@ from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError
 from agentrl.store.evaluations import digest
-from agentrl.weights.adapter_folder import CONFIG_FILE, is_adapter
-from agentrl.weights.manifest import checksums
+from agentrl.weights.folder import CONFIG_FILE, is_adapter
+from agentrl.weights.model_folder import checksums
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -42,7 +42,7 @@ class GroupFinalizer:
 
     async def run_completed(self) -> int:
         """Finalize the groups that this process completed; return how many this call finalized."""
-        completed = self._store.claims.completed.take(self._split)
+        completed = self._store.attempts.completed.take(self._split)
         return sum([await self.finalize(task_id) for task_id in completed])
 
     async def run_waiting(self, waiting_seconds: float = 0.0) -> int:

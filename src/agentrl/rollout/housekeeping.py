@@ -121,7 +121,7 @@ class Housekeeping:
                     self._made_work()
 
     async def _work_once(self) -> bool:
-        freed = await self._store.claims.reap(
+        freed = await self._store.expired_leases.reap(
             self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
         )
         await self.finalize_completed()
@@ -218,7 +218,7 @@ class Tails:
     async def _fail(self, claim: Claim, why: str) -> None:
         logger.info("trajectory cut", extra={"record": claim.record_id, "why": why})
         try:
-            await self._store.claims.fail(
+            await self._store.attempts.fail(
                 claim, Failure(kind=KIND, message=why), max_attempts=1, backoff_seconds=0.0
             )
         except LeaseLostError:

@@ -19,7 +19,6 @@ from agentrl.config.schema import (
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
-from agentrl.model.load import require_folder
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.processes import stop_on_signals
 from agentrl.registry import paths_among
@@ -32,6 +31,7 @@ from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
+from agentrl.weights.folder import require_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

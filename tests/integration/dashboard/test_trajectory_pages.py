@@ -14,9 +14,9 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.query import FIELDS
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store

@@ -95,7 +95,7 @@ class OfSlot(Kind):
         await self.store.records.create(held)
 
     async def release(self, held: Claim) -> None:
-        await self.store.claims.release(held)
+        await self.store.attempts.release(held)
 
 
 class OfRequest(Kind):

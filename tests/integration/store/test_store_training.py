@@ -69,7 +69,7 @@ async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
         await store.model_calls.add(claim, make_call(claim, 0))
         await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4")
         await store.records.advance(claim, RecordStatus.SCORING)
-        await store.claims.score(claim, float(claim.traj_id))
+        await store.attempts.score(claim, float(claim.traj_id))
     return task_key("train", 0, str(number))
 
 
@@ -111,7 +111,7 @@ async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
         record = await store.records.get(claim.record_id)
         assert record is not None
         assert record.context_resets == resets
-    await store.claims.release(claim)
+    await store.attempts.release(claim)
     with pytest.raises(LeaseLostError):
         await store.model_calls.add(claim, make_call(claim, 4))
     assert len(await store.model_calls.by_record(record.id)) == 4

@@ -116,9 +116,9 @@ async def test_a_sampler_samples_and_does_no_more(
         assert await store.tasks.open_epoch("train", 1, 0, 2) > 0
         claim = await run.claim(store)
         assert await store.claims.heartbeat([claim], 60) == []
-        await store.claims.release(claim)
+        await store.attempts.release(claim)
         await run.fail(store, await run.claim(store), max_attempts=3)
-        assert await store.claims.reap("train") == 0
+        assert await store.expired_leases.reap("train") == 0
         await store.claims.reopen_failed("train")
         for _ in range(5):
             await score_slot(store)

@@ -13,7 +13,7 @@ from agentrl.observe.redact import redact
 from agentrl.store.embedded.mongod import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
-    from agentrl.store.admin.server_info import ServerInfo
+    from agentrl.store.admin.server import ServerInfo
 
 _SLOW_SECONDS = 0.05
 _CLOCK_WARN = 1.0
@@ -23,7 +23,7 @@ _DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
 
 async def database_checks(run: RunConfig) -> list[Check]:
     """Return the checks of the server; one row if it cannot be reached. Creates nothing."""
-    from agentrl.store.admin.server_info import ServerInfos
+    from agentrl.store.admin.server import ServerInfos
     from agentrl.store.client import open_connection
 
     try:

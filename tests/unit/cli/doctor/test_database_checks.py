@@ -11,7 +11,7 @@ import pytest
 from agentrl.cli.doctor.check import Check
 from agentrl.cli.doctor.database import server_checks
 from agentrl.cli.doctor.limits import check_memory, check_open_files, check_processes
-from agentrl.store.admin.server_info import ServerInfo
+from agentrl.store.admin.server import ServerInfo
 
 TODAY = date(2026, 11, 22)
 
