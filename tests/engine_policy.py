@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.documents.sampling import SamplingParams
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 
 VOCAB = 512
 EOS = 1

@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.documents.base import now
-from agentrl.documents.run import ProcessIdentity
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion, ProcessIdentity
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import DBRecordData, TrainStep
+from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.store.training import StaleVersions
 

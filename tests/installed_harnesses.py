@@ -25,15 +25,20 @@ from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.branches import branches_of, main_branch
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.images import Image
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    VersionSpan,
+    branches_of,
+    main_branch,
+    unpack_ids,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.chains import chain_of
 from agentrl.gateway.host import GatewayHost
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -92,7 +97,12 @@ class SpellingEngine(ScriptedEngine):
         super().__init__(bpe_format(), script)
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Answer the script's text for a prompt, and stop."""
         answer = self.script[0]

@@ -15,21 +15,20 @@ import small_run as run
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Limits, Retention
+from agentrl.store.admin.retention import Checkpoint, Limits, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training import StaleVersions
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2
@@ -161,20 +160,20 @@ class History:
         stop = self.rng.choice([StopReason.ANSWERED, StopReason.TURNS_LIMIT])
         await self.store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=stop)
         await self.store.records.advance(claim, RecordStatus.SCORING)
-        await self.store.claims.score(claim, self.rng.choice([0.0, 0.0, 0.5, 1.0]), {"scorer": "exact"})
+        await self.store.attempts.score(claim, self.rng.choice([0.0, 0.0, 0.5, 1.0]), {"scorer": "exact"})
 
     async def fail(self) -> None:
         """A trajectory ends with a failure."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
             failure = Failure(kind=self.rng.choice(["engine", "tool"]), message="it went away")
-            await self.store.claims.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
+            await self.store.attempts.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
 
     async def release(self) -> None:
         """A sampler stops and hands a slot back."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
-            await self.store.claims.release(claim)
+            await self.store.attempts.release(claim)
 
     async def expire(self) -> None:
         """A sampler freezes: its lease runs out."""
@@ -213,10 +212,10 @@ class History:
             claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
         )
         if self.rng.random() < 0.3:
-            await self.store.claims.release(claim)
+            await self.store.attempts.release(claim)
             return
         await self.store.records.advance(claim, RecordStatus.SCORING)
-        await self.store.scorings.postpone(
+        await self.store.attempts.postpone(
             claim, Failure(kind="scorer", message="no verdict"), max_scorings=MAX_ATTEMPTS,
             backoff_seconds=0.0, counts=self.rng.random() < 0.7,
         )  # fmt: skip
@@ -224,19 +223,19 @@ class History:
     async def score_queued(self) -> None:
         """A scorer takes what waits for a score; it may die, or score it."""
         self.owners += 1
-        claims = await self.store.scorings.claim(
+        claims = await self.store.claims.claim_sampled(
             split=self.rng.choice(SPLITS), owner=f"scorer-{self.owners}", lease_seconds=600.0, limit=2
         )
         for claim in claims:
             if self.rng.random() < 0.2:
-                await self.store.claims.release(claim)
+                await self.store.attempts.release(claim)
                 continue
             await self.store.records.advance(claim, RecordStatus.SCORING)
-            await self.store.claims.score(claim, self.rng.choice([0.0, 1.0]), {"scorer": "exact"})
+            await self.store.attempts.score(claim, self.rng.choice([0.0, 1.0]), {"scorer": "exact"})
 
     async def reap(self) -> None:
         """Any sampler frees what expired."""
-        await self.store.claims.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
+        await self.store.expired_leases.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
 
     async def finalize(self) -> None:
         """Any sampler finalizes what is complete."""

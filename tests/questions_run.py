@@ -7,10 +7,15 @@ from pathlib import Path
 from small_run import LEASE, fail, publish
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import CallStatus, RecordStatus, ServiceStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
@@ -49,7 +54,7 @@ async def _first_epoch(store: Store) -> None:
     await _score(store, 1.0, (0, 0), tool=CALCULATOR)
     claim = await _claim(store)
     failure = Failure(kind="tool", message="search: connection refused")
-    await store.claims.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
+    await store.attempts.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
     await _score(store, 0.0, (0,))
     await _begin(store, 0, "task_002", 1)
     for _ in range(2):
@@ -102,7 +107,7 @@ async def _score(
         claim, RecordStatus.COMPLETED, final_answer=answer, stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claim, RecordStatus.SCORING)
-    await store.claims.score(claim, value, {"scorer": "exact"})
+    await store.attempts.score(claim, value, {"scorer": "exact"})
 
 
 def _call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,12 +14,12 @@ from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template import ChatTemplate
 from agentrl.chat.template_renderer import TemplateRenderer
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.images import Image
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ToolServerError
-from agentrl.inference.encoded_ids import EncodedIds
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
@@ -62,10 +63,14 @@ class ScriptedEngine:
         self.version = 3
         self.context_length: int | None = None
         self.partial: PartialGeneration | None = None
-        self.encoded = EncodedIds()
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, progress: Progress | None = None
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """The next line, closed by the end-of-turn token; ``progress`` gets it in pieces of four tokens."""
         self.prompts.append(list(input_ids))
@@ -92,10 +97,31 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: object = None
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
     ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self
+
+
+class OneEngine:
+    """The client of an engine, as the engine of a trajectory."""
+
+    partial: PartialGeneration | None = None
+
+    def __init__(self, client: EngineClient, context_length: int | None = None) -> None:
+        self.client = client
+        self.context_length = context_length
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
+        """One request, without resumption."""
+        return await self.client.generate(input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded)
 
 
 class FakeTools:

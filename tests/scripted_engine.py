@@ -10,7 +10,7 @@ from typing import Any
 
 from tcp_server import TcpServer
 
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 
 VOCAB = 100

@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))
@@ -63,13 +68,13 @@ async def score(store: Store, claimed: Claim, value: float, *, version: int = 0)
         claimed, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claimed, RecordStatus.SCORING)
-    await store.claims.score(claimed, value, {"scorer": "exact"})
+    await store.attempts.score(claimed, value, {"scorer": "exact"})
 
 
 async def fail(store: Store, claimed: Claim, *, max_attempts: int) -> None:
     """End an attempt with a failure; where attempts are left, the slot opens at once."""
     failure = Failure(kind="engine", message="the engine went away")
-    await store.claims.fail(claimed, failure, max_attempts=max_attempts, backoff_seconds=0.0)
+    await store.attempts.fail(claimed, failure, max_attempts=max_attempts, backoff_seconds=0.0)
 
 
 async def publish(store: Store, root: Path, version: int, *, step: int, train_step: str | None) -> Path:
@@ -118,5 +123,5 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
         await add_task(store, RUNNING, 3)
         running = await claim(store)
         await store.model_calls.add(running, call(running, 0, 1, 2))
-        await store.claims.release(await claim(store))
+        await store.attempts.release(await claim(store))
         await add_task(store, UNTOUCHED, 4)

@@ -18,7 +18,7 @@ from transformers import (
 
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.model.forward import ForwardOptions
 

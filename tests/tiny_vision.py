@@ -20,8 +20,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from agentrl.documents.images import Image
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import Image, image_of_bytes
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",

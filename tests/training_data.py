@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
 

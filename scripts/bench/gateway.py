@@ -36,7 +36,7 @@ from store_fixtures import run_database, server
 
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.documents.gateway import GatewaySession
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.gateway.app import token_digest

@@ -224,7 +224,7 @@ def _fake_gpu() -> Iterator[Any]:
 
     from agentrl.distributed.mesh import Layout, Mesh
     from agentrl.model import load
-    from agentrl.model.empty import allocate
+    from agentrl.model.load import allocate
     from agentrl.train import build
 
     def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:

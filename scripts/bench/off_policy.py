@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config.schema import OptimConfig
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions

@@ -25,15 +25,15 @@ from pathlib import Path
 from harness import Row, add_quick, finish
 
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.generation import Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.quickstart.tiny import build_tiny_model
 

@@ -12,8 +12,16 @@ from typing import Any
 import numpy as np
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan, full_messages
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    full_messages,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan

@@ -219,7 +219,7 @@ def _padded(batch: Sequence[Any], data: Sequence[Any]) -> dict[str, Any]:
     """Pad prompts on the left and completions on the right to the longest of the step, as TRL does."""
     import torch
 
-    from agentrl.documents.packing import unpack_ids
+    from agentrl.documents.model_call import unpack_ids
 
     prompts = [item.spans[0].start for item in batch]
     longest_prompt = max(item.spans[0].start for item in data)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
 SMOLLM = Path(".agentrl/models/SmolLM2-135M-Instruct")

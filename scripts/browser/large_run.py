@@ -20,9 +20,8 @@ from run_services import ability_at, services_of, step_metrics
 
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.base import Root, now
-from agentrl.documents.label import Label, label_key
-from agentrl.documents.record import Failure, Record
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.record import Failure, Label, Record, label_key
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, StepStatus, StopReason, TaskStatus
 from agentrl.documents.task import Slot, Task, record_key, task_key
 from agentrl.documents.training import DBRecordData, TrainStep

@@ -12,11 +12,8 @@ from typing import Any
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import Root, now
-from agentrl.documents.evaluation import Evaluation
-from agentrl.documents.outage import Outage
 from agentrl.documents.record import Record
-from agentrl.documents.run import RunSettings, TrainerLease, flags_key
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import Evaluation, InferenceService, Outage, RunSettings, TrainerLease, flags_key
 from agentrl.documents.status import EvaluationStatus, ServiceStatus
 from agentrl.scoring.evaluation import EvaluatedTask, summarize
 

@@ -22,7 +22,7 @@ from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import DATABASE, AgentRLError
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from chaos.scene import READY_SECONDS, RUN, Scene
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
 from agentrl.processes import ChildProcess
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import environment
 from chaos.drill_services import HOST
 from chaos.drills import Counts, count

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 async def open_all(run: RunConfig, config: OpenerConfig) -> None:
     """Load the file, then open the epochs one by one, as samplers do."""
     from agentrl.store.client import open_store
-    from agentrl.store.retry import retry_outages
+    from agentrl.store.mechanics.retry import retry_outages
 
     result = read_tasks(config.openings_file, split=SPLIT, seed=run.seed, num_generations=GENERATIONS)
     with retry_outages(run.db_wait_seconds):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 from chaos.drills import count, is_reported, wait_for_scores
 from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 

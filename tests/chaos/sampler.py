@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.cli import main as cli
-from agentrl.store import blobs
+from agentrl.store.mechanics import blobs
 
 PACKED_LIMIT = 300
 """Packed bytes above which a document's arrays move to GridFS; most model calls have more."""

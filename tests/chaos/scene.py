@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import AgentRLError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.model_call import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, Node
 from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses

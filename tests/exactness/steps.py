@@ -9,8 +9,7 @@ import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task

@@ -15,10 +15,15 @@ import pytest
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import Root, now
-from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    ToolExecution,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.record import Failure, Record
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import (
     CallStatus,
     DataStatus,

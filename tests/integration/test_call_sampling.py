@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rollout_fakes import FakeTools
+from rollout_fakes import FakeTools, OneEngine
 from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
@@ -24,9 +24,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Slot, Task
-from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import Generation
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -64,23 +62,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-@dataclass
-class Session:
-    """An engine as a trajectory sees it."""
-
-    client: EngineClient
-    calls: int = 0
-    context_length: int | None = None
-
-    async def generate(self, input_ids: Sequence[int], params: SamplingParams) -> Generation:
-        self.calls += 1
-        return await self.client.generate(input_ids, params, f"call-sampling-{id(self)}-{self.calls}")
-
-
 @asynccontextmanager
-async def opened(served: Served) -> AsyncIterator[Session]:
+async def opened(served: Served) -> AsyncIterator[OneEngine]:
     async with engine_client("local", served.url, 60.0) as client:
-        yield Session(client)
+        yield OneEngine(client)
 
 
 async def sample(

@@ -14,9 +14,9 @@ from tcp_server import TcpServer
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EngineAnswerError, EngineInterruptedError, Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.front_router import FrontRouter
-from agentrl.inference.generation import EngineAnswerError, EngineInterruptedError, Generation
 from agentrl.inference.http import EngineHttp
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]

@@ -29,17 +29,17 @@ from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.gateway.grammar import grammar_of
+from agentrl.gateway.answers import grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
-from agentrl.inference.generation import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.budget import Budget
 

@@ -17,8 +17,8 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient

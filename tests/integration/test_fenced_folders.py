@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
-from agentrl.weights.manifest import verify
+from agentrl.weights.model_folder import verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 
 pytestmark = pytest.mark.integration

@@ -8,19 +8,13 @@ import pytest
 from scripted_engine import VOCAB, Answer, Call, ScriptedEngine
 
 from agentrl.config.schema import SamplingConfig
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.partial import PartialGeneration
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EngineAnswerError, EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.generation import (
-    EngineAnswerError,
-    EngineInterruptedError,
-    EngineRefusedError,
-    Generation,
-)
 from agentrl.inference.router import EngineRouter
 
 pytestmark = pytest.mark.integration

@@ -8,10 +8,9 @@ from rollout_fakes import END, FakeTools, format_of
 from scripted_engine import Call, ScriptedEngine
 
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
-from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.model_call import VersionSpan, unpack_floats, unpack_ids
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.router import EngineRouter

@@ -370,7 +370,7 @@ async def test_a_lost_claim_ends_its_trajectory(store: Store) -> None:
 
     await until(claimed)
     (held,) = setting.sampler._held.claims
-    await store.claims.release(held)
+    await store.attempts.release(held)
     setting.limit = 0
 
     async def given_up() -> bool:

@@ -16,8 +16,8 @@ import pytest
 from engine_policy import assert_logprobs, prompt, save_model
 
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.commands import EngineCommand, engine_command, engine_venv
 from agentrl.inference.engines.process import EngineProcess, free_port

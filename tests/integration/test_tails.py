@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
@@ -10,8 +11,8 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, Samplin
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
-from agentrl.inference.generation import Generation
-from agentrl.rollout import held_claims, tails
+from agentrl.inference.engine import Generation
+from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
@@ -29,18 +30,18 @@ class SlowLast(ScriptedEngine):
         self.released = asyncio.Event()
         self.waiting = asyncio.Event()
 
-    async def generate(self, input_ids: list[int], params: SamplingParams) -> Generation:  # type: ignore[override]
+    async def generate(self, *args: Any, **named: Any) -> Generation:
         if len(self.prompts) >= 2:
             self.waiting.set()
             await self.released.wait()
-        return await super().generate(input_ids, params)
+        return await super().generate(*args, **named)
 
 
 @pytest.mark.parametrize("policy", ["cut", "carry"])
 async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     store: Store, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr(tails, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(held_claims, "GRACE_SECONDS", 5.0)
     steps = [SimpleNamespace(step=4)]
 

@@ -23,13 +23,13 @@ from tiny_policy import write_tiny_policy
 from training_data import group
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import TrainStep
 from agentrl.store.client import Store, open_store
-from agentrl.weights.manifest import verify
+from agentrl.weights.model_folder import verify
 
 pytestmark = pytest.mark.integration
 
@@ -55,7 +55,7 @@ sys.exit(main(["train", *sys.argv[1:]]))
 KILLED_BETWEEN_PARTS = """
 import os, signal, sys
 from agentrl.cli.main import main
-from agentrl.store import step_chunks
+from agentrl.store.mechanics import step_chunks
 step_chunks.CHUNK = 1
 count = step_chunks.StepChunks._train
 seen = []

@@ -18,7 +18,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.cli.try_task import TryConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.harness.agent import RETURN_SECONDS

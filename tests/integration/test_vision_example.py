@@ -27,8 +27,8 @@ from agentrl.config.schema import (
     SamplingConfig,
 )
 from agentrl.data.verify import explain_difference
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus
 from agentrl.documents.task_file import read_tasks
 from agentrl.inference.router import EngineRouter

@@ -6,35 +6,25 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeTools
+from rollout_fakes import FakeTools, OneEngine
 from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import (
-    AgentConfig,
-    GroupConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AgentConfig, GroupConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.convert import to_training_data
-from agentrl.documents.images import Image, image_refs
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_ids
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import Image, image_of_bytes, image_refs
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ImageError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.generation import EngineRefusedError, Generation
+from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.forward import ForwardOptions
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.images import MemoryImages
@@ -52,18 +42,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = save_vision_model(tmp_path_factory.mktemp("vision"), request.param)
     with serve_locally(folder, max_total_tokens=4096) as engine:
         yield engine
-
-
-class Direct:
-    """The engine without a router."""
-
-    context_length = 2048
-
-    def __init__(self, client: EngineClient) -> None:
-        self.client = client
-
-    async def generate(self, input_ids: Any, params: SamplingParams, *, images: Any = ()) -> Generation:
-        return await self.client.generate(input_ids, params, f"r{len(input_ids)}", images=images)
 
 
 async def trajectory(
@@ -85,7 +63,7 @@ async def trajectory(
     async with EngineClient(served.url, 30.0) as client:
         rollout = Rollout(
             Claim(task=task, traj_id=number, attempt=1, owner="o"), AgentConfig(), chat_format=chat_format,
-            engine=Direct(client), tools=FakeTools(), schemas=[],  # type: ignore[arg-type]
+            engine=OneEngine(client, 2048), tools=FakeTools(), schemas=[],  # type: ignore[arg-type]
             params=SamplingParams(max_new_tokens=8, temperature=0.9), seed=number,
             manage_context=CONTEXT_MANAGERS.get(AgentConfig().new_context), write=write, images=store,
         )  # fmt: skip

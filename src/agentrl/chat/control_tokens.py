@@ -17,7 +17,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.documents.base import replace_surrogates
 
 _MARK = f"mark{uuid.uuid4().hex}"
 """Random in each process, so untrusted text cannot hold it. It is removed before tokenization."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.chat_format import Message
-from agentrl.documents.bad_task import kind_of
 from agentrl.documents.images import MARKER, Image
-from agentrl.documents.task_images import MAX_TASK_IMAGES, read_images
+from agentrl.documents.task_messages import MAX_TASK_IMAGES, kind_of, read_images
 
 _IMAGE_KEYS = ("image", "image_url", "url", "path")
 """Keys under which an image part of other systems names its source."""

@@ -46,8 +46,8 @@ def add_rescore(subparsers: Any) -> None:
 async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Score, write and print a table; return 1 if some Records could not be scored."""
     from agentrl.data.rescore import RescoreOptions, rescore_run
-    from agentrl.documents.scorer_sum import scorer_weights
     from agentrl.documents.status import RecordStatus
+    from agentrl.documents.task import scorer_weights
     from agentrl.observe.terminal import clean, fixed, stdout_console, table
     from agentrl.registry import allow_imports
     from agentrl.scoring.scorers import require_scorer
@@ -98,8 +98,8 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
     import asyncio
 
-    from agentrl.rollout.score import score_queued
-    from agentrl.store.admin.requeue import Requeueing
+    from agentrl.rollout.scoring import score_queued
+    from agentrl.store.admin.reopen import Reopening
     from agentrl.store.client import open_existing
 
     if arguments.status != ["failed"] or arguments.scorer is not None:
@@ -110,7 +110,7 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     sampling = replace(group_of(SamplingConfig, arguments), max_concurrent_scorings=arguments.concurrency)
     async with await open_existing(run) as store:
-        done = await Requeueing(store.connection).requeue(
+        done = await Reopening(store.connection).requeue(
             split=arguments.split, tasks=arguments.task, records=arguments.record, dry_run=arguments.dry_run
         )
         scored = 0

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.context_limits import as_words, fitted_limits, machine_context
-from agentrl.cli.gpus import place_processes
-from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
+from agentrl.cli.gpus import MemoryCheck, StepTooLargeError, place_processes
 from agentrl.cli.placement import Numbers, Placement
 from agentrl.cli.start_check import require_joinable, require_usable
 from agentrl.config.load import Configs, parse

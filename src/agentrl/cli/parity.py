@@ -28,7 +28,7 @@ from agentrl.observe.terminal import stdout_console
 
 if TYPE_CHECKING:
     from agentrl.inference.client import EngineClient
-    from agentrl.inference.generation import Generation
+    from agentrl.inference.engine import Generation
     from agentrl.model.load import Policy
 
 _GENERATE_SECONDS = 600.0

@@ -11,7 +11,7 @@ import orjson
 from markupsafe import Markup
 
 from agentrl.dashboard.render import link
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.observe.terminal import number
 from agentrl.store.views.rows import StepRow

@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from agentrl.dashboard.stores import StorePool
 from agentrl.errors import AgentRLError
-from agentrl.store.changes import WATCHED
 from agentrl.store.client import Store
+from agentrl.store.mechanics.change_stream import WATCHED
 
 logger = logging.getLogger(__name__)
 

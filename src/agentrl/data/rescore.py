@@ -10,8 +10,13 @@ from typing import Any
 
 from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
-from agentrl.documents.branches import branches_of, main_branch, of_main_role
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    branches_of,
+    full_messages,
+    main_branch,
+    of_main_role,
+)
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task

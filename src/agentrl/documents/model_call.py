@@ -1,16 +1,51 @@
-"""DispatchedSamplingTask: one model call of a trajectory; it stores only what it adds to its parent."""
+"""DispatchedSamplingTask: one model call of a trajectory; with packed tokens, partial calls and branches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.images import ImageRef, ImageSpan, Part
 from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.status import CallStatus
+
+
+def pack_ids(ids: Sequence[int] | NDArray[np.int32]) -> bytes:
+    """Return the int32 bytes of token ids."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> NDArray[np.int32]:
+    """Return int32[n] ids; inverse of ``pack_ids``."""
+    return np.frombuffer(data, dtype="<i4").astype(np.int32, copy=False)
+
+
+def pack_floats(values: Sequence[float] | NDArray[np.float32]) -> bytes:
+    """Return the float32 bytes of logprobs."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_floats(data: bytes) -> NDArray[np.float32]:
+    """Return float32[n] values; inverse of ``pack_floats``."""
+    return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
+
+
+def pack_halves(values: NDArray[np.float32]) -> bytes:
+    """Return the float16 bytes of ``values``; numbers beyond ±65504 become ±65504."""
+    limit = np.finfo(np.float16).max
+    return np.clip(values, -limit, limit).astype("<f2").tobytes()
+
+
+def unpack_halves(data: bytes) -> NDArray[np.float32]:
+    """Return float32[n] values; inverse of ``pack_halves``."""
+    return np.frombuffer(data, dtype="<f2").astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +186,7 @@ class DispatchedSamplingTask(Root):
     images: tuple[ImageSpan, ...] = ()
     """Tokens of ``context_ids`` that stand for images."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
-    """See ``store.checksums``."""
+    """See ``store.mechanics.blobs``."""
 
     @property
     def is_context_reset(self) -> bool:
@@ -194,3 +229,83 @@ def full_messages(
         else message
         for message in call.messages
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialGeneration(Document):
+    """The tokens so far of one generation, with the policy versions that sampled them."""
+
+    prompt: str
+    """Digest of the prompt's ids; only a call with the same prompt is resumed."""
+    output_ids: bytes
+    """int32 ids of the generated tokens."""
+    logprobs: bytes
+    """float32 logprob of each output id."""
+    logprobs_of: LogprobsOf
+    versions: tuple[VersionSpan, ...]
+    cached_tokens: int = 0
+
+
+def prompt_digest(ids: Sequence[int]) -> str:
+    """Return the digest of a prompt's ids."""
+    return hashlib.blake2b(pack_ids(ids), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A conversation from its first model call to its last. Branches may share their first calls."""
+
+    calls: tuple[DispatchedSamplingTask, ...]
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether tools were offered."""
+        return any(call.tools for call in self.calls)
+
+    @property
+    def indexes(self) -> tuple[int, ...]:
+        """Return the indexes of its calls."""
+        return tuple(call.index for call in self.calls)
+
+
+def branches_of(calls: Sequence[DispatchedSamplingTask]) -> list[Branch]:
+    """Return a branch for each call that no other call continues, in the order of their last calls."""
+    by_id = {call.id: call for call in calls}
+    continued = {call.parent or call.follows for call in calls}
+    return [Branch(_path(by_id, call)) for call in calls if call.id not in continued]
+
+
+def main_branch(branches: Sequence[Branch]) -> Branch | None:
+    """Return the branch with the most calls; of several, one with tools, then the one that grew longest."""
+    return max(
+        branches,
+        key=lambda branch: (len(branch.calls), branch.has_tools, branch.calls[-1].prompt_tokens),
+        default=None,
+    )
+
+
+def same_agent(branches: Sequence[Branch]) -> list[Branch]:
+    """Return the branches with the system prompt and the tools of the main branch, which is one of them."""
+    main = main_branch(branches)
+    return [branch for branch in branches if main is not None and _setting(branch) == _setting(main)]
+
+
+def _setting(branch: Branch) -> tuple[object, object]:
+    """Return the system messages and the tools of a branch."""
+    first = branch.calls[0]
+    return [message for message in first.messages if message["role"] == "system"], first.tools
+
+
+def of_main_role(calls: Sequence[DispatchedSamplingTask]) -> list[DispatchedSamplingTask]:
+    """Return the calls of the trajectory's own conversation; if it has none, those of the first role."""
+    name = calls[0].role if calls and all(call.role is not None for call in calls) else None
+    return [call for call in calls if call.role == name]
+
+
+def _path(
+    by_id: Mapping[str, DispatchedSamplingTask], last: DispatchedSamplingTask
+) -> tuple[DispatchedSamplingTask, ...]:
+    path = [last]
+    while (before := path[-1].parent or path[-1].follows) is not None:
+        path.append(by_id[before])
+    return tuple(reversed(path))

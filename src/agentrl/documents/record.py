@@ -1,17 +1,64 @@
-"""Record: one attempt at one trajectory of one Task."""
+"""Record: one attempt at one trajectory, with what its harness did. Label: what a person says of it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from enum import StrEnum
+from typing import Any, Final
 
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.base import Document, Root, is_finite, now
 from agentrl.documents.gateway import ReportedReward
-from agentrl.documents.harness import HarnessRun
-from agentrl.documents.partial import PartialGeneration
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.status import RecordStatus, StopReason, shown_status
+from agentrl.errors import ConfigError
+
+
+class Ending(StrEnum):
+    """How a harness, or the command that scores it, ended."""
+
+    EXITED = "exited"  # by itself, with exit code 0
+    NONZERO_EXIT = "nonzero_exit"  # by itself, with another exit code
+    KILLED = "killed"  # by a signal that AgentRL did not send, also one that a shell reports as 128 + n
+    TIME_LIMIT = "time_limit"
+    MEMORY_LIMIT = "memory_limit"
+    DISK_LIMIT = "disk_limit"  # its files reached limits.disk_mb or limits.files
+    OUTPUT_LIMIT = "output_limit"
+    NO_CALLS = "no_calls"  # it ended with exit code 0 and has made no model call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRun(Document):
+    """One command that ran in the working directory of a trajectory."""
+
+    ended: Ending
+    exit_code: int
+    """Minus the number of the signal that ended it."""
+    seconds: float
+    memory_mb: float
+    """Largest memory seen."""
+    stdout: str = ""
+    """The first and the last bytes of standard output."""
+    stderr: str = ""
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessRun(Document):
+    """The harness of one trajectory, what it changed, and the command that scored it."""
+
+    run: CommandRun
+    changed_files: tuple[str, ...] = ()
+    """The first files of the working directory that differ from its beginning."""
+    changes: int = 0
+    """How many files differ."""
+    diff: str = ""
+    """A unified diff of the changed text files, cut at a limit."""
+    scoring: CommandRun | None = None
+    """The command that scored it; None without one."""
+
 
 TURN_REWARDS = "turn_rewards"
 """The key of ``score_details`` with a reward for each model call."""
@@ -103,7 +150,7 @@ class Record(Root):
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` deleted its model calls and training data."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
-    """See ``store.checksums``."""
+    """See ``store.mechanics.blobs``."""
 
     @property
     def shown_status(self) -> str:
@@ -121,14 +168,14 @@ class Record(Root):
         """Return the reward of each model call; empty if neither the scorer nor a tool gave one."""
         stored = self.score_details.get(TURN_REWARDS)
         values = stored if isinstance(stored, (list, tuple)) else ()
-        return tuple(float(value) if _is_finite(value) else 0.0 for value in values)
+        return tuple(float(value) if is_finite(value) else 0.0 for value in values)
 
     @property
     def role_rewards(self) -> dict[str, float]:
         """Return the rewards of roles; empty without any."""
         stored = self.score_details.get(ROLE_REWARDS)
         values = stored if isinstance(stored, dict) else {}
-        return {role: float(value) for role, value in values.items() if _is_finite(value)}
+        return {role: float(value) for role, value in values.items() if is_finite(value)}
 
     @property
     def call_roles(self) -> tuple[str | None, ...]:
@@ -137,5 +184,43 @@ class Record(Root):
         return tuple(stored) if isinstance(stored, (list, tuple)) else ()
 
 
-def _is_finite(value: Any) -> bool:
-    return is_finite(value)
+MAX_LABEL: Final = 64
+MAX_NOTE: Final = 4000
+MAX_NAME: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label(Root):
+    """One person's label of one Record. ``id`` is ``record_id@by``: a person has one label per trajectory."""
+
+    id: str
+    record: str
+    by: str
+    """The name that the person gave."""
+    written_by: str | None = None
+    """Who wrote it by authentication: the user and host of the dashboard, and the database user."""
+    label: str
+    """A word to filter by, such as ``wrong`` or ``cheats``."""
+    note: str = ""
+    score: float | None = None
+    """The score that the trajectory deserves; ``agentrl db rescore --from-labels`` applies it."""
+    created_at: datetime = field(default_factory=now)
+    updated_at: datetime = field(default_factory=now)
+
+
+def label_key(record_id: str, by: str) -> str:
+    """Return the ``_id`` of a person's label of a Record."""
+    return f"{record_id}@{by}"
+
+
+def check_label(*, label: str, note: str, by: str, score: float | None) -> None:
+    """Raise ConfigError for a text that is missing or too long, or a score that is not finite."""
+    for what, text, shortest, longest in (
+        ("label", label, 1, MAX_LABEL), ("note", note, 0, MAX_NOTE), ("name", by, 1, MAX_NAME)
+    ):  # fmt: skip
+        if not shortest <= len(text) <= longest:
+            raise ConfigError(
+                f"the {what} has {len(text)} characters", hint=f"give {shortest} to {longest} characters"
+            )
+    if score is not None and not math.isfinite(score):
+        raise ConfigError(f"the score is {score}", hint="give a finite number, or none")

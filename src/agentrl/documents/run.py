@@ -1,16 +1,16 @@
-"""Documents that a run has once: schema version, settings, admission gate, epochs, the trainer's lease.
+"""Documents beside trajectories: settings, epochs, the trainer's lease, weights, engines, evaluations.
 
 Each kind has a collection of its own, because different database users may write it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-from agentrl.documents.base import Document, Root
-from agentrl.documents.status import EpochStatus, TrainerEnd
+from agentrl.documents.base import Document, Root, now
+from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
 
 SCHEMA: Final = "schema"
 """``_id`` of the document in ``Run`` with the version of the database schema. Administrators change it."""
@@ -156,3 +156,123 @@ class TrainerLease(Root):
     def is_held(self, at: datetime) -> bool:
         """Return whether a trainer holds the lease at the server's time ``at``."""
         return self.owner is not None and self.lease_expires_at is not None and self.lease_expires_at > at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileChecksum(Document):
+    """The name, size and checksum of one file in a published folder."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion(Root):
+    """One published set of weights. Version 0 is the model that the run starts from."""
+
+    id: int
+    step: int
+    status: VersionStatus = VersionStatus.PUBLISHED
+    location: str
+    """Absolute path of a Hugging Face folder that every engine can read."""
+    files: tuple[FileChecksum, ...]
+    train_step: str | None
+    published_at: datetime = field(default_factory=now)
+    attempt: int | None = None
+    """The attempt of the trainer that reserved the number; None without a reservation."""
+    pruned_at: datetime | None = None
+    """When the folder was marked for deletion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceService(Root):
+    """One live engine. It is alive while ``heartbeat`` is younger than the heartbeat timeout."""
+
+    id: str
+    url: str
+    engine: str
+    model: str
+    status: ServiceStatus = ServiceStatus.STARTING
+    policy_version: int | None = None
+    running_requests: int = 0
+    running_tokens: int = 0
+    """Tokens of the running and queued requests; 0 for an engine that does not report them."""
+    context_length: int | None = None
+    """Largest number of tokens of a prompt and its continuation; None until the engine is ready."""
+    tokenizer: str | None = None
+    """Fingerprint of the tokenizer in the folder that the engine serves."""
+    detail: str | None = None
+    host: str
+    pid: int
+    instance: str | None = None
+    """A random name that the engine's server returns; it identifies the server behind ``url``."""
+    started_at: datetime = field(default_factory=now)
+    heartbeat: datetime = field(default_factory=now)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage(Root):
+    """One outage. It goes on while ``ended_at`` is None and its process refreshes ``seen_at``."""
+
+    id: str
+    dependency: str
+    """What is down, as text: ``tool server search``."""
+    by: str
+    """The process that sees it."""
+    why: str
+    """The last error."""
+    held: int = 0
+    """Calls that wait for it."""
+    began_at: datetime = field(default_factory=now)
+    seen_at: datetime = field(default_factory=now)
+    ended_at: datetime | None = None
+
+
+OUTSIDE_VERSION: Final = -2
+"""The version in the tokens of weights that are not a policy version of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation(Root):
+    """One evaluation. ``id`` is the split of its Tasks and Records.
+
+    The id contains a hash of the tasks and of the settings: an edited task file is another evaluation.
+    """
+
+    id: str
+    status: EvaluationStatus = EvaluationStatus.WAITING
+    version: int | None
+    """The policy version; None for a model folder."""
+    step: int | None = None
+    """The optimizer step of the version."""
+    model: str | None
+    """Folder of the weights; None if it is not on the machine of the evaluation."""
+    model_digest: str | None = None
+    """Hash of the files of a model folder."""
+    file: str
+    """The task file as it was named."""
+    tasks_digest: str
+    """Hash of the content of all tasks."""
+    settings_digest: str
+    """Hash of ``settings``."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Flags that change what is sampled."""
+    samples: int
+    """Trajectories per task."""
+    label: str = ""
+    right_threshold: float
+    """A trajectory passes when its score is above this."""
+    results: dict[str, Any] | None = None
+    """Set when it is finished: ``scoring.evaluation.Summary`` as JSON, and one for each group of tasks."""
+    by: str | None = None
+    """The process that evaluates."""
+    began_at: datetime = field(default_factory=now)
+    seen_at: datetime = field(default_factory=now)
+    """When its process last wrote; the weights of an evaluation that was seen lately are not deleted."""
+    finished_at: datetime | None = None
+
+    @property
+    def total(self) -> dict[str, Any]:
+        """The results of all tasks together; empty before it is finished."""
+        return (self.results or {}).get("total") or {}

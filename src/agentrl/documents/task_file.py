@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
-from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.images import Image
-from agentrl.documents.scorer_sum import scorer_weights
-from agentrl.documents.task import Task
-from agentrl.documents.task_images import read_images
+from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
+from agentrl.documents.task_messages import BadTaskError, read_images
 from agentrl.documents.task_source import TaskSource
 from agentrl.errors import TaskFileError
 

@@ -15,11 +15,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
-from agentrl.documents.bad_task import BadTaskError, checked, kind_of
-from agentrl.documents.scorer_sum import sum_name
-from agentrl.documents.task import Slot, Task, task_key
-from agentrl.documents.task_images import MAX_TASK_IMAGES, image_refs_of
-from agentrl.documents.task_messages import Chat, read_examples, read_prompt
+from agentrl.documents.task import Slot, Task, sum_name, task_key
+from agentrl.documents.task_messages import (
+    MAX_TASK_IMAGES,
+    BadTaskError,
+    Chat,
+    checked,
+    image_refs_of,
+    kind_of,
+    read_examples,
+    read_prompt,
+)
 from agentrl.validation import PositiveWhole, Text, broken, wrong
 
 MAX_LINE_BYTES = 16 * 2**20

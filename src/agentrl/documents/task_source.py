@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.task_json import DECODER, MAX_LINE_BYTES, parse
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import TaskFileError
 
 _GZIP = b"\x1f\x8b"

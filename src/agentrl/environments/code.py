@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.documents.bad_task import BadTaskError
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, TaskRequest, environment
 from agentrl.errors import TaskEnvironmentError, TaskFileError

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.documents.sanitize_bson import is_finite, replace_surrogates
+from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import AgentRLError, TaskEnvironmentError

@@ -19,7 +19,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TaskConfig,
 )
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult
 from agentrl.errors import TaskFileError

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
 from agentrl.errors import ImageError, StoreError, TrajectoryError
 from agentrl.gateway.dialects.images import joined
-from agentrl.inference.encoded_ids import EncodedIds
+from agentrl.inference.engine import EncodedIds
 from agentrl.tools.base import Schema
 
 if TYPE_CHECKING:

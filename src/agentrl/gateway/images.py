@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.documents.images import Image, has_images
-from agentrl.documents.read_image import image_of_url
+from agentrl.documents.images import Image, has_images, image_of_url
 from agentrl.errors import ImageError
 from agentrl.gateway.errors import GatewayError
 from agentrl.gateway.request import GatewayRequest, refuse_media

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from agentrl.chat.call_shape import CallShape, call_shape
@@ -29,20 +28,18 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.answers import response_of, unmet
+from agentrl.gateway.answers import grammar_of, response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.grammar import grammar_of
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
 from agentrl.gateway.request import GatewayRequest, aside
-from agentrl.inference.encoded_ids import EncodedIds
-from agentrl.inference.generation import EngineRefusedError, Generation, Progress
+from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import images_of
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
 from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
@@ -59,41 +56,12 @@ ASKED_AGAIN = "asked_again"
 """The stored parameter that counts the answers before this one that were not what the request demands."""
 
 
-class StreamingEngine(Protocol):
-    """An engine that reports tokens while it generates: ``EngineSession``."""
-
-    encoded: EncodedIds
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        ...
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        progress: Progress | None = None,
-        images: Sequence[Image] = (),
-    ) -> Generation:
-        """Sample a continuation of ``input_ids``."""
-        ...
-
-
-class StreamingRouter(Protocol):
-    """Access to the engines: ``EngineRouter``."""
-
-    def session(self, traj_id: str, group: str | None = None) -> AbstractAsyncContextManager[StreamingEngine]:
-        """Return the engine for calls of one trajectory; calls of one ``group`` prefer one engine."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
     """Answers requests of any trajectory of a run. Its only state is a cache of stored conversations."""
 
     store: Store
-    router: StreamingRouter
+    router: Router
     chat_format: ChatFormat
     params: SamplingParams
     agent: AgentConfig
@@ -182,11 +150,9 @@ class Answerer:
                 params = budget.clamp(params, len(prompt.ids))
                 span = stack.enter_context(gateway_call_span(claim, params, call.dialect))
                 on_prompt(prompt.ids)
-                engine.encoded = prompt.encoded
                 images = await images_of(self.store.images, prompt.images)
-                shown: dict[str, Any] = {"images": images} if images else {}
                 generation, params = await self._sample(
-                    engine, request, call, prompt, params, progress, shown
+                    engine, request, call, prompt, params, progress, images
                 )
             await checking
             stored = await self._store(claim, request, call, prompt, params, generation)
@@ -196,13 +162,13 @@ class Answerer:
 
     async def _sample(
         self,
-        engine: StreamingEngine,
+        engine: Engine,
         request: GatewayRequest,
         call: GatewayCall,
         prompt: Prompt,
         params: SamplingParams,
         progress: Progress | None,
-        shown: dict[str, Any],
+        images: Sequence[Image],
     ) -> tuple[Generation, SamplingParams]:
         """Return a generation and the parameters to store with it.
 
@@ -210,18 +176,22 @@ class Answerer:
         else the model is asked again, up to ``ATTEMPTS`` times. A later answer is chosen by its text: its
         parameters say so, and it is context. Nothing of these answers is streamed before it is chosen.
         """
+
+        def generate(params: SamplingParams, progress: Progress | None = None) -> Awaitable[Generation]:
+            return engine.generate(prompt.ids, params, progress, images, prompt.encoded)
+
         if not request.must_call and request.schema is None:
-            return await engine.generate(prompt.ids, params, progress, **shown), params
+            return await generate(params, progress), params
         if (grammar := await self._grammar(request, prompt)) is not None:
             constrained = params.replace(extra={**params.extra, **grammar})
             with contextlib.suppress(EngineRefusedError):
-                return await engine.generate(prompt.ids, constrained, None, **shown), constrained
+                return await generate(constrained), constrained
         sent = params
         for attempt in range(1 if params.temperature == 0 else ATTEMPTS):
             if attempt:
                 extra = {name: value for name, value in params.extra.items() if name != "sampling_seed"}
                 sent = params.replace(extra=extra).seeded(self.seed, call.id, attempt)
-            generation = await engine.generate(prompt.ids, sent, None, **shown)
+            generation = await generate(sent)
             is_cut = generation.finish_reason == "length"
             if not is_cut and unmet(self._parse(request, prompt, generation), request) is None:
                 break
@@ -278,7 +248,7 @@ class Answerer:
         )
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.answered_calls.add(claim, pending.document(), call, after)
+            stored = await self.store.model_calls.answer(claim, pending.document(), call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.chains.add(chain, (claim.record_id, after))

@@ -13,7 +13,7 @@ from typing import Final
 
 import httpx
 
-from agentrl.documents.harness import CommandRun, Ending, HarnessRun
+from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.changes import compare
@@ -23,9 +23,8 @@ from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.score import score_files
 from agentrl.harness.session import HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
+from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent
-from agentrl.rollout.endpoint import Endpoint
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo
 
-from agentrl.documents.harness import Ending
+from agentrl.documents.record import Ending
 from agentrl.settings_file import read_settings
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.validation import BesideFile, PlainText, Positive, PositiveWhole, Settings, Text, wrong

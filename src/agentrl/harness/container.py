@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from agentrl.documents.harness import CommandRun
+from agentrl.documents.record import CommandRun
 from agentrl.errors import ToolServerError
 from agentrl.harness.command import arguments_of
 from agentrl.harness.config import Command, HarnessConfig, HarnessLimits

@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any, Final
 
-from agentrl.documents.harness import CommandRun, Ending
-from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
+from agentrl.documents.base import is_finite, sanitize_bson
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile, ScoreCommand
 from agentrl.harness.session import Session

@@ -18,7 +18,7 @@ from typing import Final, Self
 from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
-from agentrl.documents.harness import CommandRun, Ending
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.harness.command import arguments_of, search_path
 from agentrl.harness.config import Command

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agentrl.errors import EngineError
-from agentrl.inference.generation import EngineRefusedError, known_format, policy_version
+from agentrl.errors import ENGINES, EngineError
+from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
-from agentrl.weights.stored_dtype import stored_bytes
+from agentrl.weights.folder import stored_bytes
 
 _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
@@ -208,3 +208,17 @@ def vocab_size_of(folder: str) -> int | None:
         return None
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None
+
+
+def policy_version(name: Any, url: str) -> int:
+    """Return the number of a weight version; SGLang names the initial weights ``default``, which is 0."""
+    if name in ("default", None):
+        return 0
+    try:
+        return int(name)
+    except (TypeError, ValueError) as error:
+        raise EngineError(
+            f"engine {url} reports weight version {name!r}, which is not a policy version",
+            hint="start it by `agentrl serve`",
+            outage=ENGINES,
+        ) from error

@@ -7,7 +7,7 @@ import contextlib
 import logging
 
 from agentrl.errors import EngineError
-from agentrl.inference.generation import known_format
+from agentrl.inference.engine import known_format
 from agentrl.inference.http import EngineHttp
 
 log = logging.getLogger(__name__)

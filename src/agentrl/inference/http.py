@@ -12,7 +12,7 @@ import orjson
 
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.connections import Connections
-from agentrl.inference.generation import EngineRefusedError, malformed
+from agentrl.inference.engine import EngineRefusedError, malformed
 
 CONTROL_SECONDS = 30.0
 

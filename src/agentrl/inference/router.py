@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from agentrl.documents.partial import PartialGeneration
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.model_call import PartialGeneration
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.session import Client, EngineSession, Tokens
-from agentrl.store.retry import log_store_errors
+from agentrl.store.mechanics.retry import log_store_errors
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
@@ -24,7 +24,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.front_router import FrontRouter
-from agentrl.store.retry import log_store_errors, retry_outages
+from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -178,7 +178,7 @@ class ServedEngine:
         )
 
     async def _follow(self) -> None:
-        from agentrl.weights.follow import newer_versions
+        from agentrl.weights.publish import newer_versions
 
         newest = self._version
         while True:
@@ -192,7 +192,7 @@ class ServedEngine:
 
     async def update(self, version: PolicyVersion) -> None:
         """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
-        from agentrl.weights.manifest import verify
+        from agentrl.weights.model_folder import verify
 
         try:
             await asyncio.to_thread(verify, version.location, version.files)
@@ -234,7 +234,7 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
 
     Raises PublishError if versions are published and none of them is intact.
     """
-    from agentrl.weights.follow import newest_intact_version
+    from agentrl.weights.publish import newest_intact_version
 
     version = await newest_intact_version(store)
     if version is not None:

@@ -10,11 +10,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from agentrl.documents.images import Image
-from agentrl.documents.partial import PartialGeneration, prompt_digest
+from agentrl.documents.model_call import (
+    PartialGeneration,
+    pack_floats,
+    pack_ids,
+    prompt_digest,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
-from agentrl.inference.encoded_ids import EncodedIds
-from agentrl.inference.generation import (
+from agentrl.inference.engine import (
+    EncodedIds,
     EngineInterruptedError,
     EngineRefusedError,
     FinishReason,
@@ -22,7 +29,6 @@ from agentrl.inference.generation import (
     Progress,
     join,
 )
-from agentrl.inference.partial import kept, resumed
 
 log = logging.getLogger(__name__)
 
@@ -111,8 +117,7 @@ class EngineSession:
         self.tokens = 0
         self.partial = partial
         self._engines = engines
-        self.encoded = EncodedIds()
-        """The JSON of the last prompt; that of an earlier call of the same conversation may replace it."""
+        self._encoded = EncodedIds()
 
     @property
     def context_length(self) -> int | None:
@@ -125,10 +130,12 @@ class EngineSession:
         params: SamplingParams,
         progress: Progress | None = None,
         images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
     ) -> Generation:
         """Return one complete generation, resumed as often as engines abort it or fail.
 
-        ``images`` are those of the prompt, in order.
+        ``images`` are those of the prompt, in order. ``encoded`` is the JSON of an earlier prompt that this
+        one continues; without it, that of the last call is tried.
 
         An aborted generation continues from its tokens so far, on the same or another engine, unless they
         already end at a stop: an engine may report the abort instead of the stop. After a failure it
@@ -142,21 +149,19 @@ class EngineSession:
             raise ContextFullError(
                 f"a prompt of {len(input_ids):,} tokens leaves nothing of the context of {limit:,} tokens"
             )
-        parts = self._kept_parts(input_ids)
+        if encoded is not None:
+            self._encoded = encoded
+        partial, self.partial = self.partial, None
+        parts = []
+        if partial is not None and partial.prompt == prompt_digest(input_ids):
+            parts.append(_resumed(partial, len(input_ids)))
         try:
             return await self._finish(input_ids, params, parts, progress, images)
         except EngineRefusedError:
             raise
         except BaseException:
-            self.partial = kept(input_ids, parts)
+            self.partial = _kept(input_ids, parts)
             raise
-
-    def _kept_parts(self, input_ids: Sequence[int]) -> list[Generation]:
-        """Return the kept tokens of a call with this prompt, and forget them."""
-        partial, self.partial = self.partial, None
-        if partial is None or partial.prompt != prompt_digest(input_ids):
-            return []
-        return [resumed(partial, len(input_ids))]
 
     async def _finish(
         self,
@@ -215,11 +220,11 @@ class EngineSession:
                 input_ids,
                 params,
                 rid,
-                encoded=self.encoded,
+                encoded=self._encoded,
                 routing_key=self.group or self.traj_id,
                 keep=keep,
                 progress=progress,
-                **({"images": images} if images else {}),
+                images=images,
             )
         except EngineRefusedError:
             raise
@@ -232,7 +237,7 @@ class EngineSession:
 
 
 def _shifted(progress: Progress, by: int) -> Progress:
-    """Return ``progress`` for a request whose first token has the place ``by`` of the output."""
+    """Return ``progress`` for a request whose first token has the index ``by`` in the output."""
     return lambda start, ids: progress(by + start, ids)
 
 
@@ -277,3 +282,34 @@ def _remaining(params: SamplingParams, done: int) -> SamplingParams:
     if "sampling_seed" in extra:
         extra["sampling_seed"] += done
     return params.replace(max_new_tokens=params.max_new_tokens - done, extra=extra)
+
+
+def _kept(input_ids: Sequence[int], parts: Sequence[Generation]) -> PartialGeneration | None:
+    """Return the tokens of ``parts``, generated after ``input_ids``; None if there are none."""
+    parts = [part for part in parts if part.output_ids]
+    if not parts:
+        return None
+    whole = join(parts, "abort", len(input_ids), 0.0)
+    return PartialGeneration(
+        prompt=prompt_digest(input_ids),
+        output_ids=pack_ids(whole.output_ids),
+        logprobs=pack_floats(whole.logprobs),
+        logprobs_of=whole.logprobs_of,
+        versions=whole.versions,
+        cached_tokens=whole.cached_tokens,
+    )
+
+
+def _resumed(partial: PartialGeneration, prompt_tokens: int) -> Generation:
+    """Return the kept tokens as an aborted generation."""
+    return Generation(
+        output_ids=tuple(unpack_ids(partial.output_ids).tolist()),
+        logprobs=tuple(unpack_floats(partial.logprobs).tolist()),
+        versions=partial.versions,
+        finish_reason="abort",
+        prompt_tokens=prompt_tokens,
+        cached_tokens=partial.cached_tokens,
+        seconds=0.0,
+        engine_url="",
+        logprobs_of=partial.logprobs_of,
+    )

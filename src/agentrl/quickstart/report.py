@@ -58,7 +58,7 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome |
         plot = output / "curve.png"
         plot_curve(run_name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]
-        groups = await store.counts.groups()
+        groups = await store.details.groups()
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),

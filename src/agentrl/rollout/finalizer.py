@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.errors import StoreUnavailableError
-from agentrl.rollout.outcome import failure_text
+from agentrl.rollout.agent_io import failure_text
 
 if TYPE_CHECKING:
     from agentrl.documents.model_call import DispatchedSamplingTask
@@ -42,7 +42,7 @@ class GroupFinalizer:
 
     async def run_completed(self) -> int:
         """Finalize the groups that this process completed; return how many this call finalized."""
-        completed = self._store.claims.completed.take(self._split)
+        completed = self._store.attempts.completed.take(self._split)
         return sum([await self.finalize(task_id) for task_id in completed])
 
     async def run_waiting(self, waiting_seconds: float = 0.0) -> int:

@@ -17,7 +17,7 @@ from agentrl.documents.model_call import strip_tool_results
 from agentrl.errors import ContextFullError, TrajectoryError
 from agentrl.gateway.chains import Chain, Prompt, prompt_of
 from agentrl.gateway.history import prefix_digests
-from agentrl.inference.generation import Progress
+from agentrl.inference.engine import Progress
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import Draft, ModelCaller
 from agentrl.rollout.tool_calls import Tools, execute

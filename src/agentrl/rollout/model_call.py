@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall
-from agentrl.documents.images import Image, ImageSpan
-from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall, ToolExecution
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.base import sanitize_bson
+from agentrl.documents.images import ImageSpan
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    FixedModelCall,
+    ToolExecution,
+    pack_floats,
+    pack_ids,
+)
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import sanitize_bson
 from agentrl.documents.status import CallStatus
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.engine import Generation
 from agentrl.tools.base import Schema
-
-
-class Engine(Protocol):
-    """Access to an inference engine: ``EngineRouter.session``."""
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        ...
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        progress: Progress | None = None,
-        images: Sequence[Image] = (),
-    ) -> Generation:
-        """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
-
-        ``progress`` receives the tokens meanwhile.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,15 +10,15 @@ from typing import Any
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Claim
 from agentrl.errors import TrajectoryError
-from agentrl.inference.generation import Generation, Progress
+from agentrl.inference.engine import Engine, Generation, Progress
 from agentrl.rollout.budget import Budget
 from agentrl.rollout.images import ImageStore, MemoryImages, images_of
-from agentrl.rollout.model_call import Engine, PendingCall, Turn
+from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoredCall
@@ -113,10 +113,8 @@ class ModelCaller:
             params = self._params.replace(**changes).seeded(*self._seed, *seed)
             params = self.budget.clamp(params, len(draft.prompt_ids))
             images = await images_of(self.images, draft.images)
-            shown: dict[str, Any] = {"images": images} if images else {}
             with model_call_span(self.record, params) as span:
-                more = () if progress is None else (progress,)
-                generation = await self._engine.generate(draft.prompt_ids, params, *more, **shown)
+                generation = await self._engine.generate(draft.prompt_ids, params, progress, images)
                 parsed = self._parsed(draft, generation)
                 response = self.message(parsed)
                 end_model_call(span, generation, draft.read, response)

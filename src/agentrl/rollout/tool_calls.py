@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution
-from agentrl.documents.sanitize_bson import replace_surrogates, sanitize_bson
 from agentrl.errors import ToolServerError
 from agentrl.rollout.images import ImageStore
 from agentrl.rollout.model_call import PendingCall, Turn

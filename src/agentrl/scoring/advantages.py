@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.base import is_finite
 from agentrl.errors import GroupError
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe

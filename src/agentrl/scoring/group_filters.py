@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.record import Record
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.errors import GroupError
 from agentrl.registry import Registry

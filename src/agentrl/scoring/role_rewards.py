@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.sampling import GroupConfig
+from agentrl.documents.base import is_finite
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, Record
-from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
 from agentrl.user_code import describe

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.parsers import split_reasoning
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError
 from agentrl.llm.agent_config import load_judge
 from agentrl.scoring.judge import ask_judge, judge_prompt, judged_details

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.documents.base import is_finite, sanitize_bson
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
-from agentrl.documents.sanitize_bson import is_finite, sanitize_bson
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import CallStatus
+from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
+from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
 from agentrl.llm.deadline import Deadline
 from agentrl.registry import Registry
@@ -178,6 +179,8 @@ def require_scorer(name: str) -> None:
     """Raise ConfigError unless this process can find the scorer ``name``, or every scorer of the sum."""
     for part in scorer_weights(name):
         SCORERS.get(part)
+        if part == "math":
+            require("math_verify", "the scorer math")
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl.config.sampling import GroupConfig
+from agentrl.documents.base import is_finite
 from agentrl.documents.record import TURN_REWARDS, Record
-from agentrl.documents.sanitize_bson import is_finite
 from agentrl.errors import ScorerError
 from agentrl.scoring.advantages import agrees, estimate
 from agentrl.user_code import describe

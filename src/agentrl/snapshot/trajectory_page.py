@@ -13,11 +13,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from agentrl.data.convert import mask_reason
-from agentrl.data.trained_share import describe_share
+from agentrl.data.finalize_group import describe_share
 from agentrl.documents.base import now
-from agentrl.documents.harness import CommandRun, Ending, HarnessRun
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
-from agentrl.documents.record import Record
+from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record
 from agentrl.documents.status import CallStatus
 from agentrl.observe.terminal import MISSING, age, clean, excerpt, fixed, plain, table_of, versions
 from agentrl.snapshot.turns import beginning_of, branch_views, condensed_note

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,33 +19,31 @@ from pymongo.errors import PyMongoError
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
-from agentrl.store.allowed_imports import Imports
-from agentrl.store.answered_calls import AnsweredCalls
-from agentrl.store.changes import Changes
+from agentrl.store.attempts import Attempts
 from agentrl.store.claims import Claims
-from agentrl.store.connection import Connection
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.evaluations import Evaluations
+from agentrl.store.expired_leases import ExpiredLeases
 from agentrl.store.gateways import Gateways
 from agentrl.store.images import Images
 from agentrl.store.labels import Labels
+from agentrl.store.mechanics.change_stream import Changes
+from agentrl.store.mechanics.connection import Connection
+from agentrl.store.mechanics.retry import PastOutage
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
-from agentrl.store.outages import OutageRecords
 from agentrl.store.policy_versions import PolicyVersions
 from agentrl.store.records import Records
-from agentrl.store.retry import PastOutage
 from agentrl.store.schema import holds_run, open_schema
-from agentrl.store.scorings import Scorings
-from agentrl.store.services import Services
-from agentrl.store.settings import Settings
+from agentrl.store.services import OutageRecords, Services
+from agentrl.store.settings import Imports, Settings
 from agentrl.store.tasks import Tasks
-from agentrl.store.token_statistics import TokenStatisticsWrites
 from agentrl.store.trainer_lease import TrainerLeases
-from agentrl.store.training import Training
+from agentrl.store.training import TokenStatisticsWrites, Training
 from agentrl.store.views.counts import Counts
+from agentrl.store.views.details import Details
 from agentrl.store.views.read import Views
-from agentrl.store.views.rewards import Rewards
+from agentrl.store.views.scores import Rewards
 from agentrl.store.views.tokens import TokenReads
 from agentrl.store.views.trajectories import TrajectorySearch
 
@@ -56,8 +57,9 @@ class Store:
         self._connection = connection
         self.run_name = connection.database.name
         self.tasks = Tasks(connection)
-        self.claims = Claims(connection)
-        self.scorings = Scorings(connection, self.claims.completed)
+        self.attempts = Attempts(connection)
+        self.expired_leases = ExpiredLeases(connection, self.attempts.completed)
+        self.claims = Claims(connection, self.expired_leases)
         self.records = Records(connection)
         self.model_calls = ModelCalls(connection)
         self.training = Training(connection)
@@ -70,11 +72,11 @@ class Store:
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
         self.images = Images(connection)
-        self.answered_calls = AnsweredCalls(connection)
         self.labels = Labels(connection)
         self.token_statistics = TokenStatisticsWrites(connection)
         self.views = Views(connection)
         self.counts = Counts(connection)
+        self.details = Details(connection)
         self.trajectories = TrajectorySearch(connection)
         self.tokens = TokenReads(connection)
         self.rewards = Rewards(connection)
@@ -231,3 +233,24 @@ def _embedded_server(directory: str) -> tuple[str, Path]:
             hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
         )
     return status.uri, status.directory
+
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def scratch_store(run: RunConfig, prefix: str) -> AsyncIterator[Store]:
+    """Open the store of a new database on the server of ``run``, and drop it at the end.
+
+    Its name is ``prefix`` and 12 random digits; a process that is killed leaves it. Raises the StoreErrors of
+    ``open_store``.
+    """
+    name = f"{prefix}_{secrets.token_hex(6)}"
+    async with await open_store(replace(run, run_name=name)) as store:
+        try:
+            yield store
+        finally:
+            try:
+                await store.connection.client.drop_database(name)
+            except PyMongoError as error:
+                logger.warning("database %s is left, and may be dropped by hand: %s", name, error)

@@ -20,9 +20,9 @@ from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store.checksums import CHECKSUMS
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.lease import FREE, DocumentLease, literal
+from agentrl.store.mechanics.blobs import CHECKSUMS
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import FREE, DocumentLease, literal
 from agentrl.store.names import EPOCH, TASK
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from typing import Any
 from pymongo import ASCENDING, DESCENDING
 
 from agentrl.documents.base import plain
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.documents.status import EvaluationStatus, SlotStatus, VersionStatus
 from agentrl.documents.task import CONTENT, Task
 from agentrl.scoring.evaluation import EvaluatedTask
-from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.lease import after
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import after
 from agentrl.store.names import EVALUATION, RECORD, TASK, VERSION
 
 SEEN_SECONDS = 600.0

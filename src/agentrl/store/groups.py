@@ -18,9 +18,9 @@ from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection, Json, Repository, database_call
-from agentrl.store.lease import after, literal
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import after, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records

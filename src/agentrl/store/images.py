@@ -13,8 +13,8 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.base import now
 from agentrl.documents.images import Image
 from agentrl.errors import ImageError
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Connection, Repository, database_call
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Connection, Repository, database_call
 from agentrl.store.names import IMAGE
 
 _CACHED_BYTES = 256 * 2**20

@@ -10,11 +10,11 @@ from statistics import fmean
 
 from pymongo import ASCENDING
 
-from agentrl.documents.label import Label, check_label, label_key
-from agentrl.documents.sanitize_bson import replace_surrogates
+from agentrl.documents.base import replace_surrogates
+from agentrl.documents.record import Label, check_label, label_key
 from agentrl.errors import StoreError
-from agentrl.store.connection import Json, Repository, database_call
-from agentrl.store.lease import literal
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import LABEL, RECORD
 
 _WRITES = {"insert", "update", "remove"}

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
-from agentrl.documents.packing import unpack_floats, unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store as AsyncStore
 from agentrl.store.client import open_existing

@@ -17,34 +17,34 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root
-from agentrl.documents.evaluation import Evaluation
 from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
-from agentrl.documents.label import Label
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.outage import Outage
-from agentrl.documents.record import Record
+from agentrl.documents.record import Label, Record
 from agentrl.documents.run import (
     FLAGS,
     REMARKS,
     SCHEMA,
     EpochOpening,
+    Evaluation,
     Gate,
     ImportList,
+    InferenceService,
+    Outage,
+    PolicyVersion,
     RunFact,
     RunSettings,
     TrainerLease,
     flags_key,
 )
 from agentrl.documents.run import SETTINGS as CONCERNS
-from agentrl.documents.serving import InferenceService, PolicyVersion
 from agentrl.documents.status import ACTIVE_STEPS, values
 from agentrl.documents.task import Task
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import DBRecordData, TrainStep
+from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.difficulty import LIMIT
-from agentrl.store.connection import Json, insert_if_missing
+from agentrl.store.mechanics.connection import Json, insert_if_missing
+from agentrl.store.mechanics.slots import LEASE_DEADLINE
 from agentrl.store.names import (
     DATA,
     EPOCH,
@@ -68,7 +68,6 @@ from agentrl.store.names import (
     TOKEN_STATISTICS,
     VERSION,
 )
-from agentrl.store.slots import LEASE_DEADLINE
 from agentrl.store.views import VIEWS
 
 _COLLECTION_EXISTS = 48

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, UpdateOne
@@ -26,11 +27,44 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
-from agentrl.store.checksums import CHECKSUMS
-from agentrl.store.connection import Connection, Json, Repository
-from agentrl.store.curriculum import LEVEL, Curriculum
+from agentrl.store.mechanics.blobs import CHECKSUMS
+from agentrl.store.mechanics.connection import Connection, Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
-from agentrl.store.needs import Needs
+
+LEVEL = "meta.level"
+"""The field of a task with its level, a number; the lowest level is the easiest."""
+
+MASTERED_RATE = 0.8
+"""Mean pass rate of recent groups of a level from which on the next level begins."""
+
+MASTERED_GROUPS = 8
+"""Number of recently finalized groups of a level that decide; fewer never do."""
+
+
+class Curriculum(Repository):
+    """Reads the level from stored results, so every sampler finds the same, also after a restart."""
+
+    async def level(self, split: str, session: AsyncClientSession | None) -> float | None:
+        """Return the lowest level with tasks that are not begun and that is not mastered.
+
+        If all are mastered, the highest such level; None if no such task has a level.
+        """
+        waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
+        levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting, session=session))
+        for level in levels:
+            if not await self._is_mastered(split, level, session):
+                return float(level)
+        return float(levels[-1]) if levels else None
+
+    async def _is_mastered(self, split: str, level: float, session: AsyncClientSession | None) -> bool:
+        recent = self._collection(TASK).find(
+            {"split": split, LEVEL: level, "group.finalised_at": {"$ne": None}, "group.scored": {"$gt": 0}},
+            {"group.pass_rate": 1}, sort=[("group.finalised_at", DESCENDING)], limit=MASTERED_GROUPS,
+            session=session,
+        )  # fmt: skip
+        rates = [task["group"].get("pass_rate") or 0.0 async for task in recent]
+        return len(rates) == MASTERED_GROUPS and fmean(rates) >= MASTERED_RATE
+
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 BY_BEGIN = [("begun.number", ASCENDING), *BY_ORDER]
@@ -142,27 +176,27 @@ class TaskSelection(Repository):
         super().__init__(connection)
         self._curriculum = Curriculum(connection)
 
-    async def any_left(self, split: str, selection: Selection, without: Needs) -> bool:
-        """Return whether a group may be begun that needs nothing in ``without``.
+    async def any_left(self, split: str, selection: Selection, excluded: Json) -> bool:
+        """Return whether a group may be begun that matches ``excluded``, a filter.
 
         Clears ``ease`` of tasks whose next copy has been begun.
         """
-        if await self._ordered(split, 1, without, None):
+        if await self._ordered(split, 1, excluded, None):
             return True
         if selection.by_level:
             return False
-        known, begun = await self._known(split, selection, 0.0, 1, without, None)
+        known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
         while begun and not known:
             await self._collection(TASK).update_many({"_id": {"$in": begun}}, {"$set": {"ease": None}})
-            known, begun = await self._known(split, selection, 0.0, 1, without, None)
+            known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
         return bool(known)
 
     async def begin(
-        self, split: str, selection: Selection, capacity: int, without: Needs, session: AsyncClientSession
+        self, split: str, selection: Selection, capacity: int, excluded: Json, session: AsyncClientSession
     ) -> list[str]:
         """Choose up to ``capacity`` groups, insert missing copies, number the groups; return their ids.
 
-        None of them needs anything in ``without``. Their status stays ``created``; the admission changes it.
+        All of them match ``excluded``, a filter. Their status stays ``created``; the admission changes it.
         """
         if capacity <= 0:
             return []
@@ -171,10 +205,10 @@ class TaskSelection(Repository):
         estimate = await self._estimate(split, session)
         count = min(capacity, SLOTS_AT_ONCE)
         level = await self._curriculum.level(split, session) if selection.by_level else None
-        ordered = await self._ordered(split, count, without, session, level)
+        ordered = await self._ordered(split, count, excluded, session, level)
         known: list[Option] = []
         if not selection.by_level:
-            known, _ = await self._known(split, selection, -estimate.ability, count, without, session)
+            known, _ = await self._known(split, selection, -estimate.ability, count, excluded, session)
         chosen = choose(ordered, known, estimate, first, capacity)
         if not chosen:
             return []
@@ -209,12 +243,12 @@ class TaskSelection(Repository):
         ]  # fmt: skip
 
     async def _ordered(
-        self, split: str, count: int, without: Needs, session: AsyncClientSession | None,
+        self, split: str, count: int, excluded: Json, session: AsyncClientSession | None,
         level: float | None = None,
     ) -> list[Option]:  # fmt: skip
         """Return the next tasks in order, of one ``level`` if it is given, whose groups are not begun."""
         own: Json = {} if level is None else {LEVEL: level}
-        query = {"split": split, "status": TaskStatus.CREATED.value, **own, **without.excluded}
+        query = {"split": split, "status": TaskStatus.CREATED.value, **own, **excluded}
         created = await self._collection(TASK).find(
             query, _SHOWN, sort=BY_ORDER, limit=count, session=session
         ).to_list()  # fmt: skip
@@ -226,13 +260,13 @@ class TaskSelection(Repository):
         return [_option(t, t["_id"], t["epoch"], before.get(t["_id"]), eases) for t in created]
 
     async def _known(
-        self, split: str, selection: Selection, target: float, count: int, without: Needs,
+        self, split: str, selection: Selection, target: float, count: int, excluded: Json,
         session: AsyncClientSession | None,
     ) -> tuple[list[Option], list[str]]:  # fmt: skip
         """Return known tasks with an ease near ``target``, and the ids of tasks that are begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
-            **without.excluded,
+            **excluded,
         }  # fmt: skip
         easier, harder = [
             await self._collection(TASK).find(

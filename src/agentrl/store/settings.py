@@ -1,4 +1,4 @@
-"""Store the settings and the configuration that a run began with, and compare later processes with them."""
+"""Store the settings and the functions that a run began with, and compare later processes with them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any, Final
 
 from pymongo import ASCENDING
-from pymongo.errors import DuplicateKeyError
+from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import now, plain
-from agentrl.documents.run import FLAGS, RunSettings, flags_key
+from agentrl.documents.run import FLAGS, ImportList, RunSettings, flags_key
 from agentrl.errors import ConfigError
-from agentrl.store.connection import Repository, database_call
-from agentrl.store.names import RECORD, SETTINGS
+from agentrl.store.mechanics.connection import Repository, database_call
+from agentrl.store.names import IMPORTS, RECORD, SETTINGS
 
 FIXED: Final = frozenset({"tasks", "model"})
 """Concerns whose settings cannot change once anything has been sampled."""
@@ -141,3 +141,31 @@ def _hint(concern: str, run: str) -> str:
     command = f"agentrl db accept {concern} --run_name {run}"
     when = ", while nothing is sampled," if concern in FIXED else ""
     return f"{same}, or another --run_name;{when} `{command}` lets the next process set its own"
+
+
+_NOT_ALLOWED = 13
+
+
+class Imports(Repository):
+    """The calls on the list. On a server with authentication samplers may only read it."""
+
+    @database_call
+    async def paths(self) -> frozenset[str]:
+        """Return the paths that may be imported."""
+        document = await self._collection(IMPORTS).find_one({"_id": ImportList().id})
+        return frozenset(() if document is None else ImportList.from_document(document).paths)
+
+    @database_call
+    async def add(self, paths: Collection[str]) -> bool:
+        """Add paths; return False if the database user may not."""
+        if not paths or frozenset(paths) <= await self.paths():
+            return True
+        try:
+            await self._collection(IMPORTS).update_one(
+                {"_id": ImportList().id}, {"$addToSet": {"paths": {"$each": sorted(paths)}}}, upsert=True
+            )
+        except OperationFailure as error:
+            if error.code != _NOT_ALLOWED:
+                raise
+            return False
+        return True

@@ -14,10 +14,10 @@ from agentrl.documents.base import plain
 from agentrl.documents.status import APPLIED_STEPS, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
-from agentrl.store.checksums import seal
-from agentrl.store.connection import Json, database_call
+from agentrl.store.mechanics.blobs import seal
+from agentrl.store.mechanics.connection import Json, database_call
+from agentrl.store.mechanics.step_chunks import NotReadyError, StepChunk, StepChunks, chunks_of
 from agentrl.store.names import STEP
-from agentrl.store.step_chunks import NotReadyError, StepChunk, StepChunks, chunks_of
 from agentrl.store.trainer_lease import fence
 
 _APPLIED = values(APPLIED_STEPS)

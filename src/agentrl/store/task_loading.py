@@ -16,9 +16,9 @@ from agentrl.documents.base import now, plain
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import CONTENT, Task, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.checksums import CHECKSUMS, sealed
-from agentrl.store.connection import Connection, Json, Repository
 from agentrl.store.epochs import Epochs, LoadLease
+from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
+from agentrl.store.mechanics.connection import Connection, Json, Repository
 from agentrl.store.names import TASK
 
 P = ParamSpec("P")

@@ -8,11 +8,10 @@ from typing import Any
 
 from pymongo import ASCENDING
 
-from agentrl.documents.scorer_sum import scorer_weights
 from agentrl.documents.status import TaskStatus
-from agentrl.documents.task import Task
-from agentrl.store.connection import Json, database_call
+from agentrl.documents.task import Task, scorer_weights
 from agentrl.store.epochs import Epochs
+from agentrl.store.mechanics.connection import Json, database_call
 from agentrl.store.names import TASK
 from agentrl.store.selection import sort_key
 from agentrl.store.task_loading import LoadResult, TaskLoading

@@ -13,8 +13,8 @@ from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
-from agentrl.store.connection import Connection, Json, Repository, database_call, insert_if_missing
-from agentrl.store.lease import FREE, DocumentLease, literal, live
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, insert_if_missing
+from agentrl.store.mechanics.lease import FREE, DocumentLease, literal, live
 from agentrl.store.names import LEASE, STEP
 
 

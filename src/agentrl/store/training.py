@@ -9,18 +9,18 @@ from datetime import datetime
 from operator import itemgetter
 from typing import Literal, Self
 
-from pymongo import ASCENDING
+from pymongo import ASCENDING, ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.admission import GroupAdmission
-from agentrl.store.blobs import Blobs
-from agentrl.store.connection import Json, database_call
 from agentrl.store.groups import Groups
-from agentrl.store.names import DATA, RECORD
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS
 from agentrl.store.steps import Steps
 from agentrl.store.trainer_lease import fence
 
@@ -306,3 +306,14 @@ class Training(Groups, Steps):
     async def open_groups(self, split: str) -> int:
         """Return how many groups are open; see ``GroupAdmission``, which limits this number."""
         return await GroupAdmission(self._connection).count(split)
+
+
+class TokenStatisticsWrites(Repository):
+    """The trainer's calls on TokenStatistics; ``TokenReads`` reads them."""
+
+    @database_call
+    async def put(self, items: Sequence[TokenStatistics]) -> None:
+        """Store the statistics of a step, and replace those that exist. Idempotent."""
+        writes = [ReplaceOne({"_id": item.id}, item.to_document(), upsert=True) for item in items]
+        if writes:
+            await self._collection(TOKEN_STATISTICS).bulk_write(writes, ordered=False)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.parsers import split_reasoning
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
-from agentrl.documents.sanitize_bson import replace_surrogates
 from agentrl.errors import ConfigError
 from agentrl.llm.agent_config import BrowseSection, load_browse
 from agentrl.llm.ask import NoAnswerError, ask

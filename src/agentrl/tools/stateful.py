@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.base import is_finite
 from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text, unreachable_is_outage
 from agentrl.user_code import contain, contain_call

@@ -18,8 +18,8 @@ from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
-from agentrl.store.lease import RENEWALS_PER_LEASE, keep_renewed
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

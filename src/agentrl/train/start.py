@@ -34,24 +34,24 @@ from agentrl.data.verify import verifier
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.losses.settings import LossSettings
-from agentrl.model.load import base_folder, resolve_dtype
+from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.live import StepView
 from agentrl.observe.tracing.open import tracing
 from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
-from agentrl.store.retry import retry_outages
-from agentrl.train import checkpoint, resume
+from agentrl.store.mechanics.retry import retry_outages
+from agentrl.train import checkpoint, saving
 from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
-from agentrl.train.resume import Progress
-from agentrl.train.saving import Saver
+from agentrl.train.saving import Progress, Saver
 from agentrl.train.step import PolicyTrainer
+from agentrl.weights.folder import base_folder
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ async def _resume(
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
     controller, found = await asyncio.to_thread(build)
-    progress = await resume.roll_back(
+    progress = await saving.roll_back(
         store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()

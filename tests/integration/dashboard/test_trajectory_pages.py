@@ -14,11 +14,11 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.query import FIELDS
-from agentrl.documents.packing import pack_halves
-from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
+from agentrl.documents.model_call import pack_halves
+from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
 from agentrl.store.labels import Labels
 

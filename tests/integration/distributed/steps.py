@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from tiny_models import VOCABULARY, trajectory
 
-from agentrl.documents.packing import pack_ids, unpack_ids
+from agentrl.documents.model_call import pack_ids, unpack_ids
 from agentrl.documents.training import DBRecordData
 
 MAX_TOKENS = 48

@@ -11,8 +11,8 @@ from gateway_run import ADD, ADD_TOOL, GatewayRun
 from openai import AsyncOpenAI
 from rollout_fakes import CUT
 
-from agentrl.documents.packing import unpack_ids
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.documents.model_call import unpack_ids
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

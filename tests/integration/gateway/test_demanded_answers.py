@@ -12,7 +12,7 @@ from gateway_run import ADD, ADD_TOOL, GatewayRun
 
 from agentrl.data.convert import mask_reason
 from agentrl.gateway.model_calls import ATTEMPTS
-from agentrl.inference.generation import EngineRefusedError
+from agentrl.inference.engine import EngineRefusedError
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

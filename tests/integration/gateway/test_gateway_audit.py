@@ -12,7 +12,7 @@ import pytest
 from gateway_run import GatewayRun, gateway_task
 from rich.console import Console, RenderableType
 
-from agentrl.documents.evaluation import Evaluation
+from agentrl.documents.run import Evaluation
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.snapshot.trajectory_page import render_trajectory

@@ -21,7 +21,7 @@ from tiny_policy import tiny_format, write_tiny_policy
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import RunConfig
 from agentrl.documents.gateway import GatewayCallStatus
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -13,9 +13,8 @@ from rollout_fakes import ScriptedEngine, format_of
 
 from agentrl.config.gateway import GatewayConfig
 from agentrl.documents.gateway import GatewayCallStatus
-from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.inference.generation import Generation
+from agentrl.inference.engine import Generation
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -31,8 +30,8 @@ class SlowEngine(ScriptedEngine):
         self.began = asyncio.Event()
         self.may_end = asyncio.Event()
 
-    async def generate(self, input_ids: Any, params: SamplingParams, progress: Any = None) -> Generation:
-        generation = await super().generate(input_ids, params, progress)
+    async def generate(self, *args: Any, **named: Any) -> Generation:
+        generation = await super().generate(*args, **named)
         self.began.set()
         await self.may_end.wait()
         return generation

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from docker_here import IMAGE, docker_problem
 
-from agentrl.documents.harness import CommandRun, Ending
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
 from agentrl.harness.container import ContainerSession

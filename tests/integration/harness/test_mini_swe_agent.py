@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from installed_harnesses import ROOT, InstalledRun, call
 
-from agentrl.documents.harness import Ending
+from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.store.client import Store
 

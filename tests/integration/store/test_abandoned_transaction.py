@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.store.connection import Connection
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.connection import Connection
+from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = pytest.mark.integration
 
 KILLED_IN_A_TRANSACTION = """
 import asyncio, os, signal, sys
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics.connection import Connection
 async def main():
     connection = Connection(sys.argv[1], "abandoned", 10.0)
     async with connection.client.start_session() as session, await session.start_transaction():

@@ -13,7 +13,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import DataStatus, StepStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.training import TrainStep

@@ -18,8 +18,8 @@ from test_store_training import make_call
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus
-from agentrl.store import shared_change_stream
 from agentrl.store.client import Store, open_store
+from agentrl.store.mechanics import change_stream
 
 pytestmark = pytest.mark.integration
 
@@ -114,7 +114,7 @@ async def test_a_process_leads_when_its_leader_is_killed_and_polls_when_it_is_fr
         STREAMS.opened = 0
         assert await all_wake([store], 1)
         assert STREAMS.opened == 0
-        monkeypatch.setattr(shared_change_stream, "SILENT_SECONDS", 0.3)
+        monkeypatch.setattr(change_stream, "SILENT_SECONDS", 0.3)
         os.kill(leader.pid, end)
         assert await store.wait_for_change("Task", timeout=30)
         if end == signal.SIGKILL:

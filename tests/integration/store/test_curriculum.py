@@ -10,8 +10,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.store.curriculum import MASTERED_GROUPS
-from agentrl.store.selection import Selection
+from agentrl.store.selection import MASTERED_GROUPS, Selection
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.data.verify import verifier
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError
 from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer

@@ -21,7 +21,7 @@ from agentrl.errors import StoreError
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded import server as embedded
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.store.retry import retry_outages
+from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack, pytest.mark.timeout(300)]
 

@@ -23,8 +23,9 @@ from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
 from agentrl.scoring.group_filters import ScoredGroup, group_filter
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store import blobs, groups
+from agentrl.store import groups
 from agentrl.store.client import Store
+from agentrl.store.mechanics import blobs
 
 pytestmark = pytest.mark.integration
 

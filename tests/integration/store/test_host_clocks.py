@@ -14,9 +14,9 @@ import small_run as run
 from agentrl.config.schema import RunConfig
 from agentrl.documents import base
 from agentrl.documents.images import Image
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store.admin.image_retention import ImageRetention
+from agentrl.store.admin.retention import ImageRetention
 from agentrl.store.client import Store, open_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack]

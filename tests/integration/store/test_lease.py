@@ -16,7 +16,7 @@ from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError, StoreUnav
 from agentrl.store.client import Store
 from agentrl.store.epochs import EpochLeases
 from agentrl.store.gateways import CallRequest
-from agentrl.store.lease import keep_renewed
+from agentrl.store.mechanics.lease import keep_renewed
 
 LONG = 600.0
 
@@ -95,7 +95,7 @@ class OfSlot(Kind):
         await self.store.records.create(held)
 
     async def release(self, held: Claim) -> None:
-        await self.store.claims.release(held)
+        await self.store.attempts.release(held)
 
 
 class OfRequest(Kind):

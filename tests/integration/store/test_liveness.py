@@ -10,7 +10,7 @@ import pytest
 from agentrl.data import stream as stream_module
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.snapshot.snapshot import SnapshotReader

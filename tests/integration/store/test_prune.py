@@ -14,9 +14,9 @@ from db_command import agentrl_db, violations
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store import blobs
 from agentrl.store.admin.retention import Pruned, Retention
 from agentrl.store.client import Store
+from agentrl.store.mechanics import blobs
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
@@ -160,7 +160,7 @@ async def test_the_command_heeds_the_oldest_checkpoint(
     for step in (1, 2):
         folder = output / f"checkpoint-{step:06d}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
+        (folder / "state.json").write_text(json.dumps({"step": step, "train_steps": []}))
     assert await agentrl_db(run_config, *words) == 0
     assert "deleted: 7 model calls, 2 training documents and 0 files" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="nothing says what may go"):

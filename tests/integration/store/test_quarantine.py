@@ -18,14 +18,14 @@ from agentrl.cli.db import check_options
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import DataStatus
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.snapshot.trajectory_page import render_rows
-from agentrl.store import blobs
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
+from agentrl.store.mechanics import blobs
 
 pytestmark = pytest.mark.integration
 

@@ -12,7 +12,7 @@ from training_data import group, sampled_by
 
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StepData, StreamSettings
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.store.client import Store

@@ -17,7 +17,7 @@ from loaded_tasks import load_tasks
 from test_run_admin import agentrl_runs
 
 from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.client import Store, open_connection, open_existing, run_exists
 from agentrl.store.views.runs import Runs
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.cli import runs
-from agentrl.store.admin import rename
+from agentrl.cli.runs import main
+from agentrl.store.admin import runs
 
 place, words = sys.argv[1], sys.argv[2:]
-owner, name = {"copy": (rename.Transfer, "copy"), "paths": (rename.Rename, "_rewrite_paths"),
-               "move": (rename, "_move"), "drop": (rename.Rename, "_copy")}[place]
+owner, name = {"copy": (runs.Transfer, "copy"), "paths": (runs.Rename, "_rewrite_paths"),
+               "move": (runs, "_move"), "drop": (runs.Rename, "_copy")}[place]
 work = getattr(owner, name)
 
 def kill():
@@ -46,7 +46,7 @@ def after_moving(*arguments):
     kill()
 
 setattr(owner, name, after_moving if place == "move" else after)
-raise SystemExit(runs.main(words))
+raise SystemExit(main(words))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from chaos.replica_set import ReplicaSet
 
 from agentrl.errors import StoreUnavailableError
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics.connection import Connection
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

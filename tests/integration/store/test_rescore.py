@@ -11,7 +11,7 @@ from db_command import agentrl_db, violations
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
@@ -19,10 +19,10 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.group_filters import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
-from agentrl.store import blobs
-from agentrl.store.admin.regroup import Blocker
+from agentrl.store.admin.reopen import Blocker
 from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
+from agentrl.store.mechanics import blobs
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from db_command import agentrl_db
 
 from agentrl.cli import runs
 from agentrl.config.schema import RunConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.store.views.runs import Runs

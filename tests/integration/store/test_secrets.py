@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreError
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics.connection import Connection
 
 pytestmark = pytest.mark.integration
 

@@ -24,10 +24,10 @@ from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store import step_chunks
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store, open_store
-from agentrl.store.connection import Connection
+from agentrl.store.mechanics import step_chunks
+from agentrl.store.mechanics.connection import Connection
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration

@@ -195,7 +195,7 @@ async def _invent_a_trajectory(thief: Store, store: Store) -> None:
 
 async def _hold_the_run_up(thief: Store, store: Store) -> None:
     await run.add_task(thief, task_key("train", 0, "more"), -1)
-    await thief.claims.release(await run.claim(thief))
+    await thief.attempts.release(await run.claim(thief))
     await run.fail(thief, await run.claim(thief), max_attempts=1)
     changed = await thief.database["Task"].update_many({}, {"$set": {"query": "?"}})
     assert changed.modified_count > 0

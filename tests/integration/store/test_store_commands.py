@@ -18,12 +18,12 @@ from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingC
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
-from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.sample import Admission
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
 from agentrl.store.admission import GroupLimit
@@ -115,7 +115,9 @@ def stages(plan: Any) -> Iterator[str]:
 
 async def everything_that_runs_in_a_loop(store: Store) -> None:
     """One turn of each loop of samplers, engines, trainer and housekeeping."""
-    claims, records, tasks, training = store.claims, store.records, store.tasks, store.training
+    claims, attempts, records, tasks, training = (
+        store.claims, store.attempts, store.records, store.tasks, store.training
+    )  # fmt: skip
     failure = Failure(kind="engine", message="x")
     for limit in (None, 50):
         claim = await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=limit)
@@ -125,12 +127,14 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
         await store.model_calls.add(claim, make_call(claim, 0))
         await claims.heartbeat([claim], 60)
         await (
-            claims.release(claim) if limit else claims.fail(claim, failure, max_attempts=3, backoff_seconds=9)
+            attempts.release(claim)
+            if limit
+            else attempts.fail(claim, failure, max_attempts=3, backoff_seconds=9)
         )
     for _ in range(2):
         assert await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=50) is not None
     await take_one(store, "dead", lease=0.0)
-    await claims.reap("train")
+    await store.expired_leases.reap("train")
     await take_one(store, "dead", lease=0.0)
     assert await claims.claim(split="train", owner="b", lease_seconds=60, max_groups_open=0) is not None
     await training.waiting_groups("train")
@@ -208,7 +212,7 @@ async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(wat
         await take_one(watched, "alive", lease=600)
     await end_leases(watched, 0)
     COMMANDS.record(watched)
-    assert await watched.claims.reap("train") == 2
+    assert await watched.expired_leases.reap("train") == 2
     await take_one(watched, "other", lease=600)
     await take_one(watched, "other", lease=600)
     await end_leases(watched, 1)

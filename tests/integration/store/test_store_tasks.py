@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.errors import StoreError, TaskFileError
@@ -121,7 +121,7 @@ async def test_an_update_changes_tasks_that_nobody_has_begun_in_every_epoch(stor
     await store.tasks.load([make_task(number) for number in range(3)])
     handed_back = await store.claims.claim(split="train", owner="a", lease_seconds=60)
     assert handed_back is not None
-    await store.claims.release(handed_back)
+    await store.attempts.release(handed_back)
     await store.database["Task"].update_one({"_id": handed_back.task.id}, {"$set": {"order": 9}})
     claim = await store.claims.claim(split="train", owner="a", lease_seconds=60)
     assert claim is not None

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
-from agentrl.documents.serving import FileChecksum, PolicyVersion
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
+from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
@@ -70,7 +69,7 @@ async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
         await store.model_calls.add(claim, make_call(claim, 0))
         await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4")
         await store.records.advance(claim, RecordStatus.SCORING)
-        await store.claims.score(claim, float(claim.traj_id))
+        await store.attempts.score(claim, float(claim.traj_id))
     return task_key("train", 0, str(number))
 
 
@@ -112,7 +111,7 @@ async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
         record = await store.records.get(claim.record_id)
         assert record is not None
         assert record.context_resets == resets
-    await store.claims.release(claim)
+    await store.attempts.release(claim)
     with pytest.raises(LeaseLostError):
         await store.model_calls.add(claim, make_call(claim, 4))
     assert len(await store.model_calls.by_record(record.id)) == 4

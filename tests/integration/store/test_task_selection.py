@@ -18,14 +18,13 @@ from agentrl.data.finalize_group import GroupRules
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admission import GroupAdmission
+from agentrl.store.admission import GroupAdmission, Needs
 from agentrl.store.client import Store, open_store
-from agentrl.store.needs import Needs
 from agentrl.store.selection import PASS_RATE, Selection
-from agentrl.store.views.rows import GroupCount
+from agentrl.store.views.details import GroupCount
 
 pytestmark = pytest.mark.integration
 
@@ -80,7 +79,7 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
     assert copy.begun.ease < 0
     places = await store.tasks.sort_keys(["train/0/4", "train/1/1", "train/0/0"])
     assert sorted(places, key=places.__getitem__) == ["train/0/0", "train/1/1", "train/0/4"]
-    assert await store.counts.groups() == [
+    assert await store.details.groups() == [
         GroupCount(by="order", groups=6, abandoned_groups=5, trajectories=12, trained=2, pass_rate=11 / 12),
         GroupCount(by="pass_rate", groups=2, abandoned_groups=0, trajectories=4, trained=4, pass_rate=0.5),
     ]

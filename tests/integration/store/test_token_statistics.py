@@ -11,9 +11,8 @@ import small_run as run
 from db_command import violations
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.packing import pack_halves
-from agentrl.documents.token_statistics import TokenSpan, TokenStatistics, statistics_key
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.model_call import pack_halves
+from agentrl.documents.training import DBRecordData, TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.admin.retention import Retention
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_connection

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.documents.run import ProcessIdentity
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion, ProcessIdentity
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError

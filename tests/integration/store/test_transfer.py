@@ -16,7 +16,7 @@ from bson.int64 import Int64
 from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.packing import pack_ids
+from agentrl.documents.model_call import pack_ids
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import MANIFEST, decode_line, encode_line, read_manifest

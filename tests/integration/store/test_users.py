@@ -20,19 +20,18 @@ from db_command import agentrl_db, violations
 from pymongo import MongoClient
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.documents.serving import InferenceService
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import task_key
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store import blobs
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.embedded.daemon import stop_daemon
 from agentrl.store.embedded.mongod import choose_mongod
+from agentrl.store.mechanics import blobs
 from agentrl.store.training import StaleVersions
 
 pytestmark = pytest.mark.integration
@@ -117,9 +116,9 @@ async def test_a_sampler_samples_and_does_no_more(
         assert await store.tasks.open_epoch("train", 1, 0, 2) > 0
         claim = await run.claim(store)
         assert await store.claims.heartbeat([claim], 60) == []
-        await store.claims.release(claim)
+        await store.attempts.release(claim)
         await run.fail(store, await run.claim(store), max_attempts=3)
-        assert await store.claims.reap("train") == 0
+        assert await store.expired_leases.reap("train") == 0
         await store.claims.reopen_failed("train")
         for _ in range(5):
             await score_slot(store)

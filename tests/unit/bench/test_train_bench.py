@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl.documents.packing import unpack_ids
+from agentrl.documents.model_call import unpack_ids
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts" / "bench"))
 

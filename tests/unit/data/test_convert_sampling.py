@@ -12,8 +12,14 @@ from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import call_temperature, mask_reason, masked_calls, to_training_data
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.verify import explain_difference
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.model_call import (
+    DispatchedSamplingTask,
+    VersionSpan,
+    pack_floats,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, RecordStatus

@@ -9,8 +9,7 @@ import pytest
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Task

@@ -13,7 +13,7 @@ from training_data import group
 
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness, choose_groups
-from agentrl.documents.packing import pack_floats
+from agentrl.documents.model_call import pack_floats
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import reduce_losses, token_losses

@@ -10,7 +10,7 @@ import pytest
 from training_data import group
 
 from agentrl.data.planner import build_micro_batches, packing_problem
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import AgentRLError
 

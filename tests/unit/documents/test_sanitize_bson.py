@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from fractions import Fraction
 
-from agentrl.documents.sanitize_bson import is_finite
+from agentrl.documents.base import is_finite
 
 
 def test_a_number_beyond_a_float_is_not_finite() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.scorer_sum import scorer_weights, sum_name
+from agentrl.documents.task import scorer_weights, sum_name
 from agentrl.documents.task_json import BadTaskError, make_task
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.documents.bad_task import BadTaskError
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
 from agentrl.documents.task_json import make_task
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import TaskFileError
 
 SYSTEM = {"role": "system", "content": "S"}

@@ -11,8 +11,7 @@ from tiny_vision import drawn, save_vision_model
 
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
-from agentrl.documents.images import image_refs
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.gateway.chains import Chain, prompt_of
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.documents.harness import Ending
+from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
 from agentrl.harness.command import find_program, folders_of
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import prepare
-from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import check_agent
 
 BAD = {

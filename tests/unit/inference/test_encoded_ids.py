@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.inference.encoded_ids import EncodedIds, FirstPrompts
-from agentrl.inference.generation import EngineRefusedError
+from agentrl.inference.engine import EncodedIds, EngineRefusedError, FirstPrompts
 
 IDS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 

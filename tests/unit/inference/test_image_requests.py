@@ -8,11 +8,11 @@ import orjson
 import pytest
 from tiny_vision import drawn
 
-from agentrl.documents.read_image import image_of_bytes
+from agentrl.documents.images import image_of_bytes
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.engines.clients import VllmClient
-from agentrl.inference.generation import EngineRefusedError
 
 IMAGE = image_of_bytes(drawn())
 

@@ -9,11 +9,11 @@ from rollout_fakes import END, END_OF_TEXT, format_of
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.serving import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
-from agentrl.inference.generation import EngineRefusedError, Generation
+from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.outages import Outages

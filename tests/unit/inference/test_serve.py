@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference.control import EngineLoad, ModelInfo
-from agentrl.inference.generation import EngineRefusedError
+from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
-from agentrl.weights.manifest import write_manifest
+from agentrl.weights.model_folder import write_manifest
 
 
 class Services:

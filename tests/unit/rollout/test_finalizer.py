@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task

@@ -14,8 +14,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.data.forest import forest_from_data
 from agentrl.data.verify import explain_difference, group_problem
-from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan
-from agentrl.documents.packing import pack_floats, pack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task

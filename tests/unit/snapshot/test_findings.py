@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from snapshots import NOW, engine, snapshot, steps
 
-from agentrl.documents.outage import Outage
-from agentrl.documents.run import TrainerLease
+from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.snapshot.findings import findings, seconds_since_step, state
-from agentrl.store.views.rows import FailureCount
+from agentrl.store.views.counts import FailureCount
 
 
 def test_a_healthy_run_has_no_finding() -> None:

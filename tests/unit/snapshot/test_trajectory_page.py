@@ -8,8 +8,7 @@ import snapshots as documents
 from snapshots import printed, rows
 
 from agentrl.documents.gateway import ReportedReward
-from agentrl.documents.harness import CommandRun, Ending, HarnessRun
-from agentrl.documents.record import Failure
+from agentrl.documents.record import CommandRun, Ending, Failure, HarnessRun
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.snapshot.trajectory_page import render_rows, render_trajectory
 from agentrl.store.views.read import WholeTrajectory

@@ -25,11 +25,10 @@ from pymongo.errors import (
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreError, StoreUnavailableError
-from agentrl.store import retry as retry_module
 from agentrl.store.client import open_store
-from agentrl.store.connection import Connection, Repository, database_call
-from agentrl.store.driver_errors import store_error
-from agentrl.store.retry import log_store_errors, retry_outages
+from agentrl.store.mechanics import retry as retry_module
+from agentrl.store.mechanics.connection import Connection, Repository, database_call, store_error
+from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
 
 class Flaky(Repository):

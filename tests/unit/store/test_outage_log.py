@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from agentrl.store.retry import OutageLog
+from agentrl.store.mechanics.retry import OutageLog
 
 
 def test_a_call_that_fails_after_the_outage_in_which_it_began_belongs_to_that_outage() -> None:

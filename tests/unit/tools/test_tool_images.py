@@ -9,9 +9,8 @@ from typing import Any, cast
 from tiny_vision import drawn
 
 from agentrl.chat.parsers import ToolCall
-from agentrl.documents.images import image_refs
+from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.documents.model_call import full_messages, strip_tool_results
-from agentrl.documents.read_image import image_of_bytes
 from agentrl.rollout.images import MemoryImages
 from agentrl.rollout.tool_calls import execute
 from agentrl.tools.base import ToolResult

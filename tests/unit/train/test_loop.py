@@ -20,8 +20,8 @@ from agentrl.train import checkpoint
 from agentrl.train.loop import Trainer
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.manifest import verify
-from agentrl.weights.published import PublishedModel
+from agentrl.weights.model_folder import verify
+from agentrl.weights.sharded_writer import PublishedModel
 
 if TYPE_CHECKING:
     pass
@@ -195,8 +195,8 @@ CRASHES: dict[str, Any] = {
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.saving", "publish"),
-    "half a version": ("agentrl.weights.versions", "checksums"),
-    "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
+    "half a version": ("agentrl.weights.publish", "checksums"),
+    "version reserved, not placed": ("agentrl.weights.publish", "write_manifest"),
     "version written, not published": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
 }

@@ -20,12 +20,12 @@ from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.mesh import Mesh
-from agentrl.documents.packing import unpack_floats
+from agentrl.documents.model_call import unpack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.train import step as step_module
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.step import PolicyTrainer, split_updates
-from agentrl.train.token_recorder import TokenRecorder, TokenValues, choose_trajectories
+from agentrl.train.step_loss import TokenRecorder, TokenValues, choose_trajectories
 
 CPU = torch.device("cpu")
 

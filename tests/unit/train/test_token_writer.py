@@ -11,14 +11,13 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
-from agentrl.documents.packing import pack_halves, unpack_halves
+from agentrl.documents.model_call import pack_halves, unpack_halves
 from agentrl.documents.status import DataStatus
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import TrainStep
+from agentrl.documents.training import TokenStatistics, TrainStep
 from agentrl.errors import StoreUnavailableError
-from agentrl.train import token_writer
-from agentrl.train.token_recorder import TokenValues
-from agentrl.train.token_writer import TokenWriter
+from agentrl.train import loop
+from agentrl.train.loop import TokenWriter
+from agentrl.train.step_loss import TokenValues
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -73,7 +72,7 @@ async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
         await asyncio.Event().wait()
 
     store.token_statistics.put = hangs  # type: ignore[method-assign]
-    monkeypatch.setattr(token_writer, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.01)
     writes = writer(store)
     writes.start(STEP, VALUES)
     writes.start(STEP, VALUES)

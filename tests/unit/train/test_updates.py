@@ -15,7 +15,7 @@ from tiny_policy import write_tiny_policy
 from training_data import group
 
 from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.documents.packing import pack_floats
+from agentrl.documents.model_call import pack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
 from agentrl.losses.batch import TokenBatch, TokenLosses

@@ -8,12 +8,11 @@ from fake_store import FakeStore
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.schema import ModelConfig
-from agentrl.documents.serving import InferenceService, PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
-from agentrl.weights.follow import newer_versions
-from agentrl.weights.manifest import verify
-from agentrl.weights.publish import PublishTarget, publish, publish_base
+from agentrl.weights.model_folder import verify
+from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

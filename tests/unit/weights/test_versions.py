@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from test_model_folder import Model
 
-from agentrl.documents.serving import PolicyVersion
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.manifest import verify
-from agentrl.weights.versions import (
+from agentrl.weights.model_folder import verify
+from agentrl.weights.publish import (
     free_folder,
     kept_versions,
     place_version,

@@ -12,11 +12,11 @@ from agentrl.cli.doctor.machine import Check, State
 from agentrl.config.schema import RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.observe.redact import redact
-from agentrl.store.releases import END_OF_LIFE, support_ended_on
+from agentrl.store.embedded.mongod import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
-    from agentrl.documents.serving import InferenceService
-    from agentrl.store.admin.server_info import ServerInfo
+    from agentrl.documents.run import InferenceService
+    from agentrl.store.admin.server import ServerInfo
 
 
 _TOOLS_SECONDS = 60.0
@@ -37,7 +37,7 @@ def check_mongod(run: RunConfig) -> Check:
     except AgentRLError as error:
         if run.db_connection_string:
             return Check(name, "ok", "not installed; --db_connection_string is given")
-        return Check(name, "fail", error.message, error.hint or "bash scripts/setup.sh")
+        return Check(name, "fail", error.message, error.hint or "")
 
 
 async def service_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
@@ -137,7 +137,7 @@ async def check_tools(config: ToolConfig) -> Check:
 
 async def database_checks(run: RunConfig) -> list[Check]:
     """Return the checks of the server; one row if it cannot be reached. Creates nothing."""
-    from agentrl.store.admin.server_info import ServerInfos
+    from agentrl.store.admin.server import ServerInfos
     from agentrl.store.client import open_connection
 
     try:

@@ -11,6 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import PromptTokensDetails
 
 from agentrl.chat.chat_format import Message
+from agentrl.chat.text_stream import Delta
 from agentrl.gateway.dialects.images import content_of
 from agentrl.gateway.errors import STATUS, GatewayError, invalid
 from agentrl.gateway.request import (
@@ -32,7 +33,6 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
-from agentrl.gateway.text_stream import Delta
 from agentrl.tools.base import Schema
 
 _TYPES = {

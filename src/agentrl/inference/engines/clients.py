@@ -12,23 +12,18 @@ import orjson
 
 from agentrl.documents.images import Image
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.inference.client import EngineClient
+from agentrl.inference.client import Chunk, EngineClient, version_spans
 from agentrl.inference.control import (
     EngineLoad,
     ModelInfo,
     PauseMode,
     instance_of,
     load_seconds,
+    policy_version,
     vocab_size_of,
 )
-from agentrl.inference.generation import (
-    Chunk,
-    EngineRefusedError,
-    known_format,
-    policy_version,
-    version_spans,
-)
-from agentrl.weights.stored_dtype import read_header
+from agentrl.inference.engine import EngineRefusedError, known_format
+from agentrl.weights.folder import read_header
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)

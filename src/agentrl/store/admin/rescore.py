@@ -15,7 +15,7 @@ from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
-from agentrl.store.admin.regroup import (
+from agentrl.store.admin.reopen import (
     Blocker,
     GroupBlockedError,
     GroupChange,
@@ -24,10 +24,10 @@ from agentrl.store.admin.regroup import (
     regroup,
     selection,
 )
-from agentrl.store.checksums import seal
-from agentrl.store.connection import Json, Repository, database_call
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
-from agentrl.store.lease import literal
+from agentrl.store.mechanics.blobs import seal
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import read_records

@@ -33,7 +33,7 @@ from agentrl.store.admin.archive import (
     verify,
     write_manifest,
 )
-from agentrl.store.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, IMPORTS, RUN, SCHEMA_VERSION
 from agentrl.store.schema import holds_run, prepare
 

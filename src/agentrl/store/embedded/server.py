@@ -30,13 +30,13 @@ from agentrl.store.embedded.daemon import (
     stop_daemon,
 )  # fmt: skip
 from agentrl.store.embedded.mongod import (
+    OLDEST_RELEASE,
     Choice,
     Version,
     choose_mongod,
     read_data_version,
     write_data_version,
 )  # fmt: skip
-from agentrl.store.releases import OLDEST_RELEASE
 
 _LOCK_SECONDS = 90.0
 _PRIMARY_SECONDS = 30.0

@@ -6,7 +6,7 @@ Packed arrays are left out. A filter on a field that a view passes on unchanged 
 
 from __future__ import annotations
 
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import DATA, EVALUATION, MODEL_CALL, RECORD, SERVICE, STEP, TASK
 from agentrl.store.views.sampling import (
     CONVERSATIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import STEP, VERSION
 
 

@@ -12,7 +12,7 @@ from agentrl.documents.base import Root
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, RecordStatus, StepStatus, values
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, STEP
 from agentrl.store.views import VIEWS

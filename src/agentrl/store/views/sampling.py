@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.documents.status import RecordStatus, ServiceStatus, SlotStatus, VersionStatus
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import DATA, MODEL_CALL, RECORD, TASK, VERSION
 from agentrl.store.views.aggregation import (
     NEWEST_FIRST,

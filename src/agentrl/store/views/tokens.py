@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.documents.base import Document
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.packing import unpack_floats, unpack_halves, unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_halves, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, values
-from agentrl.documents.token_statistics import TokenStatistics
-from agentrl.documents.training import TrainableSpan
-from agentrl.store.connection import Repository, database_call
+from agentrl.documents.training import TokenStatistics, TrainableSpan
+from agentrl.store.mechanics.connection import Repository, database_call
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS, VERSION
 from agentrl.store.views import VIEWS

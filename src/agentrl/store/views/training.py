@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agentrl.documents.status import DataStatus, SlotStatus, TaskStatus
-from agentrl.store.connection import Json
+from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import DATA, RECORD
 from agentrl.store.views.aggregation import (
     LAST_STEP,

@@ -18,10 +18,10 @@ from typing import Any, Final
 import pymongo
 from pymongo.errors import PyMongoError
 
-from agentrl.documents.sanitize_bson import is_finite, replace_surrogates
+from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.status import APPLIED_STEPS, SHOWN_STATUSES, TRAINED, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import LABEL, MODEL_CALL, RECORD, STEP, TASK
 from agentrl.store.views import VIEWS
 from agentrl.store.views.aggregation import excerpt

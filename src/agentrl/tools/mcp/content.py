@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from agentrl.documents.images import Image
-from agentrl.documents.read_image import MAX_IMAGE_BYTES, image_of_base64
+from agentrl.documents.images import MAX_IMAGE_BYTES, Image, image_of_base64
 from agentrl.errors import ImageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
 from agentrl.cli.doctor.services import server_checks
-from agentrl.store.admin.server_info import ServerInfo
+from agentrl.store.admin.server import ServerInfo
 
 TODAY = date(2026, 11, 22)
 

@@ -15,8 +15,7 @@ from agentrl.chat.vision import Vision
 from agentrl.data.forest_images import ForestImages, images_of_spans, rope_positions
 from agentrl.documents.images import Image, ImageSpan
 from agentrl.errors import ImageError
-from agentrl.model.pixels import PixelReader
-from agentrl.model.vision import image_features
+from agentrl.model.vision import PixelReader, image_features
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from tokenizers import Tokenizer
 
-from agentrl.documents.read_image import image_of_url
+from agentrl.documents.images import image_of_url
 from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError, ImageError
 from agentrl.inference.engines.local.images import read_request_images

@@ -1,0 +1,232 @@
+"""Define what callers of the policy see: the engine of a trajectory, and what a call of it generates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import orjson
+
+from agentrl.documents.images import Image
+from agentrl.documents.model_call import PartialGeneration, VersionSpan
+from agentrl.documents.sampling import LogprobsOf, SamplingParams
+from agentrl.errors import ENGINES, EngineError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+Progress = Callable[[int, Sequence[int]], None]
+"""Receives tokens while they are generated: the index of the first one in the output, and their ids.
+
+After a failure, indices may come again: the ids from there on are replaced.
+"""
+
+_EXCERPT = 300
+_FIRST_PROMPTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The result of one generation; the spans in ``versions`` cover ``output_ids`` without a gap."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    seconds: float
+    engine_url: str
+    logprobs_of: LogprobsOf = "policy"
+
+
+class EngineRefusedError(EngineError):
+    """The engine refused the request; a retry would fail too."""
+
+
+class EngineAnswerError(EngineError):
+    """The engine answered something that no healthy engine answers; none of the answer is used."""
+
+
+class EngineInterruptedError(EngineError):
+    """The engine ended a stream early; ``partial`` holds the tokens that it sent, as if it were aborted."""
+
+    def __init__(self, message: str, partial: Generation | None, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint, outage=ENGINES)
+        self.partial = partial
+
+
+class FirstPrompts:
+    """The latest first prompts and their JSON: all trajectories of a group start with one prompt."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[list[int], int, bytes]] = deque(maxlen=_FIRST_PROMPTS)
+
+    def encode(self, ids: list[int], vocab_size: int) -> bytes:
+        """Return ``ids`` as a JSON array. Raises EngineRefusedError for an id outside the vocabulary."""
+        for known, size, found in self._known:
+            if size == vocab_size and known == ids:
+                return found
+        _check(ids, vocab_size)
+        encoded = orjson.dumps(ids)
+        self._known.append((list(ids), vocab_size, encoded))
+        return encoded
+
+
+_FIRST = FirstPrompts()
+
+
+class EncodedIds:
+    """The ids of a conversation's last prompt, and their JSON.
+
+    A prompt that starts with the last one costs only its new ids; any other is encoded as a whole.
+    """
+
+    def __init__(self, first: FirstPrompts = _FIRST) -> None:
+        self._first = first
+        self._ids: list[int] = []
+        self._json = b"[]"
+
+    def update(self, ids: Sequence[int], vocab_size: int) -> bytes:
+        """Return ``ids`` as a JSON array.
+
+        Raises EngineRefusedError for no ids, and for an id outside the vocabulary.
+        """
+        if not ids:
+            raise EngineRefusedError("a generation needs at least one input id")
+        known = len(self._ids)
+        prompt = ids if isinstance(ids, list) else list(ids)
+        if known == 0 or prompt[:known] != self._ids:
+            known = 0
+        if known == 0:
+            self._json = self._first.encode(prompt, vocab_size)
+        elif new := prompt[known:]:
+            _check(new, vocab_size)
+            self._json = b"".join((memoryview(self._json)[:-1], b",", memoryview(orjson.dumps(new))[1:]))
+        self._ids = prompt
+        return self._json
+
+
+def _check(ids: Sequence[int], vocab_size: int) -> None:
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise EngineRefusedError(f"token id {wrong} is outside the vocabulary of {vocab_size} ids")
+
+
+class Engine(Protocol):
+    """The model calls of one trajectory: ``EngineSession``, and what wraps one."""
+
+    partial: PartialGeneration | None
+    """The tokens of a call that was cancelled or failed; a call with the same prompt resumes it."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        ...
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
+
+        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
+        continues; without it, that of the last call is tried.
+        """
+        ...
+
+
+class Router(Protocol):
+    """Access to the engines: ``EngineRouter``."""
+
+    def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AbstractAsyncContextManager[Engine]:
+        """Return the engine of one trajectory; those of one ``group`` prefer one engine.
+
+        A call with the prompt of ``partial`` resumes it.
+        """
+        ...
+
+
+class WrappedEngine:
+    """An engine whose calls go to another one, ``engine``; a subclass says how."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        return self.engine.context_length
+
+    @property
+    def partial(self) -> PartialGeneration | None:
+        """The tokens of an unfinished call."""
+        return self.engine.partial
+
+    @partial.setter
+    def partial(self, value: PartialGeneration | None) -> None:
+        self.engine.partial = value
+
+
+def join_spans(parts: Sequence[Sequence[VersionSpan]]) -> list[VersionSpan]:
+    """Concatenate consecutive spans; merge neighbours of one version."""
+    joined: list[VersionSpan] = []
+    for span in (span for part in parts for span in part):
+        if joined and joined[-1].version == span.version:
+            span = replace(span, start=joined.pop().start)
+        joined.append(span)
+    return joined
+
+
+def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float) -> Generation:
+    """Concatenate the consecutive parts of one generation."""
+    if len(parts) == 1:
+        merged = tuple(join_spans([parts[0].versions]))
+        return replace(
+            parts[0], versions=merged, finish_reason=reason, prompt_tokens=prompt_tokens, seconds=seconds
+        )
+    spans: list[list[VersionSpan]] = []
+    offset = 0
+    for part in parts:
+        spans.append([VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
+                      for span in part.versions])  # fmt: skip
+        offset += len(part.output_ids)
+    kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
+    return Generation(
+        output_ids=tuple(token for part in parts for token in part.output_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        versions=tuple(join_spans(spans)),
+        finish_reason=reason,
+        prompt_tokens=prompt_tokens,
+        cached_tokens=parts[0].cached_tokens,
+        seconds=seconds,
+        engine_url=parts[-1].engine_url,
+        logprobs_of=kinds.pop() if len(kinds) == 1 else "other",
+    )
+
+
+def malformed(url: str, what: str) -> EngineAnswerError:
+    """Return the error for an answer that no healthy engine gives."""
+    return EngineAnswerError(
+        f"engine {url} answered {what}",
+        hint="its answer is not used; see the engine's log, and restart it",
+        outage=ENGINES,
+    )
+
+
+@contextmanager
+def known_format(url: str, answer: Any) -> Iterator[None]:
+    """Raise EngineAnswerError if reading ``answer`` in this block finds another format."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise malformed(url, f"in an unknown format ({error!r}): {str(answer)[:_EXCERPT]}") from error

@@ -1,0 +1,1 @@
+"""How the store reads and writes: connection, retries, leases, coalesced writes, large fields, changes."""

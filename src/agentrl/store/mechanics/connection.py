@@ -1,0 +1,321 @@
+"""Connect to the database of one run: time limits, server checks, transactions and error conversion."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import pymongo
+from bson.errors import BSONError
+from pymongo import AsyncMongoClient
+from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo.asynchronous.collection import AsyncCollection
+from pymongo.asynchronous.database import AsyncDatabase
+from pymongo.errors import (
+    BulkWriteError,
+    ConfigurationError,
+    ConnectionFailure,
+    DuplicateKeyError,
+    ExecutionTimeout,
+    InvalidURI,
+    NetworkTimeout,
+    OperationFailure,
+    PyMongoError,
+    ServerSelectionTimeoutError,
+)  # fmt: skip
+from pymongo.read_concern import ReadConcern
+from pymongo.read_preferences import ReadPreference
+from pymongo.uri_parser import parse_uri
+from pymongo.write_concern import WriteConcern
+
+from agentrl.documents.base import Document, follow_clock
+from agentrl.errors import StoreDeniedError, StoreError, StoreUnavailableError
+from agentrl.store.embedded.server import disk_problem
+from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
+
+ENCODING_ERRORS = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
+"""What the BSON encoder raises for a value that no document can hold."""
+
+_AUTHENTICATION_CODES = (13, 18)
+_DISK_FULL_CODES = (14031, 17)
+_DISK_FULL = "No space left on device"
+"""The text of the operating system's error, which the storage engine passes on under other codes."""
+_KEY_NOT_FOUND = 211
+"""A newly elected primary cannot yet verify timestamps that the previous primary signed."""
+_NO_SESSIONS = "Sessions are not supported"
+"""The driver's message for a server without sessions; also for a replica-set member that has just started."""
+_TRANSIENT_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
+_VALIDATION_FAILED = 121
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether the error means that the server is unavailable, not that it refused the operation."""
+    if isinstance(error, PyMongoError):
+        return isinstance(error, ConnectionFailure) or error.timeout
+    return isinstance(error, StoreUnavailableError)
+
+
+def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> StoreError:
+    """Return the StoreError for a driver error: a StoreUnavailableError if a later call may succeed."""
+    code = error.code if isinstance(error, OperationFailure) else None
+    if code in _AUTHENTICATION_CODES and isinstance(error, OperationFailure):
+        return StoreDeniedError(
+            f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
+            hint="check user, password and authSource in --db_connection_string",
+        )
+    if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
+        return StoreUnavailableError(
+            f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
+        )
+    if _is_transient(error):
+        return StoreUnavailableError(
+            f"{doing}: MongoDB at {host} did not answer within {timeout:g} s ({type(error).__name__})",
+            hint="start it (the embedded server: agentrl mongo up), or check --db_connection_string;"
+            " --db_wait_seconds sets how long a process retries",
+        )
+    refused = validation_error(error)
+    if refused is not None:
+        return StoreError(f"{doing}: {refused}", hint="is another version of AgentRL writing to this run?")
+    return StoreError(f"{doing}: MongoDB at {host} refused: {error}")
+
+
+def encoding_error(doing: str, error: Exception) -> StoreError:
+    """Return the StoreError for one of ``ENCODING_ERRORS``."""
+    return StoreError(f"{doing}: no document can hold this: {type(error).__name__}: {error}")
+
+
+def uri_error(error: Exception) -> StoreError:
+    """Return the StoreError for a connection string that the driver cannot parse."""
+    return StoreError(
+        f"--db_connection_string is not a MongoDB URI: {error}",
+        hint="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
+    )
+
+
+def validation_error(error: PyMongoError) -> str | None:
+    """Describe the field that a validator refused and what it expects; None for other errors."""
+    details: Mapping[str, Any] | None = None
+    if isinstance(error, BulkWriteError):
+        failures = error.details.get("writeErrors", [])
+        details = next((each for each in failures if each.get("code") == _VALIDATION_FAILED), None)
+    elif isinstance(error, OperationFailure) and error.code == _VALIDATION_FAILED:
+        details = error.details
+    if details is None:
+        return None
+    info = details.get("errInfo", {})
+    rules = info.get("details", {}).get("schemaRulesNotSatisfied", [])
+    reasons = "; ".join(_describe_rules(rules)) or "it does not match the schema of this collection"
+    return f"document {info.get('failingDocumentId')!r} is refused: {reasons}"
+
+
+def _is_transient(error: PyMongoError) -> bool:
+    if isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout, ConnectionFailure)):
+        return True
+    if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
+        return True
+    if isinstance(error, OperationFailure):
+        return error.code == _KEY_NOT_FOUND
+    return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
+
+
+def _describe_rules(rules: Sequence[Mapping[str, Any]], prefix: str = "") -> list[str]:
+    """Return one reason per broken rule; ``prefix`` is the path of the enclosing field, with a final dot."""
+    reasons: list[str] = []
+    for rule in rules:
+        reasons += [f"{prefix}{name} is missing" for name in rule.get("missingProperties", ())]
+        reasons += [f"{prefix}{name} is not a field of it" for name in rule.get("additionalProperties", ())]
+        for field in rule.get("propertiesNotSatisfied", ()):
+            nested = _describe_rules(field.get("details", ()), f"{prefix}{field['propertyName']}.")
+            reasons += nested or [_describe_field(field, prefix)]
+        reasons += _describe_rules(rule.get("details", ()), f"{prefix}{rule.get('itemIndex', '')}.")
+    return reasons
+
+
+def _describe_field(field: Mapping[str, Any], prefix: str) -> str:
+    values = [repr(rule["consideredValue"]) for rule in field["details"] if "consideredValue" in rule]
+    shown = f" (found {values[0]:.80})" if values else ""
+    return f"{prefix}{field['propertyName']}: {field.get('description', 'has another type')}{shown}"
+
+
+Json = dict[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D", bound=Document)
+
+CONNECTIONS = 32
+"""Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
+monitor the server."""
+_BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_IDLE_MS = 300_000
+_MIN_VERSION = (6, 0)
+
+
+class Connection:
+    """A client whose operations each take at most ``timeout`` seconds.
+
+    Writes are journaled by a majority of the replica set. Reads return only what a majority has, so that the
+    loss of a primary never undoes what was read. ``host`` is the address without credentials: it is safe to
+    show. ``folder`` is that of the embedded server, whose full disk errors then name.
+    """
+
+    def __init__(self, uri: str, database: str, timeout: float, folder: Path | None = None) -> None:
+        self.timeout = timeout
+        self.outage = OutageLog()
+        self.opened_at = time.monotonic()
+        self.host = _host(uri)
+        self._folder = folder
+        milliseconds = max(1, int(timeout * 1000))
+        try:
+            self.client: AsyncMongoClient[Json] = AsyncMongoClient(
+                uri, tz_aware=True, appname="agentrl", w="majority", journal=True, retryWrites=True,
+                retryReads=True, readConcernLevel="majority", serverSelectionTimeoutMS=milliseconds,
+                connectTimeoutMS=milliseconds, timeoutMS=milliseconds,
+                maxPoolSize=CONNECTIONS, maxIdleTimeMS=_IDLE_MS,
+            )  # fmt: skip
+        except (ConfigurationError, InvalidURI, ValueError) as error:
+            raise uri_error(error) from error
+        self.database: AsyncDatabase[Json] = self.client[database]
+
+    def collection(self, name: str) -> AsyncCollection[Json]:
+        """Return a collection of this run."""
+        return self.database[name]
+
+    async def server_time(self) -> datetime:
+        """Return the time of the server's clock."""
+        moment: datetime = (await self.client.admin.command("hello"))["localTime"]
+        return moment.replace(tzinfo=UTC)
+
+    async def check(self) -> None:
+        """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions.
+
+        From then on the times that this process stores and shows follow the server's clock.
+        """
+        try:
+            version = (await self.client.admin.command("buildInfo"))["version"]
+            hello = await self.client.admin.command("hello")
+            follow_clock(hello["localTime"])
+        except PyMongoError as error:
+            raise self.error("connecting", error) from error
+        if tuple(int(part) for part in version.split(".")[:2]) < _MIN_VERSION:
+            raise StoreError(
+                f"MongoDB at {self.host} is version {version}, and AgentRL needs 6.0 or newer",
+                hint="use a newer server, or leave --db_connection_string out to use the embedded server",
+            )
+        if "setName" not in hello and hello.get("msg") != "isdbgrid":
+            raise StoreError(
+                f"MongoDB at {self.host} is a standalone server, without transactions and change streams",
+                hint="for a replica set of one, start mongod with --replSet agentrl (and --keyFile FILE if"
+                " it has --auth), then once: mongosh --eval 'rs.initiate()' (docs/coming_from.md); or use"
+                " deploy/mongo/docker-compose.yml",
+            )
+
+    async def transaction(self, callback: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]) -> R:
+        """Run ``callback(session)`` in a transaction; retry it after transient errors, within ``timeout``."""
+        async with self.client.start_session() as session:
+            with pymongo.timeout(self.timeout):
+                return await session.with_transaction(
+                    callback,
+                    read_concern=ReadConcern("snapshot"),
+                    write_concern=WriteConcern(w="majority", j=True),
+                    read_preference=ReadPreference.PRIMARY,
+                )
+
+    def error(self, doing: str, error: PyMongoError) -> StoreError:
+        """Return the StoreError for a driver error that was raised while ``doing``."""
+        found = store_error(doing, error, self.host, self.timeout)
+        if self._folder is None or not isinstance(found, StoreUnavailableError):
+            return found
+        problem = disk_problem(self._folder)
+        return (
+            found
+            if problem is None
+            else StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
+        )
+
+    async def call(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
+        """Call ``operation``; retry it during an outage as ``retry_outages`` allows. Raises StoreErrors."""
+
+        def to_store_error(error: Exception) -> StoreError:
+            if isinstance(error, StoreUnavailableError):
+                return error
+            if isinstance(error, PyMongoError):
+                return self.error(doing, error)
+            if isinstance(error, ENCODING_ERRORS):
+                return encoding_error(doing, error)
+            raise error
+
+        return await retry_while_unavailable(operation, to_store_error, self.outage)
+
+    async def close(self) -> None:
+        """Close the client."""
+        await self.client.close()
+
+
+class Repository:
+    """Base class: the database calls on one collection or for one concern."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def _collection(self, name: str) -> AsyncCollection[Json]:
+        return self._connection.collection(name)
+
+    async def _one(self, kind: type[D], name: str, query: Json, **options: Any) -> D | None:
+        """Return the first document of a collection that matches, as ``kind``; None if there is none."""
+        document = await self._collection(name).find_one(query, **options)
+        return None if document is None else kind.from_document(document)
+
+    async def _all(self, kind: type[D], name: str, query: Json, **options: Any) -> list[D]:
+        """Return the documents of a collection that match, as ``kind``."""
+        return [kind.from_document(found) async for found in self._collection(name).find(query, **options)]
+
+    async def _aggregate(self, name: str, *stages: Json) -> list[Json]:
+        """Return what an aggregation of a collection yields."""
+        return await (await self._collection(name).aggregate(list(stages))).to_list()
+
+    async def _count_by(self, field: str, name: str, query: Json) -> dict[str, int]:
+        """Return {value of ``field``: number of the documents that match}."""
+        counted = {"_id": f"${field}", "count": {"$sum": 1}}
+        groups = await self._aggregate(name, {"$match": query}, {"$group": counted})
+        return {group["_id"]: int(group["count"]) for group in groups}
+
+
+S = TypeVar("S", bound=Repository)
+
+
+def database_call(
+    method: Callable[Concatenate[S, P], Awaitable[R]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
+    """Decorate a public method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
+
+    The method's name begins the message: ``PolicyVersions.by_ids`` becomes "policy versions: by ids".
+    """
+    doing = _BEFORE_CAPITAL.sub(" ", method.__qualname__).lower().replace("_", " ").replace(".", ": ")
+
+    @functools.wraps(method)
+    async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self._connection.call(lambda: method(self, *args, **kwargs), doing)
+
+    return call
+
+
+async def insert_if_missing(collection: AsyncCollection[Json], document: Document) -> None:
+    """Insert the document unless one with its ``_id`` exists."""
+    fields = document.to_document()
+    if await collection.find_one({"_id": fields["_id"]}, {"_id": 1}) is None:
+        with contextlib.suppress(DuplicateKeyError):  # another process inserted it at the same moment
+            await collection.insert_one(fields)
+
+
+def _host(uri: str) -> str:
+    try:
+        nodes = parse_uri(uri, validate=False)["nodelist"]
+    except (PyMongoError, ValueError):
+        return uri.rpartition("@")[2].partition("/")[0] if "@" in uri else "the address given"
+    return ",".join(f"{host}:{port}" for host, port in nodes)
