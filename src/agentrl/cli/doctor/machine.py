@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ from agentrl.cli.gpus import place_processes
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
+from agentrl.extras import missing
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.local import namespace_problem
@@ -55,9 +57,7 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
     """Check the version of Python."""
     found = ".".join(map(str, version))
     if version[:2] < _OLDEST_PYTHON:
-        return Check(
-            "python", "fail", found, "use Python 3.11 or newer: PYTHON=python3.11 bash scripts/setup.sh"
-        )
+        return Check("python", "fail", found, "make the environment with Python 3.11 or newer")
     return Check("python", "ok", f"{found} ({sys.executable})")
 
 
@@ -82,11 +82,16 @@ def check_packages(distribution: str = "agentrl") -> Iterator[Check]:
 
 
 def check_torch() -> Check:
-    """Check that torch can be imported and that its build sees the machine's GPU."""
+    """Check that torch, if it is installed, can be imported and that its build sees the machine's GPU."""
+    absent = missing("torch", "training or the local engine")
+    if absent is not None and importlib.util.find_spec("torch") is None:
+        return Check("torch", "warn", absent.message, absent.hint or "")
     done = _probe([sys.executable, "-c", _TORCH_PROBE])
     if done is None or done.returncode != 0:
         reason = "no answer in time" if done is None else _last_line(done.stderr)
-        return Check("torch", "fail", f"cannot be imported: {reason}", "bash scripts/setup.sh")
+        return Check(
+            "torch", "fail", f"cannot be imported: {reason}", "install torch again (pytorch.org/get-started)"
+        )
     version, build, device = done.stdout.strip().splitlines()[-1].split("|")
     if device != "-":
         return Check("torch", "ok", f"{version} on {device} ({build})")

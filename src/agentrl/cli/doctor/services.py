@@ -28,7 +28,7 @@ def check_mongod(run: RunConfig) -> Check:
     except AgentRLError as error:
         if run.db_connection_string:
             return Check(name, "ok", "not installed; --db_connection_string is given")
-        return Check(name, "fail", error.message, error.hint or "bash scripts/setup.sh")
+        return Check(name, "fail", error.message, error.hint or "")
 
 
 async def service_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
