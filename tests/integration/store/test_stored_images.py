@@ -20,7 +20,7 @@ from agentrl.documents.images import MAX_IMAGE_BYTES, content_with, image_of_byt
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError, ImageError, TaskFileError
 from agentrl.rollout.load_tasks import probe, store_tasks
-from agentrl.store.admin.image_retention import ImageRetention
+from agentrl.store.admin.retention import ImageRetention
 from agentrl.store.client import Store
 from agentrl.store.images import Images
 

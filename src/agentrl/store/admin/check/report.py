@@ -80,6 +80,12 @@ class Findings:
         """Add the problems of one document."""
         self.violations.extend(Violation(invariant, problem, key) for problem in problems)
 
+    def wrong(
+        self, invariant: Invariant, key: Any, document: str, what: str, expected: Any, found: Any
+    ) -> None:
+        """Add one problem of a document."""
+        self.add(invariant, key, [Problem(document, what, expected, found)])
+
     def note(self, text: str) -> None:
         """Note what could not be checked; each text is kept once."""
         if text not in self.notes:

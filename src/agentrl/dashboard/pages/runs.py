@@ -1,31 +1,38 @@
-"""The pages of all runs and of one: whether it is healthy, its curves, also as files, its processes."""
+"""The pages of all runs and of one: its health, its curves, also as files, its processes; managing it."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeGuard
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from agentrl.config.run import EngineListConfig
+from agentrl.dashboard import security
 from agentrl.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
-from agentrl.dashboard.query import choice
-from agentrl.dashboard.render import render
-from agentrl.dashboard.stores import open_run, read_runs, reader_of, shared
+from agentrl.dashboard.query import BadQueryError, checked_query, choice
+from agentrl.dashboard.render import link, render
+from agentrl.dashboard.stores import cache_of, open_run, pool_of, read_runs, reader_of, shared
 from agentrl.documents.run import RunSettings
 from agentrl.documents.status import SHOWN_STATUSES, RecordStatus, ServiceStatus, TaskStatus
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, RunMissingError, StoreDeniedError, StoreError, StoreUnavailableError
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.snapshot.findings import findings, mean_of_last, seconds_since_step, state
 from agentrl.snapshot.snapshot import TRAIN, RunSnapshot
 from agentrl.store.admin.dataset import write_parquet
+from agentrl.store.admin.runs import RunAdmin, rename_run
+from agentrl.store.client import Store
 from agentrl.store.views.rows import StepRow
+from agentrl.store.views.runs import Runs
 
 _RUNS_SECONDS = 2.0
 _EVALUATIONS = 8
@@ -188,9 +195,83 @@ def _file(content: bytes, media_type: str, name: str) -> Response:
     return Response(content, media_type=media_type, headers=headers)
 
 
+_ALIVE_SECONDS = EngineListConfig().alive_seconds
+
+
+async def _manage(request: Request) -> Response:
+    async with open_run(request) as store:
+        admin = RunAdmin(store.connection)
+        remarks = await admin.remarks()
+        holders = await Runs(store.connection).holders(store.run_name, _ALIVE_SECONDS)
+        try:
+            folder, why_not = await admin.output_folder(), None
+        except ConfigError as error:
+            folder, why_not = None, error.message
+    token, cookie = security.give_token(request)
+    response = render(
+        request, "manage.html", run=store.run_name, section="", csrf=token, remarks=remarks, holders=holders,
+        folder=folder, why_not=why_not,
+    )  # fmt: skip
+    security.set_cookie(request, response, cookie)
+    return response
+
+
+async def _change(request: Request) -> Response:
+    form = await security.posted_form(request)
+    action = choice(form, "action", ("describe", "rename", "delete"), "describe")
+    name = request.path_params["run"]
+    with checked_query(), _conflicts():
+        if action == "rename":
+            new = form.get("new_name", "").strip()
+            await rename_run(replace(pool_of(request).run, run_name=name), new, _ALIVE_SECONDS)
+            await pool_of(request).forget(name)
+            target = link("runs", new)
+        elif action == "delete":
+            async with open_run(request) as store:
+                await _delete(store, form)
+            await pool_of(request).forget(name)
+            target = link()
+        else:
+            async with open_run(request) as store:
+                await _describe(store, form)
+            target = link("runs", name)
+    cache_of(request).clear()
+    return RedirectResponse(target, HTTPStatus.SEE_OTHER)
+
+
+async def _describe(store: Store, form: Mapping[str, str]) -> None:
+    """Give the run the tags and the note of the form. Raises ConfigError."""
+    admin, wanted = RunAdmin(store.connection), set(form.get("tags", "").replace(",", " ").split())
+    tags = set((await admin.remarks()).tags)
+    await admin.tag(wanted - tags, tags - wanted)
+    await admin.note(form.get("note", ""))
+
+
+async def _delete(store: Store, form: Mapping[str, str]) -> None:
+    """Delete the run whose name the form repeats."""
+    if form.get("name", "") != store.run_name:
+        raise BadQueryError(f"to delete run {store.run_name!r}, write its name into the field")
+    admin = RunAdmin(store.connection)
+    await admin.require_ended(_ALIVE_SECONDS)
+    await admin.delete(await admin.output_folder() if form.get("folder") else None, _ALIVE_SECONDS)
+
+
+@contextmanager
+def _conflicts() -> Iterator[None]:
+    """Answer 409 where the state of a run forbids a change: it is live, or the name is taken."""
+    try:
+        yield
+    except (RunMissingError, StoreDeniedError, StoreUnavailableError):
+        raise
+    except StoreError as error:
+        raise HTTPException(HTTPStatus.CONFLICT, f"{error.message}: {error.hint}") from error
+
+
 routes = [
     Route("/", _runs),
     Route("/runs/{run}", _run),
     Route("/runs/{run}/curves.csv", _csv),
     Route("/runs/{run}/curves.parquet", _parquet),
+    Route("/runs/{run}/manage", _manage),
+    Route("/runs/{run}/manage", _change, methods=["POST"]),
 ]
