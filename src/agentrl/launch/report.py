@@ -78,7 +78,7 @@ async def read_outcome(run_name: str, output: Path) -> Outcome | None:
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name)) as store:
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         if not steps:
             return None
         plot = output / "curve.png"
