@@ -14,9 +14,8 @@ from typing import Any, Final, TypeVar
 
 from agentrl.documents.record import CommandRun
 from agentrl.errors import ToolServerError
-from agentrl.harness.command import arguments_of
 from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
-from agentrl.harness.prepare import Prepared
+from agentrl.harness.prepare import Prepared, arguments_of
 from agentrl.harness.session import SHOWN_BYTES, Session, command_run
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, make_readable, pack, unpack
 from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, DockerClient, container_name, control, limit_arguments

@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.harness.command import arguments_of, search_path
 from agentrl.harness.config import Command
-from agentrl.harness.prepare import Prepared
+from agentrl.harness.prepare import Prepared, arguments_of, search_path
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
 from agentrl.processes import process_tree
 from agentrl.tools.sandbox.limits import Execution

@@ -11,7 +11,7 @@ from harness_run import PYTHON, write_harness
 
 from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import prepare
-from agentrl.harness.score import score_files
+from agentrl.harness.result import score_files
 from agentrl.harness.session import HarnessSession
 from agentrl.tools.sandbox.local import namespace_problem
 
