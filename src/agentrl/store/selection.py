@@ -201,10 +201,10 @@ class TaskSelection(Repository):
         waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
         levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting, session=session))
         for level in levels:
-            decided = {"group.finalised_at": {"$ne": None}, "group.scored": {"$gt": 0}}
+            decided = {"group.finalized_at": {"$ne": None}, "group.scored": {"$gt": 0}}
             recent = self._collection(TASK).find(
-                {"split": split, LEVEL: level, **decided}, {"group.pass_rate": 1}, sort=[("group.finalised_at", DESCENDING)], limit=MASTERED_GROUPS,
-                session=session,
+                {"split": split, LEVEL: level, **decided}, {"group.pass_rate": 1},
+                sort=[("group.finalized_at", DESCENDING)], limit=MASTERED_GROUPS, session=session,
             )  # fmt: skip
             rates = [task["group"].get("pass_rate") or 0.0 async for task in recent]
             if len(rates) < MASTERED_GROUPS or fmean(rates) < MASTERED_RATE:
@@ -220,9 +220,9 @@ class TaskSelection(Repository):
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
         """Return the results of the groups of ``query`` that were finalized last."""
         recent = self._collection(TASK).find(
-            {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
+            {**query, "begun.number": {"$gt": 0}, "group.finalized_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
-            sort=[("group.finalised_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
+            sort=[("group.finalized_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
         )  # fmt: skip
         return [
             Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],

@@ -113,13 +113,13 @@ async def test_attempts_are_counted_and_wait_longer_each_time(
     waits = []
     for attempt in range(1, ATTEMPTS):
         assert await finalizer.run_waiting() == 0
-        counted = (await task_of(store, BAD)).finalising
+        counted = (await task_of(store, BAD)).finalizing
         assert counted is not None
         assert counted["attempts"] == attempt
         waits.append((counted["retry_at"] - now()).total_seconds())
         assert await store.groups.waiting("train") == []
         assert await violations(store) == []
-        await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalising.retry_at": None}})
+        await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalizing.retry_at": None}})
     assert [round(wait / 1000) for wait in waits] == [1, 2, 4]
     assert await finalizer.run_waiting() == 0
     assert (await task_of(store, BAD)).status is TaskStatus.COMPLETED

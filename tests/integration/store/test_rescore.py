@@ -80,7 +80,7 @@ async def test_an_untrained_group_is_decided_again(store: Store, tmp_path: Path)
     assert again.group is not None
     assert [slot.score for slot in again.slots] == [1.0, 0.5]
     assert again.group["mean_score"] == 0.75
-    assert again.group["finalised_at"] == task.group["finalised_at"]
+    assert again.group["finalized_at"] == task.group["finalized_at"]
     assert await violations(store) == []
 
 

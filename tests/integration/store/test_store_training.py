@@ -203,7 +203,7 @@ async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Sto
     await store.groups.finalize(early, decide)
     await commit(1, early)
     await store.groups.finalize(late, decide)
-    before = {"group.finalised_at": datetime(2020, 1, 1, tzinfo=UTC)}
+    before = {"group.finalized_at": datetime(2020, 1, 1, tzinfo=UTC)}
     await store.database["Task"].update_one({"_id": late}, {"$set": before})
     assert await uncounted() == [late]
     await commit(2, early, late)
