@@ -1,4 +1,4 @@
-"""Run the commands of one trajectory in its sandbox, one after the other, in one working directory."""
+"""Run the commands of one trajectory on one working directory: in this machine's sandbox, or in Docker."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import logging
 import os
 import shutil
 import signal
+import tarfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.harness.command import arguments_of, search_path
-from agentrl.harness.config import Command
-from agentrl.harness.prepare import Prepared
-from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
+from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
+from agentrl.harness.prepare import Prepared, arguments_of, search_path
+from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, make_readable, pack, unpack
 from agentrl.processes import process_tree
-from agentrl.tools.sandbox import forward
+from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, DockerClient, container_name, control, limit_arguments
 from agentrl.tools.sandbox.limits import Execution
-from agentrl.tools.sandbox.local import launch, namespace_problem
-from agentrl.tools.sandbox.namespaces import WORK
+from agentrl.tools.sandbox.local import launch, uses_namespaces
+from agentrl.tools.sandbox.namespaces import LOOPBACK, WORK
+from agentrl.tools.sandbox.program import Job
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,13 @@ _LIMITS: Final = {
 }
 _SHELL_SIGNAL: Final = 128
 _HTTP_PORT: Final = 80
+T = TypeVar("T")
+
+_USER: Final = 1000
+"""The user of the container where the sampler is root."""
+_BLOCK: Final = 512
+_GUARDED: Final = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -1) & "$@" </dev/null 3<&-; exit $?'
+"""The first process of a container: it ends the others when its standard input, the client, ends."""
 
 
 class Session(ABC):
@@ -117,15 +126,8 @@ class HarnessSession(Session):
         self._marker = f"{_MARKER}={uuid.uuid4().hex}"
 
     async def __aenter__(self) -> Self:
-        isolation = self._prepared.config.isolation
-        problem = None if isolation == "limits" else await asyncio.to_thread(namespace_problem)
-        if problem is not None and isolation == "namespaces":
-            raise ConfigError(
-                f"{self._prepared.config.source}: isolation is 'namespaces', and this machine has none:"
-                f" {problem}",
-                hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: auto",
-            )
-        self._namespaces = isolation != "limits" and problem is None
+        config = self._prepared.config
+        self._namespaces = await asyncio.to_thread(uses_namespaces, config.isolation, str(config.source))
         return await super().__aenter__()
 
     @property
@@ -145,7 +147,7 @@ class HarnessSession(Session):
                 hint="use network: host, or a gateway with an http:// URL",
             )
         self._gateway = (str(parts.hostname), parts.port or _HTTP_PORT)
-        return parts._replace(netloc=f"{forward.HOST}:{self._gateway[1]}").geturl()
+        return parts._replace(netloc=f"{LOOPBACK}:{self._gateway[1]}").geturl()
 
     @property
     def _has_own_network(self) -> bool:
@@ -162,14 +164,13 @@ class HarnessSession(Session):
     ) -> CommandRun:
         """Run a command in the sandbox; see ``Session.run``."""
         limits = dataclasses.replace(self._prepared.config.limits, seconds=seconds)
-        job = {
-            "code": "", "stdin": "", "python": "", "visible": self._prepared.visible,
-            "directory": str(self._folder), "namespaces": self._namespaces, "keep_files": True,
-            "limits": dataclasses.asdict(limits), "command": arguments_of(command), "cwd": WORKSPACE,
-            "environment": {**self._base_environment(), **environment}, "shown_bytes": SHOWN_BYTES,
-            "network": "gateway" if self._has_own_network else "host",
-            "gateway": self._gateway if calls_model and self._has_own_network else None,
-        }  # fmt: skip
+        job = Job(
+            visible=self._prepared.visible, directory=str(self._folder), namespaces=self._namespaces,
+            keep_files=True, limits=dataclasses.asdict(limits), command=arguments_of(command), cwd=WORKSPACE,
+            environment={**self._base_environment(), **environment}, shown_bytes=SHOWN_BYTES,
+            network="gateway" if self._has_own_network else "host",
+            gateway=self._gateway if calls_model and self._has_own_network else None,
+        )  # fmt: skip
         try:
             answer = await launch(job, limits)
         except ToolServerError:
@@ -178,7 +179,7 @@ class HarnessSession(Session):
         if answer.pop("kept"):
             with suppress(FileNotFoundError):
                 os.replace(self._folder / "files.new", self.archive)
-        return _command_run(Execution(**answer), secrets)
+        return command_run(Execution(**answer), secrets)
 
     def _base_environment(self) -> dict[str, str]:
         name, _, value = self._marker.partition("=")
@@ -195,10 +196,8 @@ class HarnessSession(Session):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
-    values: dict[str, Any] = {}
-    for name in ("stdout", "stderr"):
-        values[name] = hide(getattr(done, name), secrets)
+def command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
+    """Return what the Record shows of a command, without the values of secrets."""
     return CommandRun(
         ended=command_ending(done.exit_code) if done.exceeded is None else _LIMITS[done.exceeded],
         exit_code=done.exit_code,
@@ -206,7 +205,8 @@ def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
         memory_mb=done.memory_mb,
         stdout_bytes=done.stdout_bytes,
         stderr_bytes=done.stderr_bytes,
-        **values,
+        stdout=hide(done.stdout, secrets),
+        stderr=hide(done.stderr, secrets),
     )
 
 
@@ -222,3 +222,107 @@ def command_ending(exit_code: int) -> Ending:
     if exit_code < 0 or _SHELL_SIGNAL < exit_code <= _SHELL_SIGNAL + signal.NSIG:
         return Ending.KILLED
     return Ending.EXITED if exit_code == 0 else Ending.NONZERO_EXIT
+
+
+class ContainerSession(Session):
+    """The working directory of one trajectory, which Docker mounts into a container for each command."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared)
+        self._user = _USER if os.getuid() == 0 else os.getuid()
+
+    @property
+    def root(self) -> str:
+        """The folder of the files, as commands see it."""
+        return WORK
+
+    def reachable(self, url: str) -> str:
+        """Return the URL of the gateway as commands reach it: the one that it advertises."""
+        return url
+
+    async def run(
+        self,
+        command: Command,
+        environment: Mapping[str, str],
+        *,
+        seconds: float,
+        secrets: Sequence[str] = (),
+        calls_model: bool = True,
+    ) -> CommandRun:
+        """Run a command in a container; see ``Session.run``.
+
+        The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped.
+        """
+        config = self._prepared.config
+        name = await asyncio.to_thread(container_name, "harness")
+        folder = self._folder / name
+        await _files(unpack, self.archive, folder, self._user)
+        network = config.network if calls_model else "none"
+        words = run_arguments(config, name, folder, self._user, environment, network=network)
+        client = DockerClient(config.limits.output_bytes, SHOWN_BYTES)
+        out_of_memory = False
+        try:
+            await client.run(
+                [*words, *arguments_of(command)], environment, seconds=seconds,
+                over_files=partial(_is_too_large, folder, config.limits),
+            )  # fmt: skip
+            if client.exceeded is None:
+                killed = await control("inspect", "--format", "{{.State.OOMKilled}}", name, may_fail=True)
+                out_of_memory = killed.strip() == b"true"
+        finally:
+            await asyncio.shield(control("rm", "--force", "--volumes", name, may_fail=True))
+        await _files(make_readable, folder)
+        if await _files(_is_too_large, folder, config.limits):
+            client.exceeded = client.exceeded or "files"
+        else:
+            await _files(pack, folder, self.archive)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return command_run(
+            Execution(
+                stdout=client.stdout.text, stderr=client.stderr.text, exit_code=client.code,
+                exceeded="memory" if out_of_memory else client.exceeded, seconds=client.seconds,
+                memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
+            ),
+            secrets,
+        )  # fmt: skip
+
+
+def run_arguments(
+    config: HarnessConfig, name: str, folder: Path, user: int, variables: Mapping[str, str], *, network: str
+) -> list[str]:
+    """Return the arguments of ``docker`` before the command, with the values of ``OWN_TO_DOCKER`` only."""
+    limits = config.limits
+    size = f"size={limits.disk_mb}m,nr_inodes={limits.files},mode=1777,exec"
+    own = {"HOME": f"{WORK}/{HOME}", "TMPDIR": f"{WORK}/{TEMPORARY}"}
+    own |= {name: value for name, value in variables.items() if name in OWN_TO_DOCKER}
+    shown = [*(f"{name}={value}" for name, value in own.items()), *(variables.keys() - own.keys())]
+    named = [word for variable in sorted(shown) for word in ("--env", variable)]
+    return [
+        "run", "--interactive", "--name", name, "--network", network, "--user", f"{user}:{user}",
+        "--tmpfs", f"/tmp:{size}", "--tmpfs", f"/var/tmp:{size}", "--log-driver", "none",
+        *limit_arguments(limits), "--mount", f"type=bind,source={folder},target={WORK}",
+        "--workdir", f"{WORK}/{WORKSPACE}", *named, "--entrypoint", "/bin/sh",
+        str(config.image), "-c", _GUARDED, "sh",
+    ]  # fmt: skip
+
+
+def _is_too_large(folder: Path, limits: HarnessLimits) -> bool:
+    """Return whether the files of a folder exceed ``disk_mb`` or ``files``."""
+    size = count = 0
+    for place, folders, files in os.walk(folder):
+        count += len(folders) + len(files)
+        for name in files:
+            with suppress(OSError):
+                found = os.lstat(os.path.join(place, name))
+                size += max(found.st_size, found.st_blocks * _BLOCK)  # a sparse file is whole in an archive
+        if size > limits.disk_mb << 20 or count > limits.files:
+            return True
+    return False
+
+
+async def _files(work: Callable[..., T], *arguments: Any) -> T:
+    """Do work on the files of a harness in a thread. Raises ToolServerError if it cannot be done."""
+    try:
+        return await asyncio.to_thread(work, *arguments)
+    except (OSError, tarfile.TarError) as error:
+        raise ToolServerError(f"the files of the harness cannot be moved: {error}") from error

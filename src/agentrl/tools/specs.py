@@ -1,12 +1,16 @@
-"""Describe tool servers: their command or address, their scope, hooks, and the limits of their calls."""
+"""Describe tool servers: command or address, scope, hooks, limits of calls; hide their secrets in texts."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from pydantic import BeforeValidator
 
@@ -24,6 +28,11 @@ from agentrl.validation import (
 
 WORKDIR = "${workdir}"
 """In a stdio server's args, env and cwd: a folder of that process alone, deleted when it ends."""
+_WINDOW_SECONDS = 60.0
+HIDDEN = "***"
+_SHORTEST = 8
+"""Shorter values stay in messages: they are ports, names and flags."""
+_TOKEN_PART = re.compile(r"(?=.*\d)[^/]{16,}|[^/]{32,}")
 
 
 class Scope(StrEnum):
@@ -152,3 +161,92 @@ class ManagerSpec:
 
 McpSpec = StdioSpec | HttpSpec
 ServerSpec = McpSpec | ManagerSpec
+
+
+class CallGate:
+    """The limits of one server's calls, over all trajectories of this process."""
+
+    def __init__(self, options: Options, base: Limits, *, connections: int) -> None:
+        """``base`` holds the run's limits; ``connections`` bounds the server's calls in flight."""
+        self._options = options
+        self._base = base
+        self._server = asyncio.Semaphore(connections)
+        self._tools: dict[str, _ToolGate] = {}
+
+    def limits(self, tool: str) -> Limits:
+        """Return the limits of one tool."""
+        return self._options.limits_of(tool, self._base)
+
+    @asynccontextmanager
+    async def enter(self, tool: str) -> AsyncIterator[Limits]:
+        """Wait for a slot of ``tool``, first come, first served, and hold it; yield the tool's limits."""
+        limits = self.limits(tool)
+        gate = self._tools.setdefault(tool, _ToolGate(limits))
+        async with gate.slots, self._server:
+            await gate.wait()
+            yield limits
+
+
+class _ToolGate:
+    """The slots and the rate of one tool. A burst of a tenth of a minute's calls may start at once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.slots = asyncio.Semaphore(limits.concurrency or 1_000_000)
+        rate = limits.calls_per_minute
+        self._interval = _WINDOW_SECONDS / rate if rate else 0.0
+        self._burst = max(rate / 10, 1.0) if rate else 1.0
+        self._next = 0.0
+
+    async def wait(self) -> None:
+        """Wait until the next call may start."""
+        if self._interval == 0.0:
+            return
+        now = asyncio.get_running_loop().time()
+        start = max(self._next, now - (self._burst - 1) * self._interval)
+        self._next = start + self._interval
+        await asyncio.sleep(max(start - now, 0.0))
+
+
+def redact_address(spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+    """Return the command without arguments, or the URL without user info, query and token-like path parts."""
+    if isinstance(spec, StdioSpec):
+        return f"{spec.command}, {len(spec.args)} arguments" if spec.args else spec.command
+    return redact_url(spec.url)
+
+
+def redact_url(url: str) -> str:
+    """Return ``url`` without user info, query, fragment and token-like path parts."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    user = f"{HIDDEN}@" if "@" in parts.netloc else ""
+    path = "/".join(HIDDEN if _TOKEN_PART.fullmatch(part) else part for part in parts.path.split("/"))
+    query = f"?{HIDDEN}" if parts.query else ""
+    return f"{parts.scheme}://{user}{host}{path}{query}"
+
+
+def redact_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
+    """Return ``text`` without values that ``redact_address`` omits and without header and variable values."""
+    if isinstance(spec, StdioSpec):
+        secrets = [*spec.args, *(part for arg in spec.args for part in arg.split("=")), *spec.env.values()]
+        return _hide(text, [value for value in secrets if not value.startswith("-")])
+    shown = text.replace(spec.url, redact_url(spec.url))
+    return _hide(shown, [*_url_secrets(spec.url), *_header_secrets(spec.headers)])
+
+
+def _url_secrets(url: str) -> list[str]:
+    parts = urlsplit(url)
+    user = parts.netloc.rpartition("@")[0]
+    found = [*user.split(":"), *(value for _, value in parse_qsl(parts.query))]
+    found += [part for part in parts.path.split("/") if _TOKEN_PART.fullmatch(part)]
+    return [form for value in found for form in (value, unquote(value), quote(value, safe=""))]
+
+
+def _header_secrets(headers: Mapping[str, str]) -> list[str]:
+    return [part for value in headers.values() for part in (value, value.rpartition(" ")[2])]
+
+
+def _hide(text: str, secrets: Iterable[str]) -> str:
+    for secret in sorted(set(secrets), key=len, reverse=True):
+        if len(secret) >= _SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    return text

@@ -1,21 +1,33 @@
-"""Check the services of a run: mongod, engines, judge, browse agent, tool servers."""
+"""Check what a run needs: its database server, mongod, engines, model, judge, browse agent, tool servers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.doctor.check import Check
-from agentrl.config.schema import RunConfig, SamplingConfig, ToolConfig
+from agentrl.cli.doctor.machine import Check, State
+from agentrl.config.load import Configs
+from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import AgentRLError, StoreUnavailableError
 from agentrl.observe.redact import redact
+from agentrl.store.embedded.mongod import END_OF_LIFE, support_ended_on
 
 if TYPE_CHECKING:
     from agentrl.documents.run import InferenceService
+    from agentrl.store.admin.server import ServerInfo
+
 
 _TOOLS_SECONDS = 60.0
 _REACH_SECONDS = 3.0
+_SLOW_SECONDS = 0.05
+_CLOCK_WARN = 1.0
+_GIB = 2**30
+_DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
+_WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def check_mongod(run: RunConfig) -> Check:
@@ -124,3 +136,182 @@ async def check_tools(config: ToolConfig) -> Check:
         return Check(
             name, "fail", redact(error.message), error.hint or "start the server, or correct its entry"
         )
+
+
+async def database_checks(run: RunConfig) -> list[Check]:
+    """Return the checks of the server; one row if it cannot be reached. Creates nothing."""
+    from agentrl.store.admin.server import ServerInfos
+    from agentrl.store.client import open_connection
+
+    try:
+        connection = await open_connection(run)
+        try:
+            info = await ServerInfos(connection).read()
+        finally:
+            await connection.close()
+    except AgentRLError as error:
+        state: State = "fail" if run.db_connection_string else "warn"
+        return [Check("database", state, redact(error.message), error.hint or "agentrl mongo up")]
+    return list(server_checks(info, date.today()))
+
+
+def server_checks(info: ServerInfo, today: date) -> Iterator[Check]:
+    """Yield a check per property of the server."""
+    yield _check_version(info, today)
+    yield _check_latency(info)
+    yield _check_clock(info)
+    yield _check_rights(info)
+    if info.free_bytes is not None:
+        yield _check_disk(info.free_bytes)
+
+
+def _check_version(info: ServerInfo, today: date) -> Check:
+    name, version = "database", ".".join(map(str, info.version))
+    shape = f"replica set {info.replica_set} of {info.members}" if info.replica_set else "sharded cluster"
+    found = f"MongoDB {version} at {info.host}, {shape}"
+    end = END_OF_LIFE.get(info.version[0])
+    if end is None:
+        return Check(name, "warn", f"{found}; AgentRL knows 6, 7 and 8", "use MongoDB 7 or 8")
+    if support_ended_on(info.version[0], today):
+        return Check(
+            name, "warn", f"{found}; support of {info.version[0]}.0 ended on {end}",
+            "keep it on 127.0.0.1, or name a server of version 7 or 8 with --db_connection_string",
+        )  # fmt: skip
+    return Check(name, "ok", f"{found}, supported until {end}")
+
+
+def _check_latency(info: ServerInfo) -> Check:
+    found = f"{1000 * info.latency_seconds:.1f} ms per ping"
+    if info.latency_seconds <= _SLOW_SECONDS:
+        return Check("database latency", "ok", found)
+    hint = "run the server nearer to the samplers, or on a machine with less load"
+    return Check("database latency", "warn", found, hint)
+
+
+def _check_clock(info: ServerInfo) -> Check:
+    offset = info.clock_offset_seconds
+    side = "behind" if offset > 0 else "ahead of"
+    found = f"this machine's clock is {abs(offset):.2f} s {side} the server's"
+    if abs(offset) <= _CLOCK_WARN:
+        return Check("clock", "ok", found)
+    hint = "a run follows the server's clock, but times in logs differ: timedatectl set-ntp true"
+    return Check("clock", "warn", found, hint)
+
+
+def _check_rights(info: ServerInfo) -> Check:
+    name = "database rights"
+    if info.user is None:
+        return Check(
+            name, "warn", "the server asks for no login", "start mongod with --auth, and bind it to 127.0.0.1"
+        )
+    who = f"{info.user} ({', '.join(info.roles) or 'no roles'})"
+    if not info.may_read:
+        hint = "grant it a role on the run: `agentrl db users --create`"
+        return Check(name, "fail", f"{who} may not read this run", hint)
+    if not info.may_write:
+        return Check(name, "ok", f"{who} may read, not write: enough for audit, status and dashboard")
+    return Check(name, "ok", f"{who} may read and write")
+
+
+def _check_disk(free: int) -> Check:
+    found = f"{free / _GIB:.1f} GiB free"
+    if free >= _DISK_WARN:
+        return Check("database disk", "ok", found)
+    hint = "free space there, or prune finished runs: agentrl db prune"
+    return Check("database disk", "fail" if free < _DISK_FAIL else "warn", found, hint)
+
+
+def model_checks(config: ModelConfig, parser: str | None = None) -> Iterator[Check]:
+    """Check a model folder: config, weights, tokenizer, chat format. Loads no weights.
+
+    ``parser`` is ``--tool_call_parser``.
+    """
+    if config.model_name_or_path is None:
+        yield Check("model", "ok", "not checked: give --model_name_or_path FOLDER")
+        return
+    folder = Path(config.model_name_or_path)
+    settings = _json(folder / "config.json")
+    if settings is None:
+        yield Check(
+            "model config", "fail", f"{folder} has no readable config.json",
+            "give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
+        )  # fmt: skip
+        return
+    yield Check("model config", "ok", f"{settings.get('model_type', 'unknown type')} in {folder}")
+    yield _check_weights(folder)
+    yield _check_tokenizer(folder, settings)
+    yield _check_chat_format(folder, config, parser)
+
+
+def _check_weights(folder: Path) -> Check:
+    index = _json(folder / _WEIGHTS_INDEX)
+    names = sorted(set(index.get("weight_map", {}).values())) if index else ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        return Check("model weights", "fail", f"missing: {', '.join(missing)}", "download the folder again")
+    size = sum((folder / name).stat().st_size for name in names)
+    return Check("model weights", "ok", f"{size / 2**30:.2f} GiB in {len(names)} safetensors")
+
+
+def _check_tokenizer(folder: Path, settings: dict[str, Any]) -> Check:
+    from agentrl.chat.model_folder import read_tokenizer_file
+
+    name, path = "tokenizer", folder / "tokenizer.json"
+    hint = "copy the tokenizer's files into the folder"
+    if not path.is_file():
+        return Check(name, "fail", f"{path} is missing", hint)
+    try:
+        size = read_tokenizer_file(path).get_vocab_size(with_added_tokens=True)
+    except AgentRLError as error:
+        return Check(name, "fail", error.message, hint)
+    embedded = settings.get("vocab_size", settings.get("text_config", {}).get("vocab_size"))
+    if isinstance(embedded, int) and size > embedded:
+        found = f"{size} ids, and the model embeds {embedded}"
+        return Check(name, "fail", found, "use the tokenizer that belongs to the model")
+    return Check(name, "ok", f"{size} ids")
+
+
+def _check_chat_format(folder: Path, config: ModelConfig, parser: str | None) -> Check:
+    """Validate the chat format, as every sampler does before its first task."""
+    from agentrl.chat.chat_format import UNSEEN_HINT, unseen_tools
+    from agentrl.chat.open_format import open_chat_format
+    from agentrl.chat.probe import CONVERSATION, TOOLS
+
+    name = "chat format"
+    try:
+        opened = open_chat_format(folder, config, parser)
+    except AgentRLError as error:
+        return Check(name, "fail", error.message, error.hint or "")
+    if opened.tool_problems:
+        hint = "for tools, give another --chat_format, or a template for tools by --chat_template FILE"
+        return Check(name, "warn", f"{opened.description}: it {opened.tool_problems[0]}", hint)
+    if unseen_tools(opened, opened.render(CONVERSATION[:2], TOOLS), TOOLS):
+        return Check(name, "warn", f"{opened.description}: a prompt does not name the tools", UNSEEN_HINT)
+    return Check(name, "ok", opened.description)
+
+
+def check_context(configs: Configs) -> Check:
+    """Check that the longest prompt and its continuation fit the context of the model."""
+    from agentrl.chat.model_folder import model_context_length
+    from agentrl.rollout.budget import context_problem
+
+    name, model = "context", configs[ModelConfig]
+    own = None if model.model_name_or_path is None else model_context_length(model.model_name_or_path)
+    length = model.max_model_len or own
+    if length is None:
+        return Check(name, "ok", "not checked: the model's configuration names no length")
+    if own is not None and length > own:
+        found = f"--max_model_len {length} is more than the {own} tokens of the model's configuration"
+        return Check(name, "fail", found, f"set --max_model_len {own} or less, or extend the rotary scaling")
+    problem = context_problem(configs[AgentConfig], configs[SamplingConfig], length)
+    if problem is None:
+        return Check(name, "ok", f"{length} tokens hold --max_prompt_tokens + --max_new_tokens")
+    return Check(name, "warn", problem, "lower --max_prompt_tokens or --max_new_tokens")
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

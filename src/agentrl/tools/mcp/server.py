@@ -1,4 +1,4 @@
-"""Call an MCP server for one trajectory: hooks, limits, order, and notes on tools that changed."""
+"""Open connections to an MCP server, with a back-off that all callers share; call it for a trajectory."""
 
 from __future__ import annotations
 
@@ -8,41 +8,133 @@ import json
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentrl.errors import ToolServerError, tool_server
-from agentrl.tools.base import Reply, Schema, Trajectory, schema_name
-from agentrl.tools.limits import CallGate
-from agentrl.tools.mcp.connection import TRAJECTORY_KEY
-from agentrl.tools.specs import Hook, Limits, Options
+from agentrl.config.schema import ToolConfig
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name
+from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
+from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec, redact_address
+
+if TYPE_CHECKING:
+    import httpx2
 
 logger = logging.getLogger(__name__)
 
+RECONNECT_DELAYS = (0.0, 0.5, 2.0)
+"""Waits before each attempt to connect, in seconds."""
+_MAX_BACKOFF_SECONDS = 15.0
+_PARALLEL_STARTS = 4
+"""Processes of one server that start at a time."""
 _PLACEHOLDER = re.compile(r"\$\{(trajectory|meta\.[^}]+)\}")
 _SHOWN = 10
-
-
 Request = Callable[[str, Mapping[str, Any], Limits], Awaitable[Reply]]
 """Calls a tool with arguments, within limits."""
 
 
-class McpSession(ABC):
+class McpServer(ToolServer, ABC):
+    """The client of one server: what shared and dedicated servers have in common."""
+
+    def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
+        self.name = spec.name
+        self.options = spec.options
+        self._spec = spec
+        self._connections = config.max_tool_connections
+        base = Limits(
+            timeout_seconds=config.tool_timeout_seconds, max_result_chars=config.max_tool_result_chars
+        )
+        self.gate = CallGate(self.options, base, connections=self._connections)
+        own = (limits.over(base) for limits in (self.options.limits, *self.options.tools.values()))
+        longest = max(max(each.timeout_seconds or 0.0, each.max_seconds or 0.0) for each in (base, *own))
+        self._read_seconds = longest + 10.0
+        is_process = isinstance(spec, StdioSpec)
+        self._slots = asyncio.Semaphore(_PARALLEL_STARTS if is_process else self._connections)
+        self._http: httpx2.AsyncClient | None = None
+        self._failures = 0
+        self._problem: ConnectionError = ConnectionError("it is not connected")
+        self._again_at = 0.0
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def connect(self) -> Connection:
+        """Return a new connection. Raises ToolServerError, at once while the back-off lasts.
+
+        While the server is down, concurrent callers share one series of attempts. The error is a
+        ToolServerConfigError if another attempt cannot help.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            if self._failures and loop.time() < self._again_at:
+                raise self.unreachable(self._problem)
+            for delay in RECONNECT_DELAYS:
+                await asyncio.sleep(delay)
+                connection = Connection(self._spec, self._http_client())
+                try:
+                    await connection.open()
+                except ConnectionError as error:
+                    self._problem = error
+                    if isinstance(error, UnusableError):
+                        break
+                    continue
+                self._failures = 0
+                return connection
+            self._failures += 1
+            self._again_at = loop.time() + min(2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
+            raise self.unreachable(self._problem)
+
+    def unreachable(self, error: RefusedError | LostError | ConnectionError) -> ToolServerError:
+        """Return the error of a server that is down or refuses all calls."""
+        kind = ToolServerConfigError if isinstance(error, UnusableError) else ToolServerError
+        return kind(
+            f"tool server {self.name} ({redact_address(self._spec)}) cannot be reached: {error}",
+            hint="start it, or correct its entry in --mcp_servers_file or --mcp_manager_url",
+            outage=tool_server(self.name),
+            retry_after=error.retry_after if isinstance(error, RefusedError) else None,
+        )
+
+    def discard(self, connection: Connection, why: str) -> None:
+        """Close a connection that is lost, in the background."""
+        logger.warning("tool server lost", extra={"server": self.name, "why": why})
+        self.later(connection.close())
+
+    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do ``work`` in the background; ``close`` waits for it."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    async def close(self) -> None:
+        """Wait for what closes in the background, and close the HTTP pool. Idempotent."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    def _http_client(self) -> httpx2.AsyncClient | None:
+        if not isinstance(self._spec, HttpSpec) or self._spec.sse:
+            return None
+        if self._http is None:
+            from agentrl.tools.mcp.http import open_client
+
+            self._http = open_client(
+                self._spec, connections=self._connections, read_seconds=self._read_seconds
+            )
+        return self._http
+
+
+class McpSession(ServerSession, ABC):
     """What shared and dedicated servers have in common; subclasses make the request."""
 
-    def __init__(self, trajectory: Trajectory, options: Options, gate: CallGate) -> None:
-        self.options = options
+    def __init__(self, server: McpServer, trajectory: Trajectory) -> None:
         self.meta = {TRAJECTORY_KEY: trajectory.id}
+        self.options = server.options
+        self._name = server.name
         self._trajectory = trajectory
-        self._gate = gate
-        self._order = asyncio.Lock() if options.ordered else None
+        self._gate = server.gate
+        self._order = asyncio.Lock() if server.options.ordered else None
         self._seen: Sequence[Schema] = ()
-
-    @property
-    @abstractmethod
-    def server_name(self) -> str:
-        """Return the name of the server."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -95,7 +187,7 @@ class McpSession(ABC):
                 raise ToolServerError(
                     f"the setup call {hook.tool} reported an error: {reply.text[:300]}",
                     hint="correct the entry's 'setup' in --mcp_servers_file",
-                    outage=tool_server(self.server_name) if reply.lost else None,
+                    outage=tool_server(self._name) if reply.lost else None,
                 )
 
     async def run_teardown(self, request: Request) -> None:
