@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
         )
     value, screen = asyncio.run(_read(configs, names, shape.read))
     if configs[PageFlags].json:
-        from agentrl.observe.json_output import print_json
+        from agentrl.observe.terminal import print_json
 
         print_json(value)
     else:

@@ -14,8 +14,8 @@ from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.documents.run import SETTINGS
 from agentrl.errors import ConfigError
-from agentrl.observe.json_output import print_json
 from agentrl.observe.progress import progress
+from agentrl.observe.terminal import print_json
 
 if TYPE_CHECKING:
     from agentrl.store.admin.archive import Manifest

@@ -67,8 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _show(configs: Configs) -> None:
-    from agentrl.observe.json_output import print_json
-    from agentrl.observe.terminal import stdout_console
+    from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
     from agentrl.store.views.runs import connect_server
 
@@ -127,7 +126,7 @@ def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Readi
 
 
 def _runs_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
-    from agentrl.observe.json_output import to_json
+    from agentrl.observe.terminal import to_json
     from agentrl.snapshot.status_screen import render_runs
     from agentrl.store.views.runs import Runs
 

@@ -20,7 +20,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe import tracker_libraries  # noqa: F401  registers the libraries
 from agentrl.observe.redact import redact
-from agentrl.observe.tracker_registry import TRACKERS, Tracker
+from agentrl.observe.tracker_libraries import TRACKERS, Tracker
 
 logger = logging.getLogger(__name__)
 
