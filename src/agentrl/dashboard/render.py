@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hashlib
-import importlib.metadata
-import importlib.util
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -114,7 +112,6 @@ FILTERS = {
 
 _FOLDER = Path(__file__).parent / "static"
 _TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_PLOTLY = "plotly.min.js"
 _FOREVER = "public, max-age=31536000, immutable"
 SECTIONS: Sequence[tuple[str, str]] = (
     ("", "Overview"),
@@ -184,7 +181,7 @@ def render(
 
     ``run`` gives the page the navigation of a run, with ``section`` (of ``SECTIONS``) marked as the current
     one. With ``live``, elements that have an ``id`` and the attribute ``data-live`` are replaced when the run
-    changes. With ``charts``, the page loads plotly.js.
+    changes. With ``charts``, the page loads what draws them.
     """
     theme = request.cookies.get(THEME_COOKIE)
     events = None
@@ -212,21 +209,17 @@ class _File:
 
 @cache
 def _files() -> dict[str, _File]:
-    """Return the files by name. The packaged plotly.js is found without importing plotly."""
+    """Return the files by name."""
     found = {}
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
             version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
             found[path.name] = _File(path, version, _TYPES[path.suffix])
-    plotly = importlib.util.find_spec("plotly")
-    for folder in (plotly.submodule_search_locations or []) if plotly else []:
-        path = Path(folder) / "package_data" / _PLOTLY
-        found[_PLOTLY] = _File(path, importlib.metadata.version("plotly"), _TYPES[".js"])
     return found
 
 
 def asset(name: str) -> str:
-    """Return the address of a file of ``static/``, or of ``plotly.min.js``."""
+    """Return the address of a file of ``static/``."""
     return f"/static/{_files()[name].version}/{name}"
 
 
