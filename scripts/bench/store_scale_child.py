@@ -95,7 +95,7 @@ class SimulatedWorker(Worker):
         await self.store.model_calls.add(claim, make_call(claim.record_id, 0, context=64, output=8))
         await records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
         await records.advance(claim, RecordStatus.SCORING)
-        await self.store.claims.score(claim, float(random.random() < 0.5))
+        await self.store.attempts.score(claim, float(random.random() < 0.5))
         self.scored += 1
         return True
 

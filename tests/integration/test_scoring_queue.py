@@ -76,7 +76,7 @@ async def test_an_outage_of_the_judge_uses_up_no_attempt_and_resamples_nothing(s
     JUDGE.is_down = False
     await asyncio.wait_for(running, 60)
     assert len(setting.engine.prompts) == 16
-    records = await store.records.find(split="train", limit=100)
+    records = await store.records.scored("train", 0.0)
     assert {(record.attempt, record.score) for record in records} == {(1, 1.0)}
     assert len(records) == 16
     for name in "abcdefgh":

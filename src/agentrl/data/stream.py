@@ -307,7 +307,7 @@ class DataStream:
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
-        if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
+        if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
             return False
         return await self._store.tasks.unfinished(split) == 0
 

@@ -32,7 +32,7 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, probe
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import open_worker, sampler_config
+from agentrl.rollout.setup import allow_configured_imports, open_worker, sampler_config
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.mechanics.retry import log_store_errors
 
@@ -106,11 +106,13 @@ class EvaluationRun:
         rules = await evaluation_rules(self._store, configs)
         finalizer = GroupFinalizer(self._store, rules, split=split, seed=configs[RunConfig].seed)
         ending = asyncio.Event()
-        live = self._engines.live
-        async with open_worker(self._store, configs, live=live, stop=ending) as (worker, router):
+        await allow_configured_imports(self._store, configs)
+        opened = open_worker(
+            self._store, configs, live=self._engines.live, stop=ending,
+            wrap=lambda router: FixedVersionRouter(router, policy.token_version),
+        )  # fmt: skip
+        async with opened as (worker, _):
             collect_garbage_less_often()
-            fixed = FixedVersionRouter(router, policy.token_version)
-            worker = dataclasses.replace(worker, router=fixed)
             await probe(
                 self._store, worker.tools, configs[SamplingConfig], split, agent=configs[AgentConfig],
                 chat_format=worker.chat_format,

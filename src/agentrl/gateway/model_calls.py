@@ -248,7 +248,7 @@ class Answerer:
         )
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.answered_calls.add(claim, pending.document(), call, after)
+            stored = await self.store.model_calls.answer(claim, pending.document(), call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.chains.add(chain, (claim.record_id, after))

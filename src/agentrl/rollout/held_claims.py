@@ -153,7 +153,7 @@ class HeldClaims:
         if not claims:
             return
         try:
-            lost = await self._store.claims.release_all(claims)
+            lost = await self._store.attempts.release_all(claims)
         except StoreError as error:
             logger.warning(
                 "claims could not be handed back; their leases run out",

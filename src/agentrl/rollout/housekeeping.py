@@ -121,7 +121,7 @@ class Housekeeping:
                     self._made_work()
 
     async def _work_once(self) -> bool:
-        freed = await self._store.claims.reap(
+        freed = await self._store.expired_leases.reap(
             self._split, self._claims.max_attempts, grace_seconds=self._claims.lease_seconds
         )
         await self.finalize_completed()
@@ -150,7 +150,7 @@ class Housekeeping:
         if following is None:
             return False
         plan = self._plan
-        opened = await self._store.tasks.open_epoch(
+        opened = await self._store.epochs.open(
             self._split, following, plan.seed, plan.num_generations, plan.shuffle
         )
         if opened:
@@ -159,7 +159,7 @@ class Housekeeping:
 
     async def _following_epoch(self) -> int | None:
         """Return the first epoch that does not hold every task; None if all epochs of the plan do."""
-        following = await self._store.tasks.next_epoch(self._split, self._plan.epochs)
+        following = await self._store.epochs.next(self._split, self._plan.epochs)
         if following == 0 and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
             logger.warning(
@@ -200,7 +200,7 @@ class Tails:
         """Cut trajectories after each step, until cancelled; call ``freed`` when some were cut."""
         while True:
             with log_store_errors(logger, "steps cannot be read; no trajectory is cut"):
-                last = await self._store.training.last_step()
+                last = await self._store.steps.last()
                 self._step = 0 if last is None else last.step
                 if await self._cut():
                     freed()
@@ -218,7 +218,7 @@ class Tails:
     async def _fail(self, claim: Claim, why: str) -> None:
         logger.info("trajectory cut", extra={"record": claim.record_id, "why": why})
         try:
-            await self._store.claims.fail(
+            await self._store.attempts.fail(
                 claim, Failure(kind=KIND, message=why), max_attempts=1, backoff_seconds=0.0
             )
         except LeaseLostError:

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agentrl.chat.chat_format import ChatFormat
+from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.documents.task_file import ReadResult
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.environments.tasks import read_task_source
-from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.errors import AgentRLError, ConfigError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
 from agentrl.registry import allow_imports, paths_among
@@ -176,6 +176,8 @@ async def probe(
     for schema, task in named.answer_schemas.items():
         _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
     problems += _tool_problems(tools, named)
+    if chat_format is not None and (unseen := _unseen_tools(chat_format, flags, tools)) is not None:
+        logger.warning("%s", unseen)
     if named.images is not None and chat_format is not None and chat_format.vision is None:
         problems.append(
             f"tasks show images (task {ascii(named.images)[:80]}), and the model reads text only"
@@ -258,3 +260,14 @@ async def _reach_one(endpoint: ModelEndpoint) -> None:
         logger.warning(
             "the judge cannot be reached now", extra={"model": endpoint.model, "why": type(error).__name__}
         )
+
+
+def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolSource) -> str | None:
+    """Return which tools a first prompt does not name, and what to do; None if it names all."""
+    schemas = tools.list()
+    system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
+    try:
+        prompt = chat_format.render([*system, {"role": "user", "content": "?"}], schemas)
+    except TrajectoryError:
+        return None  # the rendering of each trajectory says why
+    return unseen_problem(chat_format, prompt, schemas)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.errors import DATABASE, ENGINES, Dependency, DependencyKind, FailureError, StoreError
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
+from agentrl.store.admission import Needs
 from agentrl.store.mechanics.retry import log_store_errors
-from agentrl.store.needs import Needs
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

@@ -26,7 +26,7 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, probe, read_task_file, require_groups
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import open_worker, require_extensions, sampler_config
+from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
@@ -64,7 +64,7 @@ class Admission:
         the earliest step decides: after a resume, that need not be the lowest number.
         """
         newest = await store.policy_versions.latest()
-        step = await store.training.last_step()
+        step = await store.steps.last()
         trained = 0 if step is None else step.step
         published = 0 if newest is None else newest.step
         served = published
@@ -98,6 +98,7 @@ async def sample(configs: Configs) -> None:
         read = await _read_tasks(configs)
         async with await open_store(run) as store:
             await _join_run(store, configs, read)
+            await allow_configured_imports(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 collect_garbage_less_often()
                 await probe(

@@ -65,7 +65,7 @@ class Scoring:
             self.outages.scorer_succeeded(scorer)
         self._blame.pop(claim.record_id, None)
         span.set({"agentrl.score": result.score})
-        await self.store.claims.score(claim, result.score, result.details)
+        await self.store.attempts.score(claim, result.score, result.details)
         logger.info("scored", extra={"record": claim.record_id, "score": result.score})
         return True
 
@@ -97,7 +97,7 @@ class Scoring:
     async def _postpone(self, claim: Claim, error: FailureError) -> None:
         counts = error.outage is None or self._is_own(claim.record_id, error)
         message = failure_text(error)
-        status = await self.store.scorings.postpone(
+        status = await self.store.attempts.postpone(
             claim,
             Failure(kind=error.kind, message=message),
             max_scorings=self.claims.max_scorings,
@@ -153,7 +153,7 @@ class ScoringQueue:
                     raise self._error
                 if await self._claim():
                     continue
-                if until_empty and not self._held and not await self._store.scorings.waiting(self._split):
+                if until_empty and not self._held and not await self._store.claims.unscored(self._split):
                     return
                 await self._wait(stop)
         finally:
@@ -164,7 +164,7 @@ class ScoringQueue:
     async def _claim(self) -> bool:
         """Claim what one group has to score; return whether there was anything."""
         needs = self._scoring.outages.needs_down()
-        claims = await self._store.scorings.claim(
+        claims = await self._store.claims.claim_sampled(
             split=self._split,
             owner=self._owner,
             lease_seconds=self._scoring.claims.lease_seconds,

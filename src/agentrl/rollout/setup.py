@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentrl.chat.chat_format import ChatFormat, unseen_problem
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers import PARSERS, load_validator
@@ -28,7 +28,8 @@ from agentrl.config.schema import (
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.errors import ModelError, TrajectoryError
+from agentrl.errors import ModelError
+from agentrl.inference.engine import Router
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
@@ -169,7 +170,7 @@ class SamplerGateway:
         self,
         store: Store,
         configs: Configs,
-        router: EngineRouter,
+        router: Router,
         chat_format: ChatFormat,
         params: SamplingParams,
     ) -> None:
@@ -210,28 +211,23 @@ class SamplerGateway:
         return GatewayHost(answerer, self._configs[GatewayConfig])
 
 
-def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolPool) -> str | None:
-    """Return which tools a first prompt does not name, and what to do; None if it names all."""
-    schemas = tools.list()
-    system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
-    try:
-        prompt = chat_format.render([*system, {"role": "user", "content": "?"}], schemas)
-    except TrajectoryError:
-        return None  # the rendering of each trajectory says why
-    return unseen_problem(chat_format, prompt, schemas)
-
-
 @asynccontextmanager
 async def open_worker(
-    store: Store, configs: Configs, *, live: LiveEngines | None = None, stop: asyncio.Event | None = None
+    store: Store,
+    configs: Configs,
+    *,
+    live: LiveEngines | None = None,
+    wrap: Callable[[Router], Router] = lambda router: router,
+    stop: asyncio.Event | None = None,
+    kind: type[Worker] = Worker,
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
-    Tool servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot
-    be used as it is configured. ``stop`` is the event that signals to this process set.
+    Its agents and its gateway get their engines from what ``wrap`` returns for the router over these. Tool
+    servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot be
+    used as it is configured. ``stop`` is the event that signals to this process set.
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
-    await allow_configured_imports(store, configs)
     chat_format = await open_format(store, configs)
     params = sampling_params(sampling, chat_format)
     folder = await model_folder(store, configs[ModelConfig])
@@ -239,6 +235,7 @@ async def open_worker(
     router = open_router(
         live or (lambda: live_engines(store, engine)), configs, chat_format, folder, EngineWatch(outages)
     )
+    engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     try:
         await router.refresh()
@@ -246,14 +243,12 @@ async def open_worker(
         if problem is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
-        if (unseen := _unseen_tools(chat_format, agent, tools)) is not None:
-            logger.warning("%s", unseen)
         load_validator()
-        async with aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway:
+        async with aclosing(SamplerGateway(store, configs, engines, chat_format, params)) as gateway:
             yield (
-                Worker(
+                kind(
                     store=store,
-                    router=router,
+                    router=engines,
                     tools=tools,
                     chat_format=chat_format,
                     params=params,

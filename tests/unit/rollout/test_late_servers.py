@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, 
 from agentrl.rollout import breaker
 from agentrl.rollout.holding import LateServers
 from agentrl.rollout.outages import Outages
-from agentrl.store.needs import NOTHING, Needs
+from agentrl.store.admission import NOTHING, Needs
 
 
 @pytest.fixture(autouse=True)

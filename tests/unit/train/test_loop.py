@@ -190,7 +190,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 
 CRASHES: dict[str, Any] = {
     "planned": ("agentrl.train.loop", "step_window"),
-    "computed": ("fake_store", "_Training.commit_step"),
+    "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),

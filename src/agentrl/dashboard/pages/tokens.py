@@ -164,13 +164,13 @@ def _level_of_step(colour: Colour, log_ratio: float | None, entropy: float | Non
 
 @lru_cache(maxsize=4)
 def decoder(folder: str) -> Callable[[int], str] | None:
-    """Return the function from a token id to its text; None if the folder has no tokenizer to read."""
+    """Return the function from a token id to its text; None if this machine can read no tokenizer there."""
     path = Path(folder) / "tokenizer.json"
     try:
         if path.stat().st_size > _MAX_TOKENIZER_BYTES:
             return None
         tokenizer = read_tokenizer_file(path)
-    except (OSError, ModelError, ValueError):
+    except (OSError, ModelError, ValueError, ModuleNotFoundError):
         return None
 
     def text(token_id: int) -> str:

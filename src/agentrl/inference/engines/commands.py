@@ -14,13 +14,11 @@ from pathlib import Path
 from agentrl.config.run import CPU_RUNNING_REQUESTS
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError
+from agentrl.extras import require
+from agentrl.shipped_files import clone, deploy_files
 from agentrl.weights.folder import stored_dtype
 
 ENGINES = ("local", "sglang", "vllm")
-_ROOT = Path(__file__).resolve().parents[4]
-"""The clone of the repository, if there is one, with ``deploy/`` and the engines' venvs."""
-_SGLANG_CPU_LAUNCHER = _ROOT / "deploy" / "sglang" / "launch_cpu.py"
-_VLLM_CPU_WORKER = _ROOT / "deploy" / "vllm" / "packing_worker.py"
 _SGLANG_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
 """``SGLANG_RETURN_ORIGINAL_LOGPROB=0``: logprobs are those of logits / temperature."""
 _VLLM_CPU_BLOCK = 32
@@ -66,8 +64,11 @@ def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: 
 
 
 def engine_venv(name: str) -> Path:
-    """Return the venv of an engine: ``AGENTRL_VLLM_VENV``, or ``.venv-vllm`` in the repository, for vLLM."""
-    return Path(os.environ.get(_venv_variable(name)) or _ROOT / f".venv-{name}")
+    """Return the venv of an engine: for vLLM, ``AGENTRL_VLLM_VENV``, or ``.venv-vllm``.
+
+    That is a folder of the clone of the repository, or without a clone of the working folder.
+    """
+    return Path(os.environ.get(_venv_variable(name)) or (clone() or Path.cwd()) / f".venv-{name}")
 
 
 def engine_python(name: str) -> str:
@@ -82,7 +83,10 @@ def engine_python(name: str) -> str:
 
 def install_hint(name: str) -> str:
     """Return the hint that says how to install an engine."""
-    return f"bash scripts/setup_{name}.sh, or set {_venv_variable(name)} to a venv that has it"
+    make = f"bash scripts/setup_{name}.sh"
+    if clone() is None:
+        make = f"python3 -m venv .venv-{name} && .venv-{name}/bin/pip install {name}"
+    return f"{make}, or set {_venv_variable(name)} to a venv that has it"
 
 
 def has_gpu() -> bool:
@@ -93,6 +97,7 @@ def has_gpu() -> bool:
 def _local_command(
     model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
+    require("torch", "--engine local")
     argv = [
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
@@ -140,7 +145,7 @@ def _sglang_command(
         "OMP_NUM_THREADS": _omp_threads(),
         "TORCHDYNAMO_DISABLE": "1",
     }
-    argv = [python, str(_clone_file(_SGLANG_CPU_LAUNCHER)), *cpu, *common, *further]
+    argv = [python, str(deploy_files() / "sglang" / "launch_cpu.py"), *cpu, *common, *further]
     return EngineCommand(argv, env, instance, model_path)
 
 
@@ -169,11 +174,12 @@ def _vllm_command(
         argv += ["--dtype", _dtype(model_path)]
         argv += _limit("--gpu-memory-utilization", _memory_fraction(config))
     else:
+        worker = deploy_files() / "vllm" / "packing_worker.py"
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", str(_VLLM_CPU_BLOCK)]
         argv += ["--num-gpu-blocks-override", str(config.max_total_tokens // _VLLM_CPU_BLOCK)]
-        argv += ["--worker-cls", f"{_clone_file(_VLLM_CPU_WORKER).stem}.PackingWorker"]
+        argv += ["--worker-cls", f"{worker.stem}.PackingWorker"]
         env |= {
-            "PYTHONPATH": str(_VLLM_CPU_WORKER.parent),
+            "PYTHONPATH": str(worker.parent),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": _omp_threads(),
@@ -181,15 +187,6 @@ def _vllm_command(
     argv += [*shlex.split(config.engine_args), "--served-model-name", model.model_name]
     argv.append(f"{model.model_name}@{instance}")
     return EngineCommand(argv, env, instance, model_path)
-
-
-def _clone_file(path: Path) -> Path:
-    """Return ``path``; ConfigError if it is missing, because AgentRL was installed without its repository."""
-    if not path.is_file():
-        raise ConfigError(
-            f"what this engine needs on a CPU is missing: {path}", hint="run from a clone of the repository"
-        )
-    return path
 
 
 def _dtype(folder: str) -> str:

@@ -11,8 +11,10 @@ from typing import Any, get_args
 
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from agentrl.documents.images import image_of_url
@@ -55,26 +57,27 @@ class LocalServer:
         self._tokenizer = tokenizer
         self._updating = asyncio.Lock()
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         """Return the application; the worker starts and stops with it."""
-        app = FastAPI(title="AgentRL local engine", lifespan=self._lifespan)
-        app.post("/generate")(self.generate)
-        app.get("/health")(self.health)
-        app.get("/health_generate")(self.health)
-        app.get("/model_info")(self.model_info)
-        app.get("/server_info")(self.server_info)
-        app.get("/v1/loads")(self.loads)
-        app.api_route("/flush_cache", methods=["GET", "POST"])(self.flush_cache)
-        app.post("/pause_generation")(self.pause)
-        app.post("/continue_generation")(self.resume)
-        app.post("/abort_request")(self.abort)
-        app.post("/update_weights_from_disk")(self.update_weights)
-        app.post("/update_weight_version")(self.update_weight_version)
-        app.add_exception_handler(_BadRequestError, _bad_request)
-        return app
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/health_generate", self.health),
+            Route("/model_info", self.model_info),
+            Route("/server_info", self.server_info),
+            Route("/v1/loads", self.loads),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/pause_generation", self.pause, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/abort_request", self.abort, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+        ]
+        handlers = {_BadRequestError: _bad_request}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
 
     @asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._worker.start()
         yield
         await asyncio.to_thread(self._worker.stop)
@@ -128,59 +131,63 @@ class LocalServer:
             if not is_last:
                 self._worker.abort(generation.rid)
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Return 200 while requests are processed, 503 while paused."""
         return Response(status_code=503 if self._worker.paused else 200)
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, _: Request) -> Response:
         """Return the served model."""
-        return {
-            "model_path": self._model.folder,
-            "is_generation": True,
-            "weight_version": self._worker.version,
-            "vocab_size": self._model.vocab_size,
-        }
+        return JSONResponse(
+            {
+                "model_path": self._model.folder,
+                "is_generation": True,
+                "weight_version": self._worker.version,
+                "vocab_size": self._model.vocab_size,
+            }
+        )
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self, _: Request) -> Response:
         """Return the engine's settings and load."""
         running, waiting = self._worker.loads
-        return {
-            "engine": "local",
-            "instance": self._instance,
-            "model_path": self._model.folder,
-            "weight_version": self._worker.version,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(self._model.device),
-            "context_length": self._context_length,
-            "paused": self._worker.paused,
-            "running_requests": running,
-            "waiting_requests": waiting,
-        }
+        return JSONResponse(
+            {
+                "engine": "local",
+                "instance": self._instance,
+                "model_path": self._model.folder,
+                "weight_version": self._worker.version,
+                "dtype": str(self._model.dtype).removeprefix("torch."),
+                "device": str(self._model.device),
+                "context_length": self._context_length,
+                "paused": self._worker.paused,
+                "running_requests": running,
+                "waiting_requests": waiting,
+            }
+        )
 
-    async def loads(self) -> dict[str, Any]:
+    async def loads(self, _: Request) -> Response:
         """Return the number of running and waiting requests."""
         running, waiting = self._worker.loads
         rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
-        return {"loads": [{**rank, "num_total_tokens": self._worker.tokens}]}
+        return JSONResponse({"loads": [{**rank, "num_total_tokens": self._worker.tokens}]})
 
-    async def flush_cache(self) -> Response:
+    async def flush_cache(self, _: Request) -> Response:
         """Drop cached prefixes; return 400 while requests are running."""
         flushed = await asyncio.wrap_future(self._worker.flush())
         text = "Cache flushed." if flushed else "Requests are running: the cache was not flushed."
         return Response(text, status_code=200 if flushed else 400, media_type="text/plain")
 
-    async def pause(self, request: Request) -> dict[str, str]:
+    async def pause(self, request: Request) -> Response:
         """Pause in one of the three modes."""
         mode = (await _json(request)).get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise _BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
         await asyncio.wrap_future(self._worker.pause(mode))
-        return {"status": "ok", "message": "Generation is paused."}
+        return JSONResponse({"status": "ok", "message": "Generation is paused."})
 
-    async def resume(self) -> dict[str, str]:
+    async def resume(self, _: Request) -> Response:
         """Continue after a pause."""
         await asyncio.wrap_future(self._worker.resume())
-        return {"status": "ok", "message": "Generation continues."}
+        return JSONResponse({"status": "ok", "message": "Generation continues."})
 
     async def abort(self, request: Request) -> Response:
         """End one request or all."""
@@ -191,7 +198,7 @@ class LocalServer:
         await asyncio.wrap_future(self._worker.abort(None if body.get("abort_all") else str(rid)))
         return Response(status_code=200)
 
-    async def update_weights(self, request: Request) -> JSONResponse:
+    async def update_weights(self, request: Request) -> Response:
         """Load other weights of the same shape; if they cannot be used, return 400 and keep the old ones."""
         body = await _json(request)
         path, version = body.get("model_path"), body.get("weight_version")
@@ -213,13 +220,15 @@ class LocalServer:
         paused = sum(self._worker.loads) if self._worker.paused else 0
         return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
 
-    async def update_weight_version(self, request: Request) -> dict[str, Any]:
+    async def update_weight_version(self, request: Request) -> Response:
         """Set the version of the served weights."""
         version = (await _json(request)).get("new_version")
         if not isinstance(version, str):
             raise _BadRequestError("update_weight_version needs new_version, a string")
         await asyncio.wrap_future(self._worker.rename(version))
-        return {"success": True, "message": f"Weight version is {version}.", "new_version": version}
+        return JSONResponse(
+            {"success": True, "message": f"Weight version is {version}.", "new_version": version}
+        )
 
     def _generation(
         self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
