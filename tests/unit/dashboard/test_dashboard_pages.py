@@ -13,8 +13,8 @@ from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, e
 from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.dashboard.query import BadQueryError, read_form
 from agentrl.documents.base import now
+from agentrl.store.views.read import CallTokens, StepValues
 from agentrl.store.views.scores import ScoredTrajectory
-from agentrl.store.views.tokens import CallTokens, StepValues
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:

@@ -22,7 +22,7 @@ from agentrl.dashboard.query import BadQueryError, NotFoundError, no_trajectory,
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
 from agentrl.errors import ModelError
-from agentrl.store.views.tokens import NO_VERSION, CallTokens, StepValues, TrajectoryTokens
+from agentrl.store.views.read import NO_VERSION, CallTokens, StepValues, TrajectoryTokens
 
 LEVELS: Final = 8
 """Steps of a colour scale, from 0."""
