@@ -73,18 +73,15 @@ class StorePool:
                 await _close(opened)
             elif not opened.users and opened.store is None:
                 self._opened.pop(name, None)
-            await self._shrink()
+            idle = [key for key, each in self._opened.items() if not each.users]
+            for key in idle[: max(0, len(self._opened) - MAX_OPEN)]:
+                await _close(self._opened.pop(key))
 
     async def forget(self, name: str) -> None:
         """Open run ``name`` anew at the next request: it was renamed or deleted."""
         opened = self._opened.pop(name, None)
         if opened is not None and not opened.users:
             await _close(opened)
-
-    async def _shrink(self) -> None:
-        idle = [name for name, opened in self._opened.items() if not opened.users]
-        for name in idle[: max(0, len(self._opened) - MAX_OPEN)]:
-            await _close(self._opened.pop(name))
 
     async def server(self) -> Connection:
         """Return the connection for what concerns all runs."""

@@ -209,15 +209,6 @@ def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A trajectory in the drawing, in its units."""
-
-    row: ScoredTrajectory
-    x: float
-    y: float
-
-
 async def _rewards(request: Request) -> Response:
     async with open_run(request) as store:
         splits = await store.rewards.splits()
@@ -248,11 +239,11 @@ def _analyse(rows: Sequence[ScoredTrajectory]) -> dict[str, Any]:
         "spread": spread,
         "longest": longest,
         "points": [
-            _Point(
-                row=row,
-                x=round(60 + 740 * row.generated_tokens / longest, 1),
-                y=round(300 - 280 * (row.score - lowest) / spread, 1),
-            )
+            {
+                "row": row,
+                "x": round(60 + 740 * row.generated_tokens / longest, 1),
+                "y": round(300 - 280 * (row.score - lowest) / spread, 1),
+            }
             for row in rows[:_POINTS]
         ],
     }
