@@ -75,8 +75,8 @@ class Span:
 
     def content(self, name: str, value: Callable[[], Any]) -> None:
         """Set an attribute that holds text of a model, a tool or a user, if content is recorded."""
-        if self._tracer.render is not None and (found := value()) is not None:
-            self._span.set_attribute(name, self._tracer.render(found))
+        if self._tracer.render is not None and (given := value()) is not None:
+            self._span.set_attribute(name, self._tracer.render(given))
 
     def messages(self, name: str, messages: Sequence[Mapping[str, Any]]) -> None:
         """Set an attribute to messages in the parts of the GenAI conventions, if content is recorded."""

@@ -75,8 +75,8 @@ class Chart:
             "log_y": self.log_y,
             "link_of_x": self.link_of_x,
             "series": [
-                {"name": series.name, "dash": _DASHES[place % len(_DASHES)] if self.kind == "line" else None}
-                for place, series in enumerate(self.series)
+                {"name": series.name, "dash": _DASHES[index % len(_DASHES)] if self.kind == "line" else None}
+                for index, series in enumerate(self.series)
             ],
             "data": [[list(map(_finite, values)) for values in (each.x, each.y)] for each in self.series],
         }
@@ -94,12 +94,12 @@ class Chart:
     def rows(self) -> list[list[str]]:
         """The rows of the table: a value of x, and each series' value there."""
         table: dict[Value, list[str]] = {}
-        for place, series in enumerate(self.series):
+        for index, series in enumerate(self.series):
             for x, y in zip(series.x, series.y, strict=True):
                 row = table.setdefault(
                     x, [number(x) if isinstance(x, float) else str(x), *[""] * len(self.series)]
                 )
-                row[place + 1] = number(y)
+                row[index + 1] = number(y)
         return list(table.values())[-TABLE_ROWS:]
 
 
@@ -193,8 +193,10 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart:
         title="Evaluation scores",
         help="Mean score of each evaluated version, by task file.",
         series=[
-            Series(name=name, x=[step for step, _ in sorted(found)], y=[value for _, value in sorted(found)])
-            for name, found in files.items()
+            Series(
+                name=name, x=[step for step, _ in sorted(points)], y=[value for _, value in sorted(points)]
+            )
+            for name, points in files.items()
         ],
     )
 

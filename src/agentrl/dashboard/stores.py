@@ -154,8 +154,8 @@ def shared(seconds: float) -> Callable[[Page], Page]:
         async def answer(request: Request) -> Response:
             theme = request.cookies.get(THEME_COOKIE)
             key = ("page", request.url.path, request.url.query, theme)
-            found = await cache_of(request).get(key, seconds, lambda: page(request))
-            return Response(found.body, found.status_code, media_type="text/html")
+            response = await cache_of(request).get(key, seconds, lambda: page(request))
+            return Response(response.body, response.status_code, media_type="text/html")
 
         return answer
 

@@ -274,15 +274,15 @@ def _experiment_in(uri: str, name: str) -> str:
     from mlflow.exceptions import MlflowException
 
     client = MlflowClient(tracking_uri=uri)
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         try:
             return str(client.create_experiment(name))
         except MlflowException:  # another process made it
-            found = client.get_experiment_by_name(name)
-            if found is None:
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
                 raise
-    return str(found.experiment_id)
+    return str(experiment.experiment_id)
 
 
 def login_headers(environment: Mapping[str, str]) -> dict[str, str]:

@@ -59,8 +59,8 @@ def stdout_console() -> Console:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: int = 1) -> Table:
     """Return a table; the first ``text`` columns are left-aligned, the others are right-aligned numbers."""
     built = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        built.add_column(Text(column), justify="left" if place < text else "right", overflow="fold")
+    for index, column in enumerate(columns):
+        built.add_column(Text(column), justify="left" if index < text else "right", overflow="fold")
     for row in rows:
         built.add_row(*(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in row))
     return built

@@ -141,9 +141,9 @@ def _mlflow_of(environment: Mapping[str, str]) -> Destination:
         return Destination(protocol="sqlite", url=uri, experiment=_experiment("", environment))
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https"):
-        found = f"is {parts.scheme}:…, which is neither" if uri else "is not set"
+        problem = f"is {parts.scheme}:…, which is neither" if uri else "is not set"
         raise ConfigError(
-            f"--trace mlflow needs an MLflow server or sqlite:///FILE, and {name} {found}",
+            f"--trace mlflow needs an MLflow server or sqlite:///FILE, and {name} {problem}",
             hint="start `mlflow server`, and give --trace mlflow://127.0.0.1:5000; or --trace sqlite:///mlflow.db",
         )
     base = _base(parts, parts.scheme, 443 if parts.scheme == "https" else 80, name) + parts.path.rstrip("/")

@@ -157,8 +157,8 @@ def _policy(item: Evaluation) -> str:
 
 def _statuses(title: str, counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> Table:
     rows = [
-        [name, *(found.get(status, 0) or MISSING for status in statuses), sum(found.values())]
-        for name, found in sorted(counts.items())
+        [name, *(by_status.get(status, 0) or MISSING for status in statuses), sum(by_status.values())]
+        for name, by_status in sorted(counts.items())
     ]
     return table(title, ["split", *statuses, "all"], rows)
 

@@ -64,12 +64,12 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
 
 
 def _finding_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
-    found = findings(run)
-    for finding in found:
+    wrong = findings(run)
+    for finding in wrong:
         label = "wrong" if finding.severity == "bad" else "look at"
         text = Text(excerpt(finding.what, 400), style=_SEVERITY_STYLES[finding.severity])
         yield label, text.append(f"\n→ {finding.hint}", style="dim")
-    if not found and run.steps and not run.finished:
+    if not wrong and run.steps and not run.finished:
         yield "healthy", Text("nothing is down, no metric is out of its usual range", style="green")
 
 

@@ -143,16 +143,16 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def repeated_answers(rows: Sequence[ScoredTrajectory]) -> list[RepeatedAnswer]:
     """Return the answers that at least two tasks got, those of the most tasks first."""
-    found: dict[str, list[ScoredTrajectory]] = defaultdict(list)
+    by_answer: dict[str, list[ScoredTrajectory]] = defaultdict(list)
     for row in rows:
         if row.answer is not None and row.answer.strip():
-            found[" ".join(row.answer.lower().split())].append(row)
+            by_answer[" ".join(row.answer.lower().split())].append(row)
     repeated = [
         RepeatedAnswer(
             answer=answer, trajectories=given, tasks=len({row.task for row in given}),
             mean_score=fmean(row.score for row in given),
         )
-        for answer, given in found.items()
+        for answer, given in by_answer.items()
     ]  # fmt: skip
     several = [item for item in repeated if item.tasks > 1]
     return sorted(several, key=lambda item: (-item.tasks, -item.mean_score))[:SHOWN]
@@ -165,8 +165,9 @@ def disagreements(rows: Sequence[ScoredTrajectory]) -> list[Disagreement]:
     for row in rows:
         for pair in combinations(sorted(row.opinions), 2):
             pairs[pair].append(row)
-    found = [_disagreement(*pair, both, judges) for pair, both in pairs.items()]
-    return sorted(found, key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))[:SHOWN]
+    compared = [_disagreement(*pair, both, judges) for pair, both in pairs.items()]
+    compared.sort(key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))
+    return compared[:SHOWN]
 
 
 def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges: set[str]) -> Disagreement:

@@ -36,8 +36,8 @@ function shownNumber(value) {
 function stacked(columns, isShown) {
   const sums = new Array(columns[0].length).fill(0);
   const tops = columns.slice(1).map(() => null);
-  for (let place = tops.length - 1; place >= 0; place -= 1) {
-    tops[place] = columns[place + 1].map((value, row) => (isShown(place + 1) ? (sums[row] += value ?? 0) : null));
+  for (let index = tops.length - 1; index >= 0; index -= 1) {
+    tops[index] = columns[index + 1].map((value, row) => (isShown(index + 1) ? (sums[row] += value ?? 0) : null));
   }
   return [columns[0], ...tops];
 }
@@ -49,7 +49,7 @@ function chartOf(plot, figure) {
   const isBars = figure.kind !== "line";
   const isStack = figure.kind === "stack";
   const xs = columns[0];
-  const gaps = xs.slice(1).map((x, place) => x - xs[place]).filter((gap) => gap > 0);
+  const gaps = xs.slice(1).map((x, index) => x - xs[index]).filter((gap) => gap > 0);
   const half = isBars ? (gaps.length ? Math.min(...gaps) : 1) / 2 : 0;
   const line = isDark() ? "#363c47" : "#d5dae1";
   const axis = {
@@ -73,13 +73,13 @@ function chartOf(plot, figure) {
     ],
     series: [
       { label: figure.x_title, value: (chart, value) => shownNumber(value) },
-      ...figure.series.map((series, place) => ({
+      ...figure.series.map((series, index) => ({
         label: series.name,
-        stroke: colors[place % colors.length],
-        fill: isBars ? colors[place % colors.length] : undefined,
+        stroke: colors[index % colors.length],
+        fill: isBars ? colors[index % colors.length] : undefined,
         width: isBars ? 0 : 2,
         dash: series.dash,
-        points: { show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[place % colors.length] },
+        points: { show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[index % colors.length] },
         paths: isBars ? uPlot.paths.bars({ size: [figure.kind === "bar" ? 0.8 : 0.98, Infinity] }) : undefined,
         value: (chart, value, at, row) => shownNumber(row == null ? null : columns[at][row]),
       })),
@@ -191,7 +191,7 @@ function replaceLive(page) {
   drawCharts(document);
 }
 
-// Changes `old` into `fresh` node by node: what is equal stays, with its focus, scroll place and open details.
+// Changes `old` into `fresh` node by node: what is equal stays, with its focus, scroll position and open details.
 function merge(old, fresh) {
   if (old.isEqualNode(fresh) || old.hasAttribute("data-live-chart")) return;
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
@@ -205,8 +205,8 @@ function merge(old, fresh) {
   mergeAttributes(old, fresh);
   const before = [...old.childNodes];
   const after = [...fresh.childNodes];
-  after.forEach((node, place) => {
-    if (place < before.length) merge(before[place], node);
+  after.forEach((node, index) => {
+    if (index < before.length) merge(before[index], node);
     else old.append(document.importNode(node, true));
   });
   before.slice(after.length).forEach((node) => node.remove());
@@ -305,8 +305,8 @@ function select(row) {
 function move(by) {
   const rows = [...document.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
   if (!rows.length) return;
-  const place = rows.indexOf(current);
-  select(rows[place < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(rows.length - 1, Math.max(0, place + by))]);
+  const index = rows.indexOf(current);
+  select(rows[index < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(rows.length - 1, Math.max(0, index + by))]);
 }
 
 function help() {

@@ -165,8 +165,8 @@ class Retention(Repository):
         return 0, 0
 
     async def _ids(self, collection: str, query: Json, session: AsyncClientSession) -> list[str]:
-        found = self._collection(collection).find(query, {"_id": 1}, session=session)
-        return [document["_id"] async for document in found]
+        cursor = self._collection(collection).find(query, {"_id": 1}, session=session)
+        return [document["_id"] async for document in cursor]
 
 
 def _created(bound: Json) -> Json:
@@ -200,10 +200,10 @@ class ImageRetention(Repository):
 
         async def write(session: AsyncClientSession) -> bool:
             query = {"_id": image, "used_at": {"$lt": before}}
-            found = await self._collection(IMAGE).delete_one(query, session=session)
-            if found.deleted_count:
+            deleted = await self._collection(IMAGE).delete_one(query, session=session)
+            if deleted.deleted_count:
                 await Blobs(self._connection, IMAGE).delete([image], session)
-            return bool(found.deleted_count)
+            return bool(deleted.deleted_count)
 
         return await self._connection.transaction(write)
 
@@ -230,15 +230,15 @@ def read_checkpoints(output: Path) -> list[Checkpoint]:
 
     Raises ConfigError if one is unreadable.
     """
-    found = []
+    checkpoints = []
     for path in output.glob("checkpoint-*/state.json"):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             step, train_steps = int(state["step"]), tuple(state["train_steps"])
-            found.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
+            checkpoints.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}",
                 hint="repair or delete that checkpoint, or leave --output_dir out",
             ) from error
-    return sorted(found, key=attrgetter("attempt", "step"))
+    return sorted(checkpoints, key=attrgetter("attempt", "step"))

@@ -128,8 +128,8 @@ class Views(Repository):
         cursor = await self._collection(RECORD).aggregate(
             [{"$match": {"_id": {"$in": ids}}}, {"$project": _OF_RECORD}]
         )
-        found = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
-        return [found[key] for key in ids if key in found]
+        rows = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
+        return [rows[key] for key in ids if key in rows]
 
     @database_call
     async def matching_trajectories(self, part: str, limit: int) -> list[str]:
@@ -246,8 +246,8 @@ class TokenReads(Repository):
         record = Record.from_document(document)
         calls = (await read_model_calls(self._connection, [record_id]))[record_id]
         fields = {"status": 1, "tokens": 1, "spans": 1, "trained_at_steps": 1}
-        found = await self._collection(DATA).find_one({"_id": record_id}, fields)
-        data = None if found is None else _Spans.from_document(found)
+        stored = await self._collection(DATA).find_one({"_id": record_id}, fields)
+        data = None if stored is None else _Spans.from_document(stored)
         steps = await self._steps(data.trained_at_steps if data else ())
         values = await self._values(record_id, steps, data.tokens if data else 0)
         versions = {span.version for call in calls for span in call.versions}
@@ -270,13 +270,13 @@ class TokenReads(Repository):
     async def _values(self, record_id: str, steps: Sequence[StepRow], tokens: int) -> dict[int, StepValues]:
         """Return what each of ``steps`` stored, over all ``tokens`` of the training data."""
         query = {"record": record_id, "train_step": {"$in": [step.id for step in steps]}}
-        found = self._collection(TOKEN_STATISTICS).find(query, sort=[("step", 1)])
-        stored = [TokenStatistics.from_document(document) async for document in found]
+        cursor = self._collection(TOKEN_STATISTICS).find(query, sort=[("step", 1)])
+        stored = [TokenStatistics.from_document(document) async for document in cursor]
         return {item.step: _spread(item, tokens) for item in stored if item.problem(tokens) is None}
 
     async def _locations(self, versions: set[int]) -> dict[int, str]:
-        found = self._collection(VERSION).find({"_id": {"$in": sorted(versions)}}, {"location": 1})
-        return {item["_id"]: item["location"] async for item in found}
+        cursor = self._collection(VERSION).find({"_id": {"$in": sorted(versions)}}, {"location": 1})
+        return {item["_id"]: item["location"] async for item in cursor}
 
 
 def _spread(item: TokenStatistics, tokens: int) -> StepValues:
@@ -306,7 +306,7 @@ def _tokens(
         advantages[span.start : span.end] = of_version.get(span.version, np.nan)
     end = max((span.end for span in own), default=0)  # a call's last token is trained
     fits = end >= len(ids)
-    of_steps = {step: _of_call(found, end, len(ids)) for step, found in values.items()} if fits else {}
+    of_steps = {step: _of_call(computed, end, len(ids)) for step, computed in values.items()} if fits else {}
     return CallTokens(
         call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages, values=of_steps
     )

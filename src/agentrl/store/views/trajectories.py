@@ -193,11 +193,11 @@ class TrajectorySearch(Repository):
             query = await self._query(wanted)
             if wanted.text is None and wanted.tool is None:
                 keys = await self._keys(query, order, after, limit + 1)
-                found, searched = keys[:limit], None
-                then = _cursor(found[-1], order) if len(keys) > limit else None
+                chosen, searched = keys[:limit], None
+                then = _cursor(chosen[-1], order) if len(keys) > limit else None
             else:
-                found, searched, then = await self._search(query, wanted, order, after, limit)
-            rows = await self._rows([key["_id"] for key in found])
+                chosen, searched, then = await self._search(query, wanted, order, after, limit)
+            rows = await self._rows([key["_id"] for key in chosen])
         return TrajectoryPage(rows=rows, after=then, searched=searched)
 
     @database_call
@@ -252,7 +252,7 @@ class TrajectorySearch(Repository):
         self, query: Json, wanted: TrajectoryFilter, order: TrajectoryOrder, after: str | None, limit: int
     ) -> tuple[list[Json], int, str | None]:
         """Return the found keys, the number of Records read, and where to go on; None at the end."""
-        found: list[Json] = []
+        matches: list[Json] = []
         searched, window = 0, _FIRST_WINDOW
         until = time.monotonic() + SEARCH_SECONDS
         while True:
@@ -262,13 +262,13 @@ class TrajectorySearch(Repository):
                 searched += 1
                 after = _cursor(key, order)
                 if key["_id"] in matching:
-                    found.append(key)
-                    if len(found) == limit:
-                        return found, searched, after
+                    matches.append(key)
+                    if len(matches) == limit:
+                        return matches, searched, after
             if len(keys) < window:
-                return found, searched, None
+                return matches, searched, None
             if time.monotonic() >= until:
-                return found, searched, after
+                return matches, searched, after
             window = min(2 * window, _LARGEST_WINDOW)
 
     async def _matching(self, ids: Sequence[str], wanted: TrajectoryFilter) -> set[str]:
