@@ -15,8 +15,7 @@ from agentrl.errors import ConfigError
 from agentrl.evaluation.plot import plot_evaluations
 from agentrl.evaluation.report import comparison_json, markdown, render_comparison, table, to_json
 from agentrl.evaluation.run import evaluated_tasks
-from agentrl.scoring import paired_tests
-from agentrl.scoring.evaluation import EvaluatedTask
+from agentrl.scoring.evaluation import EvaluatedTask, compare_tasks
 from agentrl.store.client import open_existing
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _SHOWN = 10
 async def compare(configs: Configs, a: str, b: str, *, as_json: bool) -> None:
     """Print the paired comparison of two evaluations, named by id, version or RUN/id."""
     first, second = await _read(configs, a), await _read(configs, b)
-    found = await asyncio.to_thread(paired_tests.compare, first[1], second[1])
+    found = await asyncio.to_thread(compare_tasks, first[1], second[1])
     if found is None:
         raise ConfigError(
             f"{first[0].id} and {second[0].id} have no scored task with the same id and content in common",

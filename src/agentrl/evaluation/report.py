@@ -7,8 +7,15 @@ from typing import Any
 
 from agentrl.documents.run import Evaluation
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
-from agentrl.scoring.evaluation import EvaluatedTask, Prices, count_failures, summarize, summarize_groups
-from agentrl.scoring.paired_tests import Comparison, Difference
+from agentrl.scoring.evaluation import (
+    Comparison,
+    Difference,
+    EvaluatedTask,
+    Prices,
+    count_failures,
+    summarize,
+    summarize_groups,
+)
 
 COLUMNS = 80
 _NAME = 24

@@ -15,7 +15,7 @@ from agentrl.rollout.agents import Agent, AgentClass
 from agentrl.rollout.current import working_on
 from agentrl.rollout.outcome import Outcome, checked_outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.scoring.role_rewards import checked_role_rewards
+from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score, score_context
 from agentrl.user_code import contain, contain_call
 
