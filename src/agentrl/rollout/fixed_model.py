@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, TrajectoryError, judge
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
-from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Deadline
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import cleaned
 from agentrl.rollout.outcome import failure_text

@@ -16,10 +16,9 @@ from agentrl.chat.parsers import split_reasoning
 from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
-from agentrl.llm.ask import Answer, NoAnswerError, ask
+from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.deadline import Deadline, current_deadline
-from agentrl.llm.untrusted import RULE, fenced
+from agentrl.llm.limits import Deadline, current_deadline
 from agentrl.scoring.answers import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 

@@ -15,7 +15,7 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.llm.agent_config import section_values
-from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Deadline
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.rewards import (

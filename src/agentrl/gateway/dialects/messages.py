@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from anthropic.types import Message as AnthropicMessage
 
 from agentrl.chat.chat_format import Message
 from agentrl.gateway.dialects.images import appended, joined, source_part
@@ -96,12 +95,11 @@ class Messages:
             {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
             for call in answer.tool_calls
         ]
-        whole = AnthropicMessage.model_validate({
+        return {
             "id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model,
             "content": blocks, "stop_reason": _STOP_REASONS[answer.finish_reason],
             "stop_sequence": answer.stop_sequence, "usage": _usage(answer),
-        })  # fmt: skip
-        return whole.model_dump(mode="json", exclude_unset=True)
+        }  # fmt: skip
 
     def stream(self, request: GatewayRequest) -> _Stream:
         """Return the events of an answer."""
