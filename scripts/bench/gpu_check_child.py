@@ -39,8 +39,7 @@ from agentrl.distributed.fsdp import choose_reduction
 from agentrl.distributed.world import World, single_process
 from agentrl.documents.training import DBRecordData
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.train.build import Recipe, build_trainer

@@ -38,8 +38,7 @@ from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.budget import Budget
 

@@ -15,7 +15,7 @@ from agentrl.config.load import Configs
 from agentrl.config.run import without_uri
 from agentrl.config.schema import EngineConfig, ModelConfig, PlacementConfig
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.inference.engines.commands import SHARED_MEMORY, has_gpu
+from agentrl.inference.engines.process import SHARED_MEMORY, has_gpu
 
 _PROBE_SECONDS = 120.0
 _GIB = 2**30

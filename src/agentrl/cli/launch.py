@@ -40,7 +40,7 @@ from agentrl.config.validate import require_trainable
 from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
-from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.inference.engines.process import SHARED_MEMORY
 from agentrl.processes import half_of_cores, thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.settings_file import read_settings

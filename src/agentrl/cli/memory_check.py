@@ -24,7 +24,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.errors import ConfigError
-from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.inference.engines.process import SHARED_MEMORY
 from agentrl.weights.stored_dtype import stored_bytes
 
 _PLAN_SECONDS = 60.0

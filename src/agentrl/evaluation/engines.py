@@ -25,8 +25,7 @@ from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
-from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
 from agentrl.rollout.setup import live_engines
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from agentrl.cli.gpus import place_processes
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
-from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
+from agentrl.inference.engines.process import engine_venv, has_gpu, install_hint
 from agentrl.tools.sandbox import landlock
 from agentrl.tools.sandbox.local import namespace_problem
 
