@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
@@ -31,7 +30,7 @@ from agentrl.errors import (
 from agentrl.gateway.answers import response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.grammar import grammar_of
+from agentrl.gateway.grammar import CallShape, call_shape, grammar_of
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
 from agentrl.gateway.request import GatewayRequest, aside

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
 from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from decimal import Decimal, InvalidOperation
 
-from agentrl.chat.parsers import split_reasoning
+from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.errors import ConfigError
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*|####")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from agentrl.chat.parsers import split_reasoning
+from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.chat.parsers import split_reasoning
+from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.errors import ConfigError
