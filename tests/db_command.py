@@ -7,7 +7,7 @@ from dataclasses import replace
 from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.config.schema import RunConfig
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 

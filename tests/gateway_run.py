@@ -23,8 +23,8 @@ from agentrl.gateway.chains import Chains
 from agentrl.gateway.host import GatewayHost
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.agents import AGENTS, Agent
-from agentrl.rollout.endpoint import Endpoint
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 
@@ -119,7 +119,7 @@ class GatewayRun:
     async def converted(self, advantage: float = 0.5) -> DBRecordData:
         """The training data of the trajectory, as if its score were 1."""
         await self.store.records.advance(self.claim, RecordStatus.SCORING)
-        await self.store.claims.score(self.claim, 1.0)
+        await self.store.attempts.score(self.claim, 1.0)
         data = to_training_data(
             self.claim.task, await self.record(), await self.calls(), advantage, GroupConfig()
         )

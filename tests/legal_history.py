@@ -21,15 +21,14 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.checkpoints import Checkpoint
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Limits, Retention
+from agentrl.store.admin.retention import Checkpoint, Limits, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training import StaleVersions
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")
 GENERATIONS = 2
@@ -102,9 +101,9 @@ class History:
         """The next epoch of the training tasks."""
         epochs = await self.store.tasks.epochs("train")
         if epochs and not await self.store.tasks.any_with_status("train", TaskStatus.CREATED):
-            following = await self.store.tasks.next_epoch("train", max(epochs) + 2)
+            following = await self.store.epochs.next("train", max(epochs) + 2)
             if following is not None:
-                await self.store.tasks.open_epoch("train", following, 0, GENERATIONS)
+                await self.store.epochs.open("train", following, 0, GENERATIONS)
 
     async def claim(self) -> None:
         """A sampler claims a slot; it may die before it makes the Record."""
@@ -118,7 +117,7 @@ class History:
     async def claim_selected(self) -> None:
         """A sampler claims a slot, where new groups are begun by what is known of their tasks."""
         self.owners += 1
-        limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.training.open_groups("train")
+        limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.groups.count_open("train")
         claim = await self.store.claims.claim(
             split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0, max_attempts=MAX_ATTEMPTS,
             max_groups_open=limit, selection=Selection(MOST_EPOCHS),
@@ -161,20 +160,20 @@ class History:
         stop = self.rng.choice([StopReason.ANSWERED, StopReason.TURNS_LIMIT])
         await self.store.records.advance(claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=stop)
         await self.store.records.advance(claim, RecordStatus.SCORING)
-        await self.store.claims.score(claim, self.rng.choice([0.0, 0.0, 0.5, 1.0]), {"scorer": "exact"})
+        await self.store.attempts.score(claim, self.rng.choice([0.0, 0.0, 0.5, 1.0]), {"scorer": "exact"})
 
     async def fail(self) -> None:
         """A trajectory ends with a failure."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
             failure = Failure(kind=self.rng.choice(["engine", "tool"]), message="it went away")
-            await self.store.claims.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
+            await self.store.attempts.fail(claim, failure, max_attempts=MAX_ATTEMPTS, backoff_seconds=0.0)
 
     async def release(self) -> None:
         """A sampler stops and hands a slot back."""
         if self.running:
             claim, _ = self.running.pop(self.rng.choice(sorted(self.running)))
-            await self.store.claims.release(claim)
+            await self.store.attempts.release(claim)
 
     async def expire(self) -> None:
         """A sampler freezes: its lease runs out."""
@@ -213,10 +212,10 @@ class History:
             claim, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
         )
         if self.rng.random() < 0.3:
-            await self.store.claims.release(claim)
+            await self.store.attempts.release(claim)
             return
         await self.store.records.advance(claim, RecordStatus.SCORING)
-        await self.store.scorings.postpone(
+        await self.store.attempts.postpone(
             claim, Failure(kind="scorer", message="no verdict"), max_scorings=MAX_ATTEMPTS,
             backoff_seconds=0.0, counts=self.rng.random() < 0.7,
         )  # fmt: skip
@@ -224,19 +223,19 @@ class History:
     async def score_queued(self) -> None:
         """A scorer takes what waits for a score; it may die, or score it."""
         self.owners += 1
-        claims = await self.store.scorings.claim(
+        claims = await self.store.claims.claim_sampled(
             split=self.rng.choice(SPLITS), owner=f"scorer-{self.owners}", lease_seconds=600.0, limit=2
         )
         for claim in claims:
             if self.rng.random() < 0.2:
-                await self.store.claims.release(claim)
+                await self.store.attempts.release(claim)
                 continue
             await self.store.records.advance(claim, RecordStatus.SCORING)
-            await self.store.claims.score(claim, self.rng.choice([0.0, 1.0]), {"scorer": "exact"})
+            await self.store.attempts.score(claim, self.rng.choice([0.0, 1.0]), {"scorer": "exact"})
 
     async def reap(self) -> None:
         """Any sampler frees what expired."""
-        await self.store.claims.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
+        await self.store.expired_leases.reap(self.rng.choice(SPLITS), MAX_ATTEMPTS)
 
     async def finalize(self) -> None:
         """Any sampler finalizes what is complete."""
@@ -253,14 +252,14 @@ class History:
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
         await self.store.policy_versions.withdraw_after(self.step, attempt=self.attempt)
-        await self.store.training.revert_after(self.step, attempt=self.attempt)
+        await self.store.steps.revert_after(self.step, attempt=self.attempt)
 
     async def train(self) -> None:
         """A step is planned and committed, and mostly published."""
         plan = await self._plan()
         if plan is None:
             return
-        await self.store.training.commit_step(plan.id, {"loss": 0.1}, plan.data, attempt=self.attempt)
+        await self.store.steps.commit(plan.id, {"loss": 0.1}, plan.data, attempt=self.attempt)
         self.step = plan.step
         self.contained.append(plan.id)
         if self.rng.random() < 0.8:
@@ -378,7 +377,7 @@ class History:
             id=f"{self.attempt}/{self.step + 1}", step=self.step + 1, policy_version=newest.id,
             data=tuple(data), owner="trainer",
         )  # fmt: skip
-        await self.store.training.plan_step(plan, attempt=self.attempt)
+        await self.store.steps.plan(plan, attempt=self.attempt)
         return plan
 
     async def _ready(self) -> Sequence[str]:

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from agentrl import Environment, Observation, ScorerContext, ScoreResult, TaskRequest, environment
+from agentrl import environment
+from agentrl.environments.base import Environment, Observation, TaskRequest
+from agentrl.scoring.scorers import ScorerContext, ScoreResult
 
 
 @environment("number_game")

@@ -54,7 +54,7 @@ async def _first_epoch(store: Store) -> None:
     await _score(store, 1.0, (0, 0), tool=CALCULATOR)
     claim = await _claim(store)
     failure = Failure(kind="tool", message="search: connection refused")
-    await store.claims.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
+    await store.attempts.fail(claim, failure, max_attempts=3, backoff_seconds=0.0)
     await _score(store, 0.0, (0,))
     await _begin(store, 0, "task_002", 1)
     for _ in range(2):
@@ -107,7 +107,7 @@ async def _score(
         claim, RecordStatus.COMPLETED, final_answer=answer, stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claim, RecordStatus.SCORING)
-    await store.claims.score(claim, value, {"scorer": "exact"})
+    await store.attempts.score(claim, value, {"scorer": "exact"})
 
 
 def _call(
@@ -134,11 +134,9 @@ async def _step(store: Store, weights: Path, step: int) -> None:
     """Train all that is ready and publish the version that comes of it."""
     key = f"1/{step}"
     data = tuple(meta.id for meta in await store.training.ready("train"))
-    await store.training.plan_step(
-        TrainStep(id=key, step=step, policy_version=step - 1, data=data, owner="trainer")
-    )
+    await store.steps.plan(TrainStep(id=key, step=step, policy_version=step - 1, data=data, owner="trainer"))
     metrics = {"loss": 0.1, "reward": 0.5, "staleness_mean": 0.25, "staleness_max": 1.0}
-    await store.training.commit_step(key, metrics, data)
+    await store.steps.commit(key, metrics, data)
     await publish(store, weights, step, step=step, train_step=key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ToolServerError
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Generation, Progress
 from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
 
@@ -98,6 +100,27 @@ class ScriptedEngine:
     ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self
+
+
+class OneEngine:
+    """The client of an engine, as the engine of a trajectory."""
+
+    partial: PartialGeneration | None = None
+
+    def __init__(self, client: EngineClient, context_length: int | None = None) -> None:
+        self.client = client
+        self.context_length = context_length
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
+        """One request, without resumption."""
+        return await self.client.generate(input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded)
 
 
 class FakeTools:

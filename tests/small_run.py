@@ -19,7 +19,7 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))
@@ -68,13 +68,13 @@ async def score(store: Store, claimed: Claim, value: float, *, version: int = 0)
         claimed, RecordStatus.COMPLETED, final_answer="4", stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claimed, RecordStatus.SCORING)
-    await store.claims.score(claimed, value, {"scorer": "exact"})
+    await store.attempts.score(claimed, value, {"scorer": "exact"})
 
 
 async def fail(store: Store, claimed: Claim, *, max_attempts: int) -> None:
     """End an attempt with a failure; where attempts are left, the slot opens at once."""
     failure = Failure(kind="engine", message="the engine went away")
-    await store.claims.fail(claimed, failure, max_attempts=max_attempts, backoff_seconds=0.0)
+    await store.attempts.fail(claimed, failure, max_attempts=max_attempts, backoff_seconds=0.0)
 
 
 async def publish(store: Store, root: Path, version: int, *, step: int, train_step: str | None) -> Path:
@@ -106,8 +106,8 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     assert await finalizer.run_waiting() == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
     assert len(data) == 2
-    await store.training.plan_step(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
-    await store.training.commit_step(STEP, {"loss": 0.1}, data)
+    await store.steps.plan(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
+    await store.steps.commit(STEP, {"loss": 0.1}, data)
     await publish(store, weights, 1, step=1, train_step=STEP)
     await add_task(store, READY, 1)
     for value in (0.0, 1.0):
@@ -123,5 +123,5 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
         await add_task(store, RUNNING, 3)
         running = await claim(store)
         await store.model_calls.add(running, call(running, 0, 1, 2))
-        await store.claims.release(await claim(store))
+        await store.attempts.release(await claim(store))
         await add_task(store, UNTOUCHED, 4)

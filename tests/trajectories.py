@@ -14,12 +14,13 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import run_agent
+from agentrl.rollout.run_agent import run_agent, scorer_context
+from agentrl.scoring.scorers import ScoreResult, score_context
 
 
 class Trajectory:
@@ -85,3 +86,11 @@ def trained(trajectory: Trajectory) -> list[list[int]]:
     data = converted(trajectory)
     ids = unpack_ids(data.input_ids).tolist()
     return [ids[span.start : span.end] for span in data.spans]
+
+
+async def score_trajectory(
+    task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
+) -> ScoreResult:
+    """Score a finished trajectory with the scorer of its task."""
+    context = scorer_context(task, rollout, outcome, sampling)
+    return await score_context(task.scorer, context, sampling.scorer_timeout_seconds)

@@ -9,7 +9,9 @@ Name it on the trainer; the folder must be on PYTHONPATH::
 
 import torch
 
-from agentrl import LossSettings, TokenBatch, TokenLosses, loss
+from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.losses.registry import loss
+from agentrl.losses.settings import LossSettings
 
 
 @loss("DrGRPO", token_level_loss=False, skip_length_normalization=True)

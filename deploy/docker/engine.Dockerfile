@@ -19,11 +19,11 @@ ARG SGLANG_VERSION=0.5.23
 RUN python3 -m venv /opt/sglang \
     && /opt/sglang/bin/pip install --no-cache-dir "sglang[all]==${SGLANG_VERSION}"
 WORKDIR /app
-COPY requirements/sampler.txt requirements/lock.txt requirements/
-RUN python3 -m venv /opt/agentrl \
-    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/sampler.txt --constraint requirements/lock.txt
-COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY requirements requirements
+RUN python3 -m venv /opt/agentrl \
+    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/base.txt \
+        --requirement requirements/dashboard.txt --requirement requirements/sampler.txt --constraint requirements/lock.txt
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY src src
 RUN /opt/agentrl/bin/pip install --no-cache-dir --no-deps --editable .
 # hadolint ignore=DL3064

@@ -7,11 +7,12 @@ ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${PYTHON_IMAGE} AS build
 WORKDIR /app
-COPY requirements/sampler.txt requirements/lock.txt requirements/
-RUN python -m venv /opt/agentrl \
-    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/sampler.txt --constraint requirements/lock.txt
-COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY requirements requirements
+RUN python -m venv /opt/agentrl \
+    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/base.txt \
+        --requirement requirements/dashboard.txt --requirement requirements/sampler.txt \
+        --requirement requirements/math.txt --requirement requirements/plots.txt --constraint requirements/lock.txt
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY src src
 RUN /opt/agentrl/bin/pip install --no-cache-dir --no-deps --editable .
 

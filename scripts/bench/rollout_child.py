@@ -14,7 +14,6 @@ import sys
 import time
 from typing import Any
 
-from agentrl import tool
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -22,10 +21,11 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.garbage import collect_garbage_less_often
+from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.store.client import open_store
+from agentrl.tools.python import tool
 
 _TEXT = "the of tower river year author page museum century because tool found number first city"
 _WORDS = _TEXT.split()

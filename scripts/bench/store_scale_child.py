@@ -24,14 +24,7 @@ import pymongo.monitoring
 from pymongo import AsyncMongoClient
 from store_fixtures import SPLIT, make_call, make_tasks
 
-from agentrl.config.schema import (
-    AgentConfig,
-    ClaimConfig,
-    GroupConfig,
-    RunConfig,
-    SamplingConfig,
-    ToolConfig,
-)
+from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Claim
@@ -102,7 +95,7 @@ class SimulatedWorker(Worker):
         await self.store.model_calls.add(claim, make_call(claim.record_id, 0, context=64, output=8))
         await records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
         await records.advance(claim, RecordStatus.SCORING)
-        await self.store.claims.score(claim, float(random.random() < 0.5))
+        await self.store.attempts.score(claim, float(random.random() < 0.5))
         self.scored += 1
         return True
 

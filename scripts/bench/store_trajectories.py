@@ -82,8 +82,8 @@ async def trajectory(store: Store) -> bool:
     await store.model_calls.add(claim, make_call(claim.record_id, 0, context=1, output=1))
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
-    if await store.claims.score(claim, 1.0) is TaskStatus.WAITING:
-        await store.training.finalize_group(claim.task.id, decide)
+    if await store.attempts.score(claim, 1.0) is TaskStatus.WAITING:
+        await store.groups.finalize(claim.task.id, decide)
     return True
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from agentrl.losses.registry import loss
     from agentrl.losses.settings import LossSettings
     from agentrl.observe.tracker_registry import tracker
+    from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
     from agentrl.rollout.fixed_model import FixedModel
     from agentrl.rollout.model_call import Turn
-    from agentrl.rollout.outcome import Outcome
     from agentrl.rollout.role import Role
     from agentrl.rollout.rollout import Rollout
     from agentrl.scoring.advantages import advantage
@@ -56,7 +56,7 @@ _MODULES = {
     "Message": "chat.chat_format",
     "Observation": "environments.base",
     "OutageError": "errors",
-    "Outcome": "rollout.outcome",
+    "Outcome": "rollout.agent_io",
     "ParsedMessage": "chat.parsers.base",
     "Role": "rollout.role",
     "Rollout": "rollout.rollout",

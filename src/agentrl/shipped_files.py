@@ -2,7 +2,7 @@
 
     python -m agentrl.shipped_files      # print their folder
 
-They are in ``assets/`` of a clone, and in ``agentrl/assets/`` of a wheel: ``setup.py`` copies them.
+They are in a clone of the repository, and in ``agentrl/assets/`` of a wheel: ``setup.py`` copies them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,18 @@ def shipped_files() -> Path:
         f"the files that AgentRL ships are not beside {_PACKAGE}",
         hint="install AgentRL from a wheel, or with `pip install -e .` in a clone of the repository",
     )
+
+
+def clone() -> Path | None:
+    """Return the clone of the repository that this installation is; None for a wheel."""
+    root = _PACKAGE.parents[1]
+    return root if (root / "scripts" / "setup.sh").is_file() else None
+
+
+def deploy_files() -> Path:
+    """Return the folder with what starts SGLang and vLLM on CPUs."""
+    root = clone()
+    return root / "deploy" if root is not None else shipped_files() / "deploy"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.pipeline_parallel.stages import assign_layers
+from agentrl.distributed.pipeline_stages import assign_layers
 from agentrl.model.flops import ModelShape
 from fake_gpu import cases
 from fake_gpu.cases import (

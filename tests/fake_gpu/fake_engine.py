@@ -19,8 +19,8 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local import model as engine
 from agentrl.inference.engines.local.cache import Slot
 from agentrl.inference.engines.local.sampling import RowSampler, sample
-from agentrl.model.attention.compatibility import set_attention
-from agentrl.model.empty import allocate
+from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.load import allocate
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
 
 

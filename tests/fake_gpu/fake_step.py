@@ -29,13 +29,12 @@ from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
-from agentrl.model.empty import allocate
 from agentrl.model.flops import Stopwatch
+from agentrl.model.load import allocate
 from agentrl.model.precision import Precision
-from agentrl.train import frozen_logprobs
-from agentrl.train.frozen_logprobs import FrozenLogprobs, Reference
+from agentrl.train import step as trainer_step
 from agentrl.train.optimizer import build_optimizer
-from agentrl.train.step import forward_backward
+from agentrl.train.step import FrozenLogprobs, Reference, forward_backward
 from fake_gpu.cases import Case, step_spec
 from fake_gpu.fake_cuda import GpuMemory, Recorder, cuda_stubs
 from fake_gpu.fake_rank import balance_experts, fake_mesh
@@ -160,10 +159,10 @@ def _values(recorder: Recorder) -> Iterator[None]:
     """Give the host zeros for logprobs that it reads from the device, and record the reads."""
 
     def read(logprobs: Tensor) -> Any:
-        recorder.reads["agentrl/train/frozen_logprobs.py _to_numpy"] += 1
+        recorder.reads["agentrl/train/step.py _to_numpy"] += 1
         return np.zeros(len(logprobs), np.float32)
 
-    with mock.patch.object(frozen_logprobs, "_to_numpy", read):
+    with mock.patch.object(trainer_step, "_to_numpy", read):
         yield
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from agentrl.distributed.mesh import Layout
-from agentrl.distributed.pipeline_parallel.stages import assign_model_layers
-from agentrl.model.small_copy import list_kinds
+from agentrl.distributed.pipeline_stages import assign_model_layers
+from agentrl.model.forward import list_kinds
 from fake_gpu.memory_tracker import Peak, Segment
 
 Depth = tuple[int, ...]

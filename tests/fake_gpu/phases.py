@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from agentrl.distributed.pipeline_parallel.stages import Identity
+from agentrl.distributed.pipeline_stages import Identity
 from fake_gpu.memory_tracker import MemoryTracker
 
 

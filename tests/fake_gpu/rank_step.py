@@ -28,13 +28,12 @@ from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.errors import ModelError
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.model.empty import allocate
 from agentrl.model.flops import ModelShape, Stopwatch
-from agentrl.model.load import disable_dropout
+from agentrl.model.forward import list_kinds
+from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
-from agentrl.model.small_copy import list_kinds
 from agentrl.plan import memory
-from agentrl.plan.numbers import ModelNumbers
+from agentrl.plan.model import ModelNumbers
 from agentrl.train.memory import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step_loss import token_batch

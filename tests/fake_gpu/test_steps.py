@@ -121,7 +121,7 @@ def reads(case: Case) -> dict[str, int]:
     is_reference = case.model == "reference"
     found = {
         "agentrl/train/step_loss.py StepLoss.start": 3,
-        "agentrl/distributed/gradients.py gradient_norm": 1,
+        "agentrl/distributed/fsdp.py gradient_norm": 1,
     }
     if is_last:
         found["agentrl/train/step_loss.py StepLoss.report"] = BATCHES * (14 if is_reference else 13)
@@ -130,7 +130,7 @@ def reads(case: Case) -> dict[str, int]:
         for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):
             found[f"transformers/distributed/tensor_parallel.py {function}"] = passes * BATCHES
     if is_reference:
-        found["agentrl/train/frozen_logprobs.py _to_numpy"] = BATCHES
+        found["agentrl/train/step.py _to_numpy"] = BATCHES
     return found
 
 

@@ -7,8 +7,8 @@ from test_sampling import Setting, quick, task
 
 from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
 from agentrl.store.client import Store

@@ -19,8 +19,8 @@ from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
 from agentrl.errors import StoreError
 from agentrl.rollout import housekeeping
 from agentrl.rollout import sampler as sampler_module
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import agent
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.store.client import Store
@@ -177,16 +177,16 @@ async def test_one_score_that_cannot_be_encoded_fails_alone(store: Store) -> Non
     for bad in ({1}, 2**70, "\udcff", object()):
         details[3] = {"scorer": "s", "bad": bad}
         with pytest.raises(StoreError):
-            await store.claims.score(claims[3], 1.0, details[3])
+            await store.attempts.score(claims[3], 1.0, details[3])
     results = await asyncio.gather(
-        *(store.claims.score(claim, 1.0, each) for claim, each in zip(claims, details, strict=True)),
+        *(store.attempts.score(claim, 1.0, each) for claim, each in zip(claims, details, strict=True)),
         return_exceptions=True,
     )
     failed = [place for place, result in enumerate(results) if isinstance(result, BaseException)]
     assert failed == [3]
     assert isinstance(results[3], StoreError)
     failure = Failure(kind="scorer", message="m")
-    await store.claims.fail(claims[3], failure, max_attempts=1, backoff_seconds=0.0)
+    await store.attempts.fail(claims[3], failure, max_attempts=1, backoff_seconds=0.0)
     scored = [record.score for record in await store.records.by_task("train/0/g")]
     assert scored == [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0]
 
@@ -212,5 +212,5 @@ async def test_520_tool_calls_of_one_turn_are_stored(store: Store) -> None:
     view = await store.database["audit_conversations"].find_one({"_id": claim.record_id})
     assert view is not None
     assert "more characters are in GridFS]" in str(view)
-    await store.claims.release(claim)
+    await store.attempts.release(claim)
     assert await violations(store) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_fakes import FakeTools
+from rollout_fakes import FakeTools, OneEngine
 from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
@@ -30,7 +30,6 @@ from agentrl.model.load import load_policy
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trial_engine import OneEngine
 from agentrl.store.groups import GroupOutcome
 from agentrl.train.step import forward_backward
 

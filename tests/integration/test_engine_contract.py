@@ -25,6 +25,7 @@ from engine_policy import (
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
 
+from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
@@ -32,12 +33,13 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.gateway.grammar import CallShape, grammar_of
+from agentrl.gateway.answers import grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.budget import Budget
 

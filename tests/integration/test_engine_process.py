@@ -22,7 +22,8 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, EngineError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engines.process import EngineCommand, EngineProcess, free_port, require_free_port
+from agentrl.inference.engines.commands import EngineCommand
+from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.router import EngineRouter
 
 pytestmark = pytest.mark.integration
@@ -37,7 +38,7 @@ time.sleep(600)
 PARENT = f"""
 import subprocess, sys
 from pathlib import Path
-from agentrl.inference.engines.process import EngineCommand
+from agentrl.inference.engines.commands import EngineCommand
 from agentrl.inference.engines.process import EngineProcess
 command = EngineCommand([sys.executable, "-c", {SERVER!r}])
 process = EngineProcess(command, Path(sys.argv[1]))

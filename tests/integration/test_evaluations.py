@@ -26,11 +26,11 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
 from agentrl.evaluation.command import evaluate
-from agentrl.evaluation.compare import compare, report
 from agentrl.evaluation.identity import identify
 from agentrl.evaluation.policy import Policy
+from agentrl.evaluation.report import compare, report
 from agentrl.store.client import Store
-from agentrl.weights.manifest import checksums
+from agentrl.weights.model_folder import checksums
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -19,7 +19,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
-from agentrl.weights.manifest import verify
+from agentrl.weights.model_folder import verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 
 pytestmark = pytest.mark.integration

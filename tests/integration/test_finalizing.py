@@ -83,7 +83,7 @@ async def test_a_failure_that_completes_a_group_finalizes_it_too(
     assert claim is not None
     await store.records.create(claim)
     failure = Failure(kind="engine", message="gone")
-    await store.claims.fail(claim, failure, max_attempts=1, backoff_seconds=1)
+    await store.attempts.fail(claim, failure, max_attempts=1, backoff_seconds=1)
     await setting.run()
     finished = await store.tasks.get("train/0/a")
     assert finished is not None
@@ -103,12 +103,12 @@ async def test_what_a_killed_sampler_completed_is_finalized_by_another(
     if ending == "scored":
         for status in (RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING):
             await killed.records.advance(claim, status)
-        assert await killed.claims.score(claim, 1.0) is TaskStatus.WAITING
+        assert await killed.attempts.score(claim, 1.0) is TaskStatus.WAITING
     else:
         await killed.claims.heartbeat([claim], 0.0)
-        assert await killed.claims.reap("train", max_attempts=1) == 1
-    assert await other.training.waiting_groups("train") == ["train/0/a"]
-    assert await other.training.waiting_groups("train", waiting_seconds=600.0) == []
+        assert await killed.expired_leases.reap("train", max_attempts=1) == 1
+    assert await other.groups.waiting("train") == ["train/0/a"]
+    assert await other.groups.waiting("train", waiting_seconds=600.0) == []
     monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 0.2)
     await Setting(other, "<answer>3</answer>").run()
     finished = await other.tasks.get("train/0/a")

@@ -16,10 +16,10 @@ from test_sampling import Setting, quick, task, until
 from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout import breaker, outage_reports
-from agentrl.rollout.preflight import probe
+from agentrl.rollout import breaker, outages
+from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
-from agentrl.tools.mcp import connector
+from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
 pytestmark = pytest.mark.integration
@@ -30,11 +30,11 @@ SERVER = str(Path(__file__).parent / "servers" / "misbehaving_server.py")
 
 @pytest.fixture(autouse=True)
 def probe_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
-    monkeypatch.setattr(connector, "_MAX_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "_MAX_BACKOFF_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(outage_reports, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(outages, "REPORT_SECONDS", 0.1)
 
 
 @pytest.fixture

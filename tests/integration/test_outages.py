@@ -21,9 +21,9 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.errors import DATABASE
+from agentrl.store import expired_leases
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.store.mechanics import lease
 from agentrl.store.mechanics.retry import retry_outages
 
 pytestmark = pytest.mark.integration
@@ -125,7 +125,7 @@ async def test_a_stopped_sampler_hands_all_claims_back_together(
     ]
     held = [claim for claim in claims if claim is not None]
     await store.records.create(held[0])
-    await store.claims.release(held[1])
+    await store.attempts.release(held[1])
     transactions = 0
     transaction = store.connection.transaction
 
@@ -135,7 +135,7 @@ async def test_a_stopped_sampler_hands_all_claims_back_together(
         return await transaction(callback)
 
     monkeypatch.setattr(store.connection, "transaction", counted)
-    assert await store.claims.release_all(held) == [held[1]]
+    assert await store.attempts.release_all(held) == [held[1]]
     assert transactions == 1
     found = await store.tasks.get("train/0/a")
     assert found is not None
@@ -206,7 +206,7 @@ async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_c
     await asyncio.to_thread(mongo.up)
     run = RunConfig(run_name=store.run_name, db_connection_string=mongo.status().uri)
     async with await open_store(run) as late:
-        assert await late.claims.reap("train", grace_seconds=600.0) == 0
+        assert await late.expired_leases.reap("train", grace_seconds=600.0) == 0
         other = await late.claims.claim(split="train", owner="new", lease_seconds=600.0)
         assert other is not None
         assert other.traj_id != held.traj_id
@@ -218,23 +218,23 @@ async def test_a_sampler_that_starts_after_an_outage_leaves_leases_that_nobody_c
         assert {slot.owner for slot in found.slots} == {"old", "new"}
         await late.claims.heartbeat([other], 0.05)
         await expired_long_ago(0.05)
-        assert await late.claims.reap("train", grace_seconds=600.0) == 1
+        assert await late.expired_leases.reap("train", grace_seconds=600.0) == 1
         await late.outages.add_past(
             "o/1", dependency=str(DATABASE), by="o", why="it hung", ago=0.0, seconds=60.0
         )
         await store.claims.heartbeat([held], -1.0)
-        assert await late.claims.reap("train", grace_seconds=600.0) == 0
-        assert await late.claims.reap("train") == 1
+        assert await late.expired_leases.reap("train", grace_seconds=600.0) == 0
+        assert await late.expired_leases.reap("train") == 1
 
 
 async def test_a_sampler_that_has_just_started_takes_nothing_over(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)
+    monkeypatch.setattr(expired_leases, "RENEWAL_SECONDS", 600.0)
     await store.tasks.load([task("a", slots=1)])
     held = await store.claims.claim(split="train", owner="old", lease_seconds=-1.0)
     assert held is not None
-    assert await store.claims.reap("train", grace_seconds=600.0) == 0
+    assert await store.expired_leases.reap("train", grace_seconds=600.0) == 0
     assert await store.claims.claim(split="train", owner="new", lease_seconds=600.0) is None
 
 

@@ -26,13 +26,13 @@ find = importlib.machinery.PathFinder.find_spec
 
 
 def without(name, path=None, target=None):
-    hidden = {"torch", "accelerate", "gguf", "matplotlib", "fiftyone"}
-    return None if name.partition(".")[0] in hidden else find(name, path, target)
+    hidden = {"torch", "accelerate", "transformers", "safetensors", "gguf", "fastapi", "matplotlib"}
+    return None if name.partition(".")[0] in {*hidden, "fiftyone"} else find(name, path, target)
 
 
 importlib.machinery.PathFinder.find_spec = staticmethod(without)
 """
-"""A sitecustomize.py that hides what requirements/sampler.txt leaves out."""
+"""A sitecustomize.py that hides what only extras install."""
 
 SMALL = (
     "--num_generations", "2", "--max_turns", "1", "--max_prompt_tokens", "128",

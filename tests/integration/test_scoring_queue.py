@@ -13,7 +13,7 @@ from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ScorerError, judge
 from agentrl.rollout import breaker as breaker_module
-from agentrl.rollout.score import score_queued
+from agentrl.rollout.scoring import score_queued
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store
 
@@ -76,7 +76,7 @@ async def test_an_outage_of_the_judge_uses_up_no_attempt_and_resamples_nothing(s
     JUDGE.is_down = False
     await asyncio.wait_for(running, 60)
     assert len(setting.engine.prompts) == 16
-    records = await store.records.find(split="train", limit=100)
+    records = await store.records.scored("train", 0.0)
     assert {(record.attempt, record.score) for record in records} == {(1, 1.0)}
     assert len(records) == 16
     for name in "abcdefgh":

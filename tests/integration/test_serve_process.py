@@ -23,7 +23,7 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.weights.manifest import write_manifest
+from agentrl.weights.model_folder import write_manifest
 
 AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
 

@@ -16,8 +16,8 @@ from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError
 from agentrl.store.client import Store
-from agentrl.train.sft_data import from_records
-from agentrl.weights.manifest import checksums
+from agentrl.train.sft import from_records
+from agentrl.weights.model_folder import checksums
 
 pytestmark = pytest.mark.integration
 

@@ -14,8 +14,8 @@ import small_run as run
 
 from agentrl.cli import main as cli
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.snapshot.findings import findings, state

@@ -12,7 +12,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.inference.engine import Generation
-from agentrl.rollout import held_claims, tails
+from agentrl.rollout import held_claims, housekeeping
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.sampler import Sampler, SamplerConfig
@@ -41,14 +41,14 @@ class SlowLast(ScriptedEngine):
 async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     store: Store, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    monkeypatch.setattr(tails, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(held_claims, "GRACE_SECONDS", 5.0)
     steps = [SimpleNamespace(step=4)]
 
     async def last_step() -> SimpleNamespace:
         return steps[-1]
 
-    monkeypatch.setattr(store.training, "last_step", last_step)
+    monkeypatch.setattr(store.steps, "last", last_step)
     await store.tasks.load([
         Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="1+2?", scorer="exact",
              answer="3", slots=tuple(Slot(traj_id=i) for i in range(3)))

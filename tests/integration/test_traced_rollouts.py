@@ -26,7 +26,7 @@ from agentrl.documents.task import Task
 from agentrl.errors import EngineError, OutageError, ScorerError
 from agentrl.gateway.host import GatewayHost
 from agentrl.observe.tracing.open import tracing
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.scorers import SCORERS, ScorerContext
@@ -162,7 +162,7 @@ async def test_a_score_from_the_queue_joins_the_trace_of_its_trajectory(store: S
         assert record.score is None
         async with asyncio.timeout(10):
             lease: Any = {"split": "train", "owner": "other", "lease_seconds": 60}
-            while not (claims := await store.scorings.claim(**lease)):  # noqa: ASYNC110  until the back-off ends
+            while not (claims := await store.claims.claim_sampled(**lease)):  # noqa: ASYNC110  until the back-off ends
                 await asyncio.sleep(0.01)
         (claim,) = claims
         assert await worker.scoring.score_stored(claim)

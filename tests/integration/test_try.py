@@ -23,7 +23,8 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ConfigError, TaskFileError
 from agentrl.harness.agent import RETURN_SECONDS
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.rollout.try_task import try_task
 from agentrl.store.client import Store
 

@@ -9,19 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeTools
+from rollout_fakes import FakeTools, OneEngine
 from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import (
-    AgentConfig,
-    GroupConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from agentrl.config.schema import AgentConfig, GroupConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.images import Image, image_of_bytes, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
@@ -37,7 +30,6 @@ from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.images import MemoryImages
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.trial_engine import OneEngine
 from agentrl.train.build import Recipe, build_trainer
 
 pytestmark = pytest.mark.integration

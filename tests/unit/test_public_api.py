@@ -22,11 +22,21 @@ from typing import Any
 import torch
 from agentrl.config.schema import RunConfig
 
-from agentrl import (
-    LossSettings, Message, Outcome, ParsedMessage, Rollout, ScoredGroup, ScoreResult, ScorerContext,
-    StopReason, Store, TokenBatch, TokenLosses, ToolCall, Turn, advantage, agent, context_manager,
-    group_filter, loss, scorer, tool, tool_call_parser, tracker,
-)
+from agentrl.losses.settings import LossSettings
+from agentrl import Message, Outcome, Store
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
+from agentrl.rollout.rollout import Rollout
+from agentrl.scoring.groups import ScoredGroup, group_filter
+from agentrl.scoring.scorers import ScoreResult, ScorerContext, scorer
+from agentrl.documents.status import StopReason
+from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.rollout.model_call import Turn
+from agentrl.scoring.advantages import advantage
+from agentrl.rollout.agents import agent
+from agentrl.rollout.context import context_manager
+from agentrl.losses.registry import loss
+from agentrl.tools.python import tool
+from agentrl.observe.tracker_registry import tracker
 
 
 @agent("own_agent")

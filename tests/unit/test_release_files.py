@@ -27,7 +27,7 @@ def test_the_shipped_files_are_those_of_the_clone() -> None:
 
 def test_the_page_of_licences_has_every_requirement() -> None:
     page = (ROOT / "docs" / "licenses.md").read_text(encoding="utf-8").lower()
-    files = [ROOT / "requirements" / f"{part}.txt" for part in ("sampler", "trainer")]
+    files = [ROOT / name for name in re.findall(r"-r (\S+)", (ROOT / "requirements.txt").read_text("utf-8"))]
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     names = [re.split(r"[<>=;~!\[ ]", line)[0].lower() for line in lines if line and line[0] not in "#-"]
     listed = {name.replace("_", "-") for name in re.findall(r"^\| (\S+) \|", page, re.MULTILINE)}

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.documents.base import sanitize_bson
 from agentrl.errors import EngineError, ScorerError, TrajectoryError
-from agentrl.rollout.outcome import MESSAGE_CHARS, failure_text
+from agentrl.rollout.agent_io import MESSAGE_CHARS, failure_text
 from agentrl.user_code import contain, contain_call, describe
 
 

@@ -9,8 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl import Environment, Outcome, Rollout, StopReason, TaskRequest, agent, environment
+from agentrl import Outcome, environment
+from agentrl.documents.status import StopReason
+from agentrl.environments.base import Environment, TaskRequest
 from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
+from agentrl.rollout.agents import agent
+from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScoreResult
 
 HERE = Path(__file__).parent

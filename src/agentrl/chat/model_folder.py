@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import ModelError
+from agentrl.extras import require
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 
     Raises ModelError for a file that is not a tokenizer.
     """
+    from tokenizers import Tokenizer  # a machine that shows the dashboard alone has none
+
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads would not help
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -90,6 +94,8 @@ def _read_tokenizer(root: Path) -> Tokenizer:
             f"{root} has no tokenizer.json",
             hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
         )
+    require("transformers", f"the tokenizer in {root}, of an older format,")
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     try:

@@ -148,8 +148,7 @@ async def _read(
 
 
 async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
-    from agentrl.snapshot.as_json import tables_json
-    from agentrl.snapshot.run_tables import render_tables
+    from agentrl.snapshot.run_tables import render_tables, tables_json
     from agentrl.snapshot.snapshot import SnapshotReader, stated_alive_seconds
 
     reader = SnapshotReader(store)
@@ -159,7 +158,7 @@ async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
             f"run {store.run_name!r} is empty",
             hint="check --run_name; `agentrl tasks load FILE.jsonl` fills a new run",
         )
-    details = await reader.details()
+    details = await store.details.read()
     return tables_json(run, details), render_tables(run, details)
 
 

@@ -13,17 +13,18 @@ from agentrl.config.schema import RunConfig
 def main(argv: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
     arguments = _parser().parse_args(argv)
-    run = group_of(RunConfig, arguments)
-    from agentrl.dashboard.serve import ServeConfig, serve
+    from agentrl.dashboard.serve import serve
 
-    config = ServeConfig(
-        run=run,
-        host=arguments.host,
-        port=arguments.port,
-        token_file=arguments.token_file,
-        hosts=tuple(name for name in arguments.allowed_hosts.split(",") if name),
+    asyncio.run(
+        serve(
+            group_of(RunConfig, arguments),
+            _announce,
+            host=arguments.host,
+            port=arguments.port,
+            token_file=arguments.token_file,
+            hosts=tuple(name for name in arguments.allowed_hosts.split(",") if name),
+        )
     )
-    asyncio.run(serve(config, _announce))
     return 0
 
 

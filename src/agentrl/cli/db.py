@@ -84,7 +84,7 @@ def _check(subparsers: Any) -> None:
 
 async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print what was checked and every violation; return 0 if there is none, otherwise 1."""
-    from agentrl.store.admin.check.run import Checks
+    from agentrl.store.admin.check.checks import Checks
     from agentrl.store.client import open_existing
 
     options = check_options(arguments)
@@ -106,13 +106,13 @@ def check_options(arguments: argparse.Namespace) -> CheckOptions:
     """Return the options that the flags of ``check`` name."""
     from agentrl.data.verify import explain_difference
     from agentrl.store.admin.check.reading import CheckOptions
-    from agentrl.store.admin.checkpoints import newest_checkpoint
+    from agentrl.store.admin.retention import read_checkpoints
 
-    output = arguments.output_dir
+    checkpoints = [] if arguments.output_dir is None else read_checkpoints(Path(arguments.output_dir))
     return CheckOptions(
         compare_tokens=explain_difference,
         verify_files=None if arguments.skip_files else _verify_file,
-        checkpoint=None if output is None else newest_checkpoint(Path(output)),
+        checkpoint=checkpoints[-1] if checkpoints else None,
         is_final=arguments.final,
         max_trained_count=arguments.max_trained_count or 1,
         heartbeat_seconds=group_of(ClaimConfig, arguments).heartbeat_seconds,
@@ -125,7 +125,7 @@ def _verify_file(folder: str, file: Mapping[str, Any]) -> str | None:
     """Return how one file of a published folder differs from its checksum; None if it does not."""
     from agentrl.documents.run import FileChecksum
     from agentrl.errors import PublishError
-    from agentrl.weights.manifest import verify
+    from agentrl.weights.model_folder import verify
 
     try:
         verify(folder, [FileChecksum.from_document(file)])
@@ -223,9 +223,7 @@ def _prune(subparsers: Any) -> None:
 
 async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Delete what nothing needs any more, and print what was freed."""
-    from agentrl.store.admin.checkpoints import oldest_checkpoint_step
-    from agentrl.store.admin.image_retention import ImageRetention
-    from agentrl.store.admin.retention import Retention
+    from agentrl.store.admin.retention import ImageRetention, Retention, read_checkpoints
     from agentrl.store.client import open_existing
 
     days, step = arguments.older_than_days, arguments.before_step
@@ -236,7 +234,8 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     if days is not None and days < 0:
         raise ConfigError(f"--older_than_days is {days:g}", hint="give --older_than_days 0 or more")
     output = Path(run.output)
-    last_step = oldest_checkpoint_step(output)
+    # a resume from the oldest checkpoint trains all later steps again
+    last_step = min((checkpoint.step for checkpoint in read_checkpoints(output)), default=None)
     if last_step is None:
         print(f"there is no checkpoint under {output}: nothing that was trained is deleted")
     async with await open_existing(run) as store:
@@ -272,7 +271,7 @@ def _users(subparsers: Any) -> None:
 
 async def users(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Print the users, or make them and print their connection strings."""
-    from agentrl.store.admin.users import Users
+    from agentrl.store.admin.server import Users
     from agentrl.store.client import open_connection, open_existing, open_store
 
     if arguments.create and arguments.all_runs:

@@ -98,8 +98,8 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Queue and score what failed in scoring; return 1 if some of it has no score afterwards."""
     import asyncio
 
-    from agentrl.rollout.score import score_queued
-    from agentrl.store.admin.requeue import Requeueing
+    from agentrl.rollout.scoring import score_queued
+    from agentrl.store.admin.reopen import Reopening
     from agentrl.store.client import open_existing
 
     if arguments.status != ["failed"] or arguments.scorer is not None:
@@ -110,7 +110,7 @@ async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     sampling = replace(group_of(SamplingConfig, arguments), max_concurrent_scorings=arguments.concurrency)
     async with await open_existing(run) as store:
-        done = await Requeueing(store.connection).requeue(
+        done = await Reopening(store.connection).requeue(
             split=arguments.split, tasks=arguments.task, records=arguments.record, dry_run=arguments.dry_run
         )
         scored = 0

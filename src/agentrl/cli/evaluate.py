@@ -92,7 +92,7 @@ def _compare(argv: list[str]) -> int:
             f"agentrl eval compare takes two evaluations, and {len(named)} are given",
             hint="`agentrl eval report` lists them",
         )
-    from agentrl.evaluation.compare import compare
+    from agentrl.evaluation.report import compare
 
     asyncio.run(compare(configs, named[0], named[1], as_json=configs[OutputFlags].json))
     return 0
@@ -106,7 +106,7 @@ def _report(argv: list[str]) -> int:
         shown=[RunConfig],
         extra=[OutputFlags, ReportFlags],
     )
-    from agentrl.evaluation.compare import report
+    from agentrl.evaluation.report import report
 
     flags = configs[ReportFlags]
     asyncio.run(

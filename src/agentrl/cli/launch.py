@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cli.context_limits import as_words, fitted_limits, machine_context
-from agentrl.cli.gpus import place_processes
-from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
+from agentrl.cli.gpus import MemoryCheck, StepTooLargeError, place_processes
 from agentrl.cli.placement import Numbers, Placement
 from agentrl.cli.start_check import require_joinable, require_usable
 from agentrl.config.load import Configs, parse
@@ -40,7 +39,7 @@ from agentrl.config.validate import require_trainable
 from agentrl.documents.task_file import read_tasks
 from agentrl.environments.tasks import is_address
 from agentrl.errors import ConfigError
-from agentrl.inference.engines.process import SHARED_MEMORY
+from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.processes import half_of_cores, thread_limits
 from agentrl.quickstart.smollm import prepare_smollm
 from agentrl.settings_file import read_settings

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import agentrl
 from agentrl.cli.commands import COMMANDS
 from agentrl.errors import AgentRLError
+from agentrl.extras import missing as missing_package
 
 _PIPE_CLOSED = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -59,14 +60,20 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def run(command: Callable[[], int | None], name: str) -> int:
-    """Call ``command`` and return its exit code; print an AgentRLError to stderr."""
+    """Call ``command`` and return its exit code; print an AgentRLError, or a missing extra, to stderr."""
     try:
         return command() or 0
     except AgentRLError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
-        return error.exit_code
+        found = error
+    except ModuleNotFoundError as error:
+        missing = missing_package(error.name or "", name)
+        if missing is None:
+            raise
+        found = missing
     except KeyboardInterrupt:
         return 130
+    print(f"{name}: error: {found}", file=sys.stderr)
+    return found.exit_code
 
 
 def _usage() -> str:

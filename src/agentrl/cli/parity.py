@@ -150,7 +150,7 @@ def compare_samples(
 
 def _engines(flags: Any) -> list[str]:
     """Return the names in ``--engine``; ConfigError for an unknown one, and for several with ``--url``."""
-    from agentrl.inference.engines.process import ENGINES
+    from agentrl.inference.engines.commands import ENGINES
 
     names = str(flags.engine).split(",")
     for name in names:
@@ -170,7 +170,8 @@ def _engines(flags: Any) -> list[str]:
 async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[EngineClient]:
     """Yield a client of the engine at ``--url``, or of one that is started for the block."""
     from agentrl.inference.engines.clients import engine_client
-    from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+    from agentrl.inference.engines.commands import engine_command
+    from agentrl.inference.engines.process import EngineProcess, free_port
 
     if flags.url:
         async with engine_client(name, flags.url, _GENERATE_SECONDS) as client:

@@ -37,17 +37,17 @@ def main(argv: list[str]) -> int:
     if folder is None:
         raise ConfigError("no model is given", hint="give --model FOLDER; its config.json is enough")
 
-    from agentrl.plan.gpus import parse_gpus
+    from agentrl.plan.workload import parse_gpus
 
     cluster = parse_gpus(
         plan.gpus, memory_gib=plan.gpu_memory_gib, per_node=plan.gpus_per_node, network_gbps=plan.network_gbps
     )
     engine = parse_gpus(plan.engine_gpu).gpu if plan.engine_gpu else cluster.gpu
     from agentrl.observe.terminal import stdout_console
+    from agentrl.plan.estimates import size_services
     from agentrl.plan.model import open_model, reference_parameters
     from agentrl.plan.report import plan_json, print_plan
     from agentrl.plan.search import Search
-    from agentrl.plan.services import size_services
     from agentrl.plan.workload import build_workload
 
     work = build_workload(configs)

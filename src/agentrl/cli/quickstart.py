@@ -8,6 +8,7 @@ from agentrl.config.load import CommandParser
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.extras import require
 from agentrl.quickstart.run import Options, run_quickstart
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
 
@@ -17,6 +18,8 @@ def main(argv: list[str]) -> int:
     for name in URI_VARIABLES:
         os.environ.pop(name, None)
     options = _parse(argv)
+    for package in ("torch", "matplotlib"):
+        require(package, "agentrl quickstart", extra="quickstart")
     try:
         with stop_on_signals():
             return run_quickstart(options)

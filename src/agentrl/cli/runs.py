@@ -116,11 +116,11 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
 async def rename_run(arguments: argparse.Namespace) -> int:
     """Rename the run, or finish a renaming that was killed."""
     from agentrl.observe.progress import progress
-    from agentrl.store.admin import rename
+    from agentrl.store.admin import runs
 
     old, new = arguments.run_name, arguments.new_name
     with progress(f"renaming run {old}, documents") as work:
-        folders = await rename.rename_run(
+        folders = await runs.rename_run(
             _run_config(arguments, old), new, EngineConfig().alive_seconds, on_documents=work.advance
         )
     print(f"{old} → {new}" + "".join(f", folder {folder}" for folder in folders if folder.exists()))

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     )
     from agentrl.observe.logging import setup
     from agentrl.observe.tracing.open import tracing
-    from agentrl.rollout.score import score
+    from agentrl.rollout.scoring import score
 
     setup(configs[RunConfig], "score")
     flags = configs[ScoreFlags]

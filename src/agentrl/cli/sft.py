@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
         shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
         extra=(SFTConfig,),
     )
-    from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
+    from agentrl.weights.folder import base_folder
 
     setup(configs[RunConfig], "sft")
     base_folder(configs[ModelConfig])

@@ -22,8 +22,8 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
     Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss.
     """
     from agentrl.losses.settings import LossSettings
-    from agentrl.model.load import require_folder
     from agentrl.rollout.setup import require_extensions
+    from agentrl.weights.folder import require_folder
 
     if set(roles) - {"serve"}:  # an engine serves a folder without a tokenizer
         require_folder(configs[ModelConfig])

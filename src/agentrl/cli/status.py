@@ -113,9 +113,8 @@ async def _watch(read: Callable[[], Awaitable[_Reading]], interval: float) -> No
 
 
 def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
-    from agentrl.snapshot.as_json import status_json
     from agentrl.snapshot.snapshot import SnapshotReader, stated_alive_seconds
-    from agentrl.snapshot.status_screen import render_run_status
+    from agentrl.snapshot.status_screen import render_run_status, status_json
 
     reader = SnapshotReader(store)
 

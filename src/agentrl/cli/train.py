@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
         ),
         validate=_check_flags,
     )  # fmt: skip
-    from agentrl.model.load import base_folder
     from agentrl.observe.logging import setup
+    from agentrl.weights.folder import base_folder
 
     setup(configs[RunConfig], "train")
     base_folder(configs[ModelConfig])

@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
@@ -20,7 +21,23 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from agentrl.dashboard.options import DashboardOptions
+from agentrl.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardOptions:
+    """Where the runs are, and who may look at them."""
+
+    run: RunConfig
+    """Its ``db_connection_string``, ``mongo_dir`` and ``db_timeout_seconds`` find the server; the name of its
+    run is not used."""
+    token: str | None = None
+    """Every request must bring it, in a cookie, as ``?token=`` or as a bearer token; None asks for none."""
+    hosts: tuple[str, ...] = ()
+    """Names besides ``localhost`` and IP addresses that the Host header may have."""
+    cookie: str = field(default="agentrl_token")
+    """Name of the cookie; two dashboards of one host need two."""
+
 
 FORM_FIELD: Final = "csrf"
 _FORM_COOKIE: Final = "agentrl_csrf"

@@ -1,20 +1,66 @@
-"""Serve the dashboard: choose a port, make the token, end at once on SIGINT and SIGTERM."""
+"""Make the dashboard's ASGI application and serve it: choose a port, make the token, end on a signal."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import socket
 import stat
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from agentrl.bounded_http import bind, serve_until_signal
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
-from agentrl.errors import ConfigError
+from agentrl.dashboard import live, render
+from agentrl.dashboard.live import LiveUpdates
+from agentrl.dashboard.pages import all_routes
+from agentrl.dashboard.query import HANDLERS
+from agentrl.dashboard.security import DashboardOptions, Guard
+from agentrl.dashboard.stores import StorePool
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.snapshot.snapshot import Cache
+
+
+def create_app(options: DashboardOptions) -> Starlette:
+    """Return the application. It connects to MongoDB when it starts, and closes when it shuts down.
+
+    ``app.state`` has its StorePool as ``stores``, its Cache as ``cache`` and its LiveUpdates as ``updates``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        connecting = asyncio.create_task(_connect(app.state.stores), name="dashboard-connect")
+        render.compile_templates()
+        yield
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        await app.state.updates.close()
+        await app.state.cache.close()
+        await app.state.stores.close()
+
+    app = Starlette(
+        routes=[*render.routes, *live.routes, *all_routes()],
+        middleware=[Middleware(Guard, options)],
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.state.options = options
+    app.state.cache = Cache()
+    app.state.stores = StorePool(options.run)
+    app.state.updates = LiveUpdates(app.state.stores)
+    return app
+
+
+async def _connect(stores: StorePool) -> None:
+    """Connect before the first request. A request to a server that does not answer connects again."""
+    with contextlib.suppress(AgentRLError):
+        await stores.server()
+
 
 DEFAULT_PORT = 8900
 _PORTS_TRIED = 20
@@ -22,36 +68,27 @@ _TOKEN_BYTES = 32
 _MIN_TOKEN = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Where the dashboard listens, and how it lets people in."""
-
-    run: RunConfig
-    host: str = "127.0.0.1"
-    port: int | None = None
-    """None: 8900, or the next free one."""
-    token_file: Path | None = None
-    """File with the token; None makes one, which only this process and its terminal have."""
-    hosts: tuple[str, ...] = ()
-
-
-async def serve(config: ServeConfig, announce: Callable[[str], None]) -> None:
+async def serve(
+    run: RunConfig,
+    announce: Callable[[str], None],
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    token_file: Path | None = None,
+    hosts: tuple[str, ...] = (),
+) -> None:
     """Serve until a signal. ``announce`` is called with the address, and the token if this process made it.
 
-    Raises ConfigError for a port that is taken and a token file that cannot be used.
+    ``port`` is by default 8900, or the next free one. ``token_file`` has the token; without one, only this
+    process and its terminal have it. ``hosts`` are further names of this machine. Raises ConfigError for a
+    port that is taken and a token file that cannot be used.
     """
-    token = _token(config)
-    listener = _listen(config)
+    token = _token(token_file)
+    listener = _listen(host, port)
     port = listener.getsockname()[1]
-    app = create_app(
-        DashboardOptions(
-            run=config.run,
-            token=token,
-            hosts=(*config.hosts, config.host),
-            cookie=f"agentrl_token_{port}",
-        )
-    )
-    announce(_address(config.host, port, token if config.token_file is None else None))
+    cookie = f"agentrl_token_{port}"
+    app = create_app(DashboardOptions(run=run, token=token, hosts=(*hosts, host), cookie=cookie))
+    announce(_address(host, port, token if token_file is None else None))
     await serve_until_signal(app, listener, app.state.updates.stop)
 
 
@@ -61,8 +98,7 @@ def _address(host: str, port: int, token: str | None) -> str:
     return where if token is None else f"{where}?token={token}"
 
 
-def _token(config: ServeConfig) -> str:
-    file = config.token_file
+def _token(file: Path | None) -> str:
     if file is None:
         return secrets.token_urlsafe(_TOKEN_BYTES)
     try:
@@ -92,11 +128,11 @@ def _is_public(file: Path) -> bool:
     return stat.S_ISREG(mode) and bool(mode & stat.S_IROTH) and bool(folder & stat.S_IXOTH)
 
 
-def _listen(config: ServeConfig) -> socket.socket:
+def _listen(host: str, port: int | None) -> socket.socket:
     """Return a listening socket: on the port that was given, else on the first free one from 8900 on."""
-    if config.port is not None:
-        return bind(config.host, config.port, "the dashboard")
-    for port in range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED):
+    if port is not None:
+        return bind(host, port, "the dashboard")
+    for each in range(DEFAULT_PORT, DEFAULT_PORT + _PORTS_TRIED):
         with contextlib.suppress(ConfigError):
-            return bind(config.host, port, "the dashboard")
-    return bind(config.host, 0, "the dashboard")
+            return bind(host, each, "the dashboard")
+    return bind(host, 0, "the dashboard")

@@ -16,8 +16,7 @@ from starlette.responses import Response
 from agentrl.config.run import EngineListConfig
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.render import THEME_COOKIE
-from agentrl.snapshot.cache import Cache
-from agentrl.snapshot.snapshot import SnapshotReader
+from agentrl.snapshot.snapshot import Cache, SnapshotReader
 from agentrl.store.client import Store, open_existing
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.views.runs import Runs, RunSummary, connect_server

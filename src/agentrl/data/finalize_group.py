@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.convert import masked_calls, to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.data.convert import mask_reason, masked_calls, to_training_data
+from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Task
@@ -29,6 +29,7 @@ from agentrl.scoring.groups import (
 from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 logger = logging.getLogger(__name__)
+
 
 TRAIN_SPLIT: Final = "train"
 
@@ -180,3 +181,46 @@ def _ready(decision: Decision) -> RecordOutcome:
 
 def _abandoned(decision: Decision, because: str) -> RecordOutcome:
     return RecordOutcome(record_id=decision.record_id, status=RecordStatus.ABANDONED, because=because)
+
+
+def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:
+    """Return why no token of ``call`` can be trained; None if they can. ``rule`` leaves out ``left_out``."""
+    if call.fixed is not None:
+        return f"answered by {call.fixed.model}, not by the policy"
+    if call.index in left_out:
+        return f"left out by train rule {rule}"
+    parameter = mask_reason(call)
+    return None if parameter is None else f"sampled with {parameter}"
+
+
+def describe_share(
+    calls: Sequence[DispatchedSamplingTask], rule: str | None, left_out: Collection[int]
+) -> str:
+    """Return ``57% of 1,200 sampled tokens can be trained; not: …``, and the rule that would train more."""
+    sampled = sum(call.generated_tokens for call in calls if call.fixed is None)
+    lost: Counter[str] = Counter()
+    for call in calls:
+        why = why_untrained(call, rule, left_out)
+        if why is not None and call.fixed is None:
+            lost[why] += call.generated_tokens
+    trained = sampled - lost.total()
+    text = f"{_percent(trained, sampled)} of {sampled:,} sampled tokens can be trained"
+    if lost:
+        text += "; not: " + ", ".join(f"{tokens:,} {why}" for why, tokens in lost.most_common())
+    if rule == "main":
+        agent = set(_of_agent(calls))
+        other = {call.index for call in calls} - agent
+        more = sum(call.generated_tokens for call in calls if why_untrained(call, "agent", other) is None)
+        if more > trained:
+            text += f" (train: agent would train {_percent(more, sampled)})"
+    return text
+
+
+def _of_agent(calls: Sequence[DispatchedSamplingTask]) -> Iterator[int]:
+    for role in {call.role: None for call in calls}:
+        for branch in same_agent(branches_of([call for call in calls if call.role == role])):
+            yield from branch.indexes
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "0%"

@@ -1,4 +1,4 @@
-"""Choose the groups of a step, and drop, mask or decay their old tokens. Ages count optimizer steps."""
+"""Choose the groups of a step; drop, mask or decay their old tokens; whiten advantages. Ages count steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from agentrl.documents.model_call import pack_floats, unpack_floats
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 StalenessPolicy = Literal["drop", "decay", "mask"]
 Place = tuple[int, ...]
 """Sort key of a Task: the order in which groups begin (number, epoch, order)."""
+EPSILON = 1e-8
+"""Added to the standard deviation."""
+_NOISE = 1e-9
+"""A standard deviation below this share of the largest advantage is rounding."""
 
 
 class GroupMember(Protocol):
@@ -160,3 +164,39 @@ class VersionSteps:
     async def _read(self) -> None:
         newest = next(reversed(self._steps), -1)
         self._steps |= await self._store.policy_versions.steps_above(newest)
+
+
+def whitened(advantages: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """Return A' = (A − mean) / (std + 1e-8), in float64; ``advantages[i]`` stands for ``tokens[i]`` tokens.
+
+    Mean and standard deviation are over all n tokens: REINFORCE++ (arXiv 2501.03262). The variance is the
+    population's, as in OpenRLHF; verl divides by n − 1 instead of n. The sums are exact and do not depend on
+    the order. Equal advantages become 0; without a token they stay as they are.
+    """
+    total = sum(tokens)
+    if total == 0:
+        return list(advantages)
+    mean = math.fsum(value * count for value, count in zip(advantages, tokens, strict=True)) / total
+    centered = [value - mean for value in advantages]
+    squares = (value**2 * count for value, count in zip(centered, tokens, strict=True))
+    deviation = math.sqrt(math.fsum(squares) / total)
+    if deviation <= _NOISE * max(map(abs, advantages)):
+        return [0.0] * len(centered)
+    return [value / (deviation + EPSILON) for value in centered]
+
+
+def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
+    """Return ``data`` with whitened advantages; the weight of a span is its number of tokens.
+
+    Mean and deviation are of the advantages that the calls would have if none were faulty. A faulty call
+    then gets its whitened advantage or 0, whichever is lower. The order of ``data`` changes no value.
+    """
+    spans = [(item, span) for item in data for span in item.spans]
+    earned = [item.earned_advantage(span.call) for item, span in spans]
+    advantages = iter(whitened(earned, [span.end - span.start for _, span in spans]))
+
+    def of_span(item: DBRecordData, span: TrainableSpan) -> TrainableSpan:
+        advantage = next(advantages)
+        return replace(span, advantage=min(advantage, 0.0) if span.call in item.faulty_calls else advantage)
+
+    return tuple(replace(item, spans=tuple(of_span(item, span) for span in item.spans)) for item in data)

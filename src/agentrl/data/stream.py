@@ -7,14 +7,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.data.freshness import Freshness, VersionSteps, choose_groups
+from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, whiten
 from agentrl.documents.status import DataStatus
-from agentrl.documents.training import DBRecordData, TrainableSpan
+from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
-from agentrl.losses.whitening import whitened
 from agentrl.store.training import StaleVersions
 
 if TYPE_CHECKING:
@@ -308,7 +307,7 @@ class DataStream:
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
-        if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
+        if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
             return False
         return await self._store.tasks.unfinished(split) == 0
 
@@ -321,20 +320,3 @@ class DataStream:
             hint="check that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
             " start the trainer again: it resumes; or raise --data_wait_seconds",
         )
-
-
-def whiten(data: Sequence[DBRecordData]) -> tuple[DBRecordData, ...]:
-    """Return ``data`` with whitened advantages; the weight of a span is its number of tokens.
-
-    Mean and deviation are of the advantages that the calls would have if none were faulty. A faulty call
-    then gets its whitened advantage or 0, whichever is lower. The order of ``data`` changes no value.
-    """
-    spans = [(item, span) for item in data for span in item.spans]
-    earned = [item.earned_advantage(span.call) for item, span in spans]
-    advantages = iter(whitened(earned, [span.end - span.start for _, span in spans]))
-
-    def of_span(item: DBRecordData, span: TrainableSpan) -> TrainableSpan:
-        advantage = next(advantages)
-        return replace(span, advantage=min(advantage, 0.0) if span.call in item.faulty_calls else advantage)
-
-    return tuple(replace(item, spans=tuple(of_span(item, span) for span in item.spans)) for item in data)

@@ -26,7 +26,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.distributed.mesh import plan_layout
 from agentrl.errors import ConfigError
-from agentrl.model.load import base_folder
+from agentrl.weights.folder import base_folder
 
 logger = logging.getLogger(__name__)
 

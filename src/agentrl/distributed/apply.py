@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentrl.distributed.context_parallel.model import check_context
+from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts, shard_experts
 from agentrl.distributed.fsdp import GradientReduction, choose_reduction, shard_layers, shard_root
 from agentrl.distributed.mesh import Mesh
-from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.pipeline_parallel.schedule import PipelineModel
-from agentrl.distributed.pipeline_parallel.stages import assign_model_layers, check_stages, keep_stage
+from agentrl.distributed.parallel_model import ParallelModel, PipelineModel
+from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
 from agentrl.distributed.tensor_parallel import split_layers
 from agentrl.model.precision import Precision
 

@@ -42,8 +42,7 @@ from transformers.utils import (
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
-from agentrl.model.empty import allocate, compute_buffers
-from agentrl.model.load import load_model
+from agentrl.model.load import allocate, compute_buffers, load_model
 
 _BLOCK = 64 << 20
 """Bytes of a tensor that are read and converted at once."""

@@ -12,7 +12,7 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from agentrl.distributed.expert_parallel import is_experts
-from agentrl.distributed.gradients import mark_partial
+from agentrl.distributed.fsdp import mark_partial
 from agentrl.distributed.mesh import Mesh
 from agentrl.errors import ConfigError
 

@@ -22,7 +22,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.weights.stored_dtype import stored_bytes
+from agentrl.weights.folder import stored_bytes
 
 logger = logging.getLogger(__name__)
 

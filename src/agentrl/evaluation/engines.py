@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
-from agentrl.config.schema import (
-    EngineConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RunConfig,
-    SamplingConfig,
-)
+from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.documents.images import Image
+from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.run import InferenceService
+from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router, WrappedEngine
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.rollout.setup import live_engines
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+
 
 _UPDATE_SECONDS = 600.0
 _POLL_SECONDS = 1.0
@@ -183,3 +185,53 @@ async def shared_versions(store: Store, configs: Configs) -> set[int]:
         for item in await live_engines(store, configs[EngineConfig])
         if item.policy_version is not None and item.status is not ServiceStatus.STARTING
     }
+
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+
+
+class FixedVersionRouter:
+    """The engines of one version: a model call during which an engine loads another one is repeated."""
+
+    def __init__(self, router: Router, version: int) -> None:
+        self._router = router
+        self._version = version
+
+    @asynccontextmanager
+    async def session(
+        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+    ) -> AsyncIterator[Engine]:
+        """Open a session of one trajectory, as the router does."""
+        async with self._router.session(traj_id, group, partial) as engine:
+            yield _FixedVersionEngine(engine, self._version)
+
+
+class _FixedVersionEngine(WrappedEngine):
+    """The engine of one trajectory."""
+
+    def __init__(self, engine: Engine, version: int) -> None:
+        super().__init__(engine)
+        self._version = version
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        progress: Progress | None = None,
+        images: Sequence[Image] = (),
+        encoded: EncodedIds | None = None,
+    ) -> Generation:
+        """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
+        for _ in range(_ATTEMPTS):
+            generation = await self.engine.generate(input_ids, params, progress, images, encoded)
+            others = {span.version for span in generation.versions} - {self._version}
+            if not others:
+                return generation
+            self.engine.partial = None
+            logger.warning("a model call with tokens of version %s is repeated", sorted(others))
+        raise EngineError(
+            f"{_ATTEMPTS} model calls in a row had tokens of another version than {self._version}",
+            hint="give --eval_engine own",
+        )

@@ -1,25 +1,46 @@
-"""Show the results of evaluations: in 80 columns, as JSON, and as a Markdown table."""
+"""Show evaluations, compare and list them: in 80 columns, as JSON, as Markdown and as a plot."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from agentrl.config.load import Configs
+from agentrl.config.schema import AgentConfig, RunConfig
 from agentrl.documents.run import Evaluation
+from agentrl.errors import AgentRLError, ConfigError
+from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
 from agentrl.scoring.evaluation import (
     Comparison,
     Difference,
     EvaluatedTask,
     Prices,
+    compare_tasks,
     count_failures,
     summarize,
     summarize_groups,
 )
+from agentrl.store.client import open_existing
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
 
 COLUMNS = 80
 _NAME = 24
 Json = dict[str, Any]
+
+
+async def evaluated_tasks(store: Store, configs: Configs, evaluation: Evaluation) -> list[EvaluatedTask]:
+    """Return the scores and the usage of every task of an evaluation."""
+    agent = str(evaluation.settings.get("agent_name") or configs[AgentConfig].agent_name)
+    return await store.evaluations.tasks(evaluation.id, agent, evaluation.right_threshold)
 
 
 def results_of(tasks: Sequence[EvaluatedTask], prices: Prices) -> Json:
@@ -210,3 +231,111 @@ def _short(count: int | None) -> str:
     if count is None:
         return MISSING
     return f"{count:,}" if count < 1_000_000 else f"{count / 1e6:.1f}M"
+
+
+_SHOWN = 10
+
+
+async def compare(configs: Configs, a: str, b: str, *, as_json: bool) -> None:
+    """Print the paired comparison of two evaluations, named by id, version or RUN/id."""
+    first, second = await _read(configs, a), await _read(configs, b)
+    found = await asyncio.to_thread(compare_tasks, first[1], second[1])
+    if found is None:
+        raise ConfigError(
+            f"{first[0].id} and {second[0].id} have no scored task with the same id and content in common",
+            hint="evaluate both policies on the same --eval_file",
+        )
+    if as_json:
+        print(json.dumps(comparison_json(first[0], second[0], found)))
+    else:
+        print(render_comparison(first[0], second[0], found))
+
+
+async def report(configs: Configs, *, as_json: bool, as_markdown: bool, plot: str | None) -> None:
+    """Print the evaluations of a run as a table, as Markdown or as JSON; plot them if ``plot`` is a file."""
+    async with await open_existing(configs[RunConfig]) as store:
+        evaluations = await store.evaluations.all()
+        best = await store.evaluations.best_versions()
+    if as_json:
+        print(json.dumps([to_json(item) for item in evaluations]))
+    elif as_markdown:
+        print(markdown([item for item in evaluations if item.results is not None]))
+    else:
+        print(table(evaluations, best))
+    if plot is not None:
+        plot_evaluations(configs[RunConfig].run_name, evaluations, Path(plot))
+
+
+async def _read(configs: Configs, named: str) -> tuple[Evaluation, list[EvaluatedTask]]:
+    run_name, slash, rest = named.rpartition("/")
+    run = configs[RunConfig]
+    if slash:
+        run = dataclasses.replace(run, run_name=run_name)
+    async with await open_existing(run) as store:
+        evaluation = await find(store, rest)
+        return evaluation, await evaluated_tasks(store, configs, evaluation)
+
+
+async def find(store: Store, named: str) -> Evaluation:
+    """Return the finished evaluation that ``named`` is the id, a part of the id or the version of.
+
+    Raises ConfigError if there is none or more than one.
+    """
+    finished = [item for item in await store.evaluations.all() if item.results is not None]
+    number = named.removeprefix("v")
+    chosen = [item for item in finished if item.id == named]
+    if not chosen and number.isdigit():
+        chosen = [item for item in finished if item.version == int(number)]
+    chosen = chosen or [item for item in finished if named in item.id]
+    if len(chosen) == 1:
+        return chosen[0]
+    what = "several finished evaluations" if chosen else "no finished evaluation"
+    shown = ", ".join(item.id for item in (chosen or finished)[-_SHOWN:])
+    raise ConfigError(
+        f"run {store.run_name!r} has {what} named {named!r}",
+        hint=f"give one of: {shown}" if shown else "`agentrl eval` makes one",
+    )
+
+
+def plot_evaluations(run_name: str, evaluations: Sequence[Evaluation], out: Path) -> None:
+    """Draw score and pass@1 over steps into ``out``, whose suffix names the format (.png, .svg, .pdf).
+
+    Each set of tasks and settings has a colour of its own. Raises AgentRLError without a finished
+    evaluation of a version, ConfigError when ``out`` cannot be written.
+    """
+    lines: dict[tuple[str, str], list[Evaluation]] = defaultdict(list)
+    for item in evaluations:
+        if item.step is not None and item.total.get("score"):
+            lines[item.tasks_digest, item.settings_digest].append(item)
+    if not lines:
+        raise AgentRLError(
+            f"run {run_name!r} has no finished evaluation of a policy version to plot",
+            hint="`agentrl eval --eval_steps N` evaluates the versions of a run",
+        )
+    figure = new_figure(8.0, 4.2)
+    axes = figure.subplots()
+    for place, members in enumerate(lines.values()):
+        color = COLORS[place % len(COLORS)]
+        members.sort(key=lambda item: item.step or 0)
+        name = clean(Path(members[0].file).name)
+        _draw(axes, members, ("score",), color, "-", f"score, {name}")
+        _draw(axes, members, ("pass_at", "1"), color, "--", f"pass@1, {name}")
+    axes.set_title(f"{run_name}: evaluations, 95 % intervals over tasks", loc="left", fontsize=11)
+    label_steps(axes)
+    finish(axes)
+    save_figure(figure, out, "--plot")
+
+
+def _draw(
+    axes: Any, members: Sequence[Evaluation], path: Sequence[str], color: str, style: str, label: str
+) -> None:
+    points = []
+    for item in members:
+        value: Any = item.total
+        for key in path:
+            value = value.get(key) if value else None
+        if value:
+            points.append((item.step, value["value"], value["low"], value["high"]))
+    x, y, low, high = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [], [])
+    axes.plot(x, y, style, color=color, marker="o", markersize=4, linewidth=1.8, label=label)
+    axes.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)

@@ -1,4 +1,4 @@
-"""Translate a generation to the message that is stored, and a stored model call to a request's answer."""
+"""What a request demands of its answer: the message that is stored, the answer that is sent, the grammar."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
+from agentrl.chat.call_shape import CallShape
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.documents.base import replace_surrogates, sanitize_bson
@@ -15,6 +16,7 @@ from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
 from agentrl.inference.engine import Generation
+from agentrl.tools.base import schema_name
 
 _ID_DIGITS = 7
 """Some chat formats allow tool-call ids of 9 characters only: these and two for the place."""
@@ -116,3 +118,48 @@ def response_of(
         ]
     cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
     return cleaned, replace_surrogates(error)
+
+
+JSON_SCHEMA, STRUCTURAL_TAG = "json_schema", "structural_tag"
+"""The sampling parameters of SGLang that hold a grammar, as JSON text."""
+
+Json = dict[str, Any]
+
+
+def grammar_of(
+    request: GatewayRequest, shape: CallShape | None, *, in_thought: bool
+) -> dict[str, str] | None:
+    """Return the sampling parameter by which the engine samples only what ``request`` demands.
+
+    A demanded call is one call, and nothing but a thought stands before it. ``in_thought``: the prompt opens
+    a thought. None if the request demands nothing, or the format's calls have no ``shape``.
+    """
+    if not request.must_call and request.schema is None:
+        return None
+    names = request.must_call or tuple(schema_name(tool) for tool in request.tools)
+    thinks = shape is not None and shape.tags is not None
+    if not names and not thinks:
+        return None if in_thought else {JSON_SCHEMA: json.dumps(request.schema)}
+    if shape is None or (in_thought and not thinks):
+        return None
+    answers = [_call(shape, tool) for tool in request.tools if schema_name(tool) in names]
+    if not request.must_call:
+        answers.append({"type": "json_schema", "json_schema": request.schema})
+    answer = _any_of(answers)
+    if shape.tags is not None:
+        begin = "" if in_thought else shape.tags.open
+        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": shape.tags.close}
+        space = [{"type": "const_string", "value": shape.behind_thought}] if shape.behind_thought else []
+        thoughtful = {"type": "sequence", "elements": [thought, *space, answer]}
+        answer = thoughtful if in_thought else _any_of([thoughtful, answer])
+    return {STRUCTURAL_TAG: json.dumps({"type": "structural_tag", "format": answer})}
+
+
+def _call(shape: CallShape, tool: Json) -> Json:
+    schema = tool.get("function", tool).get("parameters") or {"type": "object"}
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": shape.begin(schema_name(tool)), "content": content, "end": shape.end}
+
+
+def _any_of(formats: list[Json]) -> Json:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from agentrl.chat.text_stream import TextStream
 from agentrl.config.gateway import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
@@ -27,11 +28,10 @@ from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.gateway.feedback import read_reward
 from agentrl.gateway.model_calls import Answerer, dead_url
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import GatewayRequest, aside, load_body, require_model
-from agentrl.gateway.rewards import read_reward
-from agentrl.gateway.text_stream import TextStream
 
 logger = logging.getLogger(__name__)
 

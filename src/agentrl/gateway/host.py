@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from agentrl.config.gateway import GatewayConfig
-from agentrl.data.trained_share import describe_share
+from agentrl.data.finalize_group import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim
 from agentrl.gateway.app import GatewayApp, token_digest
 from agentrl.gateway.chains import chain_of
+from agentrl.gateway.feedback import require_rule, untrained
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
-from agentrl.gateway.train_rules import require_rule, untrained
-from agentrl.rollout.endpoint import Endpoint, GatewayResult
+from agentrl.rollout.agent_io import Endpoint, GatewayResult
 
 logger = logging.getLogger(__name__)
 

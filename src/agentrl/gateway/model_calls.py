@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
@@ -27,10 +28,9 @@ from agentrl.errors import (
     StoreUnavailableError,
     TrajectoryError,
 )
-from agentrl.gateway.answers import response_of, unmet
+from agentrl.gateway.answers import grammar_of, response_of, unmet
 from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
 from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.grammar import CallShape, call_shape, grammar_of
 from agentrl.gateway.history import digest_after, prefix_digests
 from agentrl.gateway.images import store_images
 from agentrl.gateway.request import GatewayRequest, aside
@@ -248,7 +248,7 @@ class Answerer:
         )
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.answered_calls.add(claim, pending.document(), call, after)
+            stored = await self.store.model_calls.answer(claim, pending.document(), call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.chains.add(chain, (claim.record_id, after))

@@ -14,17 +14,17 @@ from agentrl.gateway.app import GatewayApp
 from agentrl.gateway.chains import Chains
 from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
-from agentrl.model.load import require_folder
+from agentrl.processes import stop_on_signals
 from agentrl.rollout.setup import (
     live_engines,
     model_folder,
     open_format,
     open_router,
     sampling_params,
-    stop_on_signals,
 )
 from agentrl.store.client import open_store
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.weights.folder import require_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

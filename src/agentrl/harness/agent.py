@@ -23,9 +23,8 @@ from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.score import score_files
 from agentrl.harness.session import HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
+from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent
-from agentrl.rollout.endpoint import Endpoint
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
-from agentrl.weights.stored_dtype import stored_bytes
+from agentrl.weights.folder import stored_bytes
 
 _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""

@@ -22,7 +22,8 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad
 from agentrl.inference.engine import known_format
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.process import EngineProcess, engine_command, free_port, require_free_port
+from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
@@ -182,7 +183,7 @@ class ServedEngine:
         )
 
     async def _follow(self) -> None:
-        from agentrl.weights.follow import newer_versions
+        from agentrl.weights.publish import newer_versions
 
         newest = self._version
         while True:
@@ -196,7 +197,7 @@ class ServedEngine:
 
     async def update(self, version: PolicyVersion) -> None:
         """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
-        from agentrl.weights.manifest import verify
+        from agentrl.weights.model_folder import verify
 
         try:
             await asyncio.to_thread(verify, version.location, version.files)
@@ -275,7 +276,7 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
 
     Raises PublishError if versions are published and none of them is intact.
     """
-    from agentrl.weights.follow import newest_intact_version
+    from agentrl.weights.publish import newest_intact_version
 
     version = await newest_intact_version(store)
     if version is not None:

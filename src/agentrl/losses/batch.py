@@ -37,7 +37,7 @@ class TrajectoryMeans:
     log_weight: Tensor
     """float32[R], of log π_old − log μ."""
     divergence: Tensor
-    """float32[R], of ``losses.correction.divergence``, the k3 estimate of the KL from μ."""
+    """float32[R], of ``losses.compute.divergence``, the k3 estimate of the KL from μ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

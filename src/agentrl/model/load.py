@@ -1,39 +1,38 @@
-"""Load the model and the tokenizer of a Hugging Face folder; errors name what is missing from it."""
+"""Load a model and its tokenizer from a Hugging Face folder, with weights or empty, on the meta device."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import meta_device_safe_creation_ops
+from transformers.utils import logging as transformers_logging
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
-from agentrl.weights.adapter_folder import is_adapter
-from agentrl.weights.stored_dtype import stored_dtype
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from agentrl.model.lora import Adapter
-    from agentrl.model.pixels import PixelReader
-    from agentrl.model.precision import Precision
-    from agentrl.weights.model_folder import SavableModel
-    from agentrl.weights.published import PublishedModel
-
-VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""``model_type`` of the models whose images can be trained."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ARCHITECTURE_KEYS = (
-    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
-)  # fmt: skip
+from agentrl.model.lora import Adapter, add_adapter
+from agentrl.model.precision import Precision
+from agentrl.model.vision import PixelReader, reads_images
+from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
+from agentrl.weights.model_folder import SavableModel
+from agentrl.weights.sharded_writer import PublishedModel, model_parts
 
 
 @dataclass(frozen=True)
@@ -62,55 +61,19 @@ class Policy:
     @property
     def published(self) -> PublishedModel:
         """What engines load: whole weights in the model's own dtype, with the adapter merged in."""
-        from agentrl.weights.published import PublishedModel
-        from agentrl.weights.sharded_writer import model_parts
-
         if self.adapter is not None:
             parts = partial(self.adapter.merged_parts, self.own_dtype)
         else:
             parts = partial(model_parts, self.model)
         return PublishedModel(self.model, parts, self.own_dtype)
 
-    def rounded_weights(self) -> dict[str, torch.Tensor]:
+    def rounded_weights(self) -> dict[str, Tensor]:
         """Return the trained weights that publication rounds, by name: a checkpoint stores them, too."""
-        import torch
-
         own = self.own_dtype
         if own is None or self.adapter is not None:
             return {}
         trained = ((name, item) for name, item in self.model.named_parameters() if item.requires_grad)
         return {name: item for name, item in trained if torch.promote_types(item.dtype, own) != own}
-
-
-def base_folder(config: ModelConfig) -> Path:
-    """Return the folder of ``--model_name_or_path``; ModelError if it is missing or lacks a model's files."""
-    if config.model_name_or_path is None:
-        raise ModelError("no model is given", hint="give --model_name_or_path FOLDER")
-    folder = Path(config.model_name_or_path)
-    if not folder.is_dir():
-        raise ModelError(
-            f"--model_name_or_path {folder} is not a folder",
-            hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
-            hint="copy the tokenizer's files into the folder",
-        )
-    if is_adapter(folder):
-        raise ModelError(
-            f"{folder} holds an adapter, not a model",
-            hint="give the folder of published weights, …/weights/v…",
-        )
-    return folder
-
-
-def require_folder(config: ModelConfig) -> None:
-    """Raise ModelError as ``base_folder`` does, if a folder is given. Call it before a run is begun."""
-    if config.model_name_or_path is not None:
-        base_folder(config)
 
 
 def load_policy(
@@ -141,7 +104,7 @@ def load_policy(
         dtype = precision.products if is_adapted else precision.weights
     source = base if is_adapted else weights or base
     model = (empty_model if is_empty else load_model)(source, config, dtype)
-    embedded = cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+    embedded = cast(nn.Embedding, model.get_input_embeddings()).num_embeddings
     if len(tokenizer) > embedded:
         raise ModelError(
             f"the tokenizer of {base} has {len(tokenizer)} ids, and the model embeds {embedded}",
@@ -149,8 +112,6 @@ def load_policy(
         )
     disable_dropout(model)
     if reads_images(model.config):
-        from agentrl.model.pixels import PixelReader
-
         if is_adapted:
             raise ModelError(
                 "--lora_rank with a vision model has not been tested",
@@ -160,23 +121,14 @@ def load_policy(
         return Policy(model, tokenizer, base, template, pixels=pixels, source=source, own_dtype=own_dtype)
     if adapter is None or not is_adapted:
         return Policy(model, tokenizer, base, template, source=source, own_dtype=own_dtype)
-    from agentrl.model.empty import placeholders
-    from agentrl.model.lora import add_adapter
 
     with placeholders(model) if is_empty else nullcontext():
         added = add_adapter(model, adapter, base, weights)
     return Policy(model, tokenizer, base, template, added, source=source, own_dtype=own_dtype)
 
 
-def reads_images(config: object) -> bool:
-    """Return whether a model with this configuration is one of those whose images can be trained."""
-    return getattr(config, "model_type", None) in VISION_TYPES
-
-
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:
     """Return the tokenizer with its chat template, and the content of ``--chat_template`` or None."""
-    from transformers import AutoTokenizer
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -195,20 +147,8 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
     return tokenizer, template
 
 
-def architecture(folder: Path) -> dict[str, Any]:
-    """Return the keys of config.json that decide whether weights fit: type, sizes, tied embeddings."""
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {error}", hint="restore the file") from error
-    content |= content.get("text_config") or {}
-    return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
-
-
 def disable_dropout(model: PreTrainedModel) -> None:
     """Set every dropout probability of the modules to 0."""
-    from torch import nn
-
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -219,15 +159,11 @@ def disable_dropout(model: PreTrainedModel) -> None:
 
 def resolve_dtype(name: str) -> torch.dtype:
     """Return the dtype of trained weights that ``--dtype`` names; ``auto`` is float32."""
-    import torch
-
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
 def _own_dtype(folder: Path) -> torch.dtype:
     """Return the dtype in which ``folder`` stores its weights."""
-    import torch
-
     try:
         dtype: torch.dtype = getattr(torch, stored_dtype(folder))
     except (OSError, ValueError) as error:
@@ -239,8 +175,6 @@ def _own_dtype(folder: Path) -> torch.dtype:
 
 def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded."""
-    from transformers.utils import logging as transformers_logging
-
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
     with _explained(folder):
@@ -250,15 +184,11 @@ def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrai
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
         )
-    return cast("PreTrainedModel", model)
+    return cast(PreTrainedModel, model)
 
 
 def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return what ``load_model`` does, on the meta device: without reading weights."""
-    import torch
-    from transformers import AutoConfig, GenerationConfig
-    from transformers.initialization import meta_device_safe_creation_ops
-
     with _explained(folder), torch.device("meta"), meta_device_safe_creation_ops():
         found = AutoConfig.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
         model = _model_class(folder).from_config(
@@ -275,7 +205,7 @@ def empty_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTra
             model.generation_config = GenerationConfig.from_pretrained(
                 str(folder), config_file_name="config.json", _from_model_config=True
             )
-    return cast("PreTrainedModel", model.eval())
+    return cast(PreTrainedModel, model.eval())
 
 
 @contextmanager
@@ -292,8 +222,6 @@ def _explained(folder: Path) -> Iterator[None]:
 
 def _model_class(folder: Path) -> Any:
     """Return the class that loads a language model, or one with a vision tower."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     is_vision = "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
 
@@ -312,3 +240,61 @@ def _own_template(config: ModelConfig) -> str | None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_empty(model: Any) -> bool:
+    """Return whether ``model`` is on the meta device: it has no weights yet."""
+    return bool(model.get_input_embeddings().weight.device.type == "meta")
+
+
+@contextmanager
+def placeholders(model: nn.Module) -> Iterator[None]:
+    """Let the weights of an empty ``model`` look like weights on the CPU, one number each, in this block.
+
+    What is added to the model in the block gets storage: adapters are created beside weights on the CPU.
+    """
+    slots = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    standing_in = {
+        weight: nn.Parameter(torch.zeros(1, dtype=weight.dtype).expand(weight.shape), weight.requires_grad)
+        for _, _, weight in slots
+    }
+    for module, name, weight in slots:
+        setattr(module, name, standing_in[weight])
+    try:
+        yield
+    finally:
+        for module, name, weight in slots:
+            setattr(module, name, weight.requires_grad_(standing_in[weight].requires_grad))
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Replace every tensor of ``model`` on the meta device by one on ``device`` with undefined values.
+
+    Of a DTensor each rank allocates its own part. Tied weights stay tied, and other tensors as they are.
+    """
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in module.named_parameters(recurse=False, remove_duplicate=False):
+            if value.is_meta and id(value) not in made:
+                made[id(value)] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
+            if value.is_meta:
+                setattr(module, name, made[id(value)])
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta and id(buffer) not in made:
+                made[id(buffer)] = torch.empty_like(buffer, device=device)
+            if buffer.is_meta:
+                setattr(module, name, made[id(buffer)])
+
+
+def compute_buffers(model: Any, loaded: Iterable[Tensor]) -> None:
+    """Compute the tensors that no checkpoint has, such as rotary frequencies, as ``from_pretrained`` does.
+
+    Parameters, and the tensors of ``loaded``, keep their values.
+    """
+    for tensor in (*model.parameters(), *loaded):
+        tensor._is_hf_initialized = True
+    model.initialize_weights()

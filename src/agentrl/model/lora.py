@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.adapter_folder import CONFIG_FILE, is_adapter
+from agentrl.weights.folder import CONFIG_FILE, is_adapter
 from agentrl.weights.sharded_writer import Part, model_parts
 
 if TYPE_CHECKING:

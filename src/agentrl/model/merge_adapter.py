@@ -16,8 +16,8 @@ from agentrl.config.run import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.model.load import load_policy
-from agentrl.weights.adapter_folder import CONFIG_FILE
-from agentrl.weights.versions import write_temporary
+from agentrl.weights.folder import CONFIG_FILE
+from agentrl.weights.publish import write_temporary
 
 
 def merge_adapter(adapter: Path, base: Path, target: Path) -> None:

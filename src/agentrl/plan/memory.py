@@ -16,7 +16,7 @@ from agentrl.config.schema import AdapterConfig, MemoryConfig
 from agentrl.distributed.mesh import Layout
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
-from agentrl.plan.numbers import ModelNumbers, Numbers
+from agentrl.plan.model import ModelNumbers, Numbers
 from agentrl.train.memory import Checkpointing
 
 PARTS = (

@@ -24,10 +24,9 @@ from agentrl.config.schema import (
 )
 from agentrl.distributed.mesh import DIMENSIONS
 from agentrl.observe.terminal import clean, table
-from agentrl.plan.layouts import name_of
+from agentrl.plan.estimates import Services
 from agentrl.plan.memory import PARTS
-from agentrl.plan.search import Candidate, Search, Verdict
-from agentrl.plan.services import Services
+from agentrl.plan.search import Candidate, Search, Verdict, name_of
 
 NOTE = (
     "Memory follows closed forms; docs/sizing.md compares them with simulated steps, and with real ones on a"

@@ -1,14 +1,16 @@
-"""Search the layouts that fit: order them by estimated time, and compute the memory of each."""
+"""Search the layouts that fit: list them, order them by estimated time, compute the memory of each."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,26 +24,29 @@ from agentrl.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from agentrl.distributed.context_parallel import check_context
+from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.fsdp import GradientReduction
-from agentrl.distributed.mesh import Layout
+from agentrl.distributed.mesh import DIMENSIONS, Layout
+from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages
+from agentrl.distributed.tensor_parallel import layer_styles
+from agentrl.errors import AgentRLError
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.logprobs import DEFAULT_CHUNK
 from agentrl.model.lora import add_adapter
 from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision
-from agentrl.plan.gpus import Cluster
-from agentrl.plan.layouts import list_layouts, refusal
+from agentrl.plan.estimates import StepTime, estimate_step
 from agentrl.plan.memory import RankMemory, StepSpec, measure_step
-from agentrl.plan.model import PlannedModel
-from agentrl.plan.numbers import ModelNumbers
-from agentrl.plan.step_time import StepTime, estimate_step
-from agentrl.plan.workload import Workload
+from agentrl.plan.model import ModelNumbers, PlannedModel
+from agentrl.plan.workload import Cluster, Workload
 from agentrl.train.memory import Checkpointing, checkpointing_mode
 from agentrl.train.optimizer import freeze
 
 _MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _LORA_SHARE = 0.01
 """Fraction of the weights that adapters have, for the time of reductions."""
+_CHOSEN = tuple(name for name in DIMENSIONS if name != "dp_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,3 +188,73 @@ class Search:
         }
         helpful = " or ".join(name for name, helps in remedies.items() if helps)
         return f"needs {needed / 2**30:.1f} GiB of {self.limit / 2**30:.1f}; {helpful} would help"
+
+
+def name_of(layout: Layout) -> str:
+    """Return the layout as text, such as ``fsdp4 × tp2``."""
+    names = {"dp_shard": "fsdp", "dp_replicate": "replicate"}
+    parts = [
+        f"{names.get(name, name)}{size}"
+        for name, size in zip(DIMENSIONS, layout.sizes, strict=True)
+        if size > 1
+    ]
+    return " × ".join(parts) or "one GPU"
+
+
+def list_layouts(cluster: Cluster, configs: Configs) -> Iterator[Layout]:
+    """Yield the layouts of all GPUs; a size that was given as a flag is kept.
+
+    Copies of the model (``dp_replicate``) are listed for several machines, one copy each.
+    """
+    train, world = configs[TrainConfig], cluster.count
+    nodes = -(-world // cluster.per_node)
+    choices: dict[str, list[int]] = {}
+    for name in _CHOSEN:
+        given = int(getattr(train, f"{name}_size"))
+        if f"{name}_size" in configs.given or given > 1:
+            choices[name] = [given]
+        elif name == "dp_replicate":
+            choices[name] = sorted({1, nodes})
+        else:
+            choices[name] = [size for size in range(1, world + 1) if world % size == 0]
+    for sizes in itertools.product(*choices.values()):
+        taken = math.prod(sizes)
+        if world % taken == 0:
+            yield Layout(**dict(zip(choices, sizes, strict=True)), dp_shard=world // taken)
+
+
+def refusal(module: Any, layout: Layout, cluster: Cluster, configs: Configs, max_tokens: int) -> str:
+    """Return why the trainer refuses ``layout`` of a causal LM, and what would help; empty if it does not."""
+    if reason := _flag_refusal(layout, configs):
+        return reason
+    checks: list[Callable[[], object]] = []
+    if layout.tp > 1:
+        checks.append(lambda: layer_styles(module, layout.tp))
+    if layout.ep * layout.tp > 1:
+        checks.append(lambda: check_experts(module, layout))
+    if layout.pp > 1:
+        checks.append(lambda: check_stages(module, assign_model_layers(module, layout.pp)))
+    if layout.cp > 1:
+        checks.append(lambda: check_context(module, max_tokens))
+    for check in checks:
+        try:
+            check()
+        except AgentRLError as error:
+            return f"{error.message}; {error.hint}"
+    if max(layout.tp, layout.ep) > cluster.per_node:
+        return f"tensor and expert parallelism beyond one machine of {cluster.per_node} GPUs are not planned"
+    return ""
+
+
+def _flag_refusal(layout: Layout, configs: Configs) -> str:
+    split = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
+    for flag, value in (
+        ("lora_rank", configs[AdapterConfig].lora_rank),
+        ("torch_compile", configs[MemoryConfig].torch_compile),
+    ):
+        if value and split:
+            sizes = ", ".join(f"--{name}_size {getattr(layout, name)}" for name in split)
+            return f"--{flag} {value} works with sharded layers, not with {sizes}; leave one of them out"
+    if configs[MemoryConfig].activation_offload and layout.world > 1:
+        return "--activation_offload needs a single process; leave it out"
+    return ""

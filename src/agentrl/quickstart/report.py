@@ -52,13 +52,13 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome |
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name, mongo_dir=mongo_dir)) as store:
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         if not steps:
             return None
         plot = output / "curve.png"
         plot_curve(run_name, await store.views.steps(), plot)
         metrics = [step.metrics for step in steps]
-        groups = await store.counts.groups()
+        groups = await store.details.groups()
         return Outcome(
             rewards=[float(item["reward"]) for item in metrics],
             seconds=median(item["seconds_forward_backward"] + item["seconds_optimizer"] for item in metrics),

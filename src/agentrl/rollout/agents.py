@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError
 from agentrl.registry import Registry
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.role import Role
 from agentrl.rollout.rollout import Rollout
 
@@ -60,7 +60,7 @@ def _is_agent_graph(found: type) -> bool:
 
 
 async def _run_graph(found: Any, rollout: Rollout) -> Outcome:
-    from agentrl.rollout.langgraph.graph import run_found
+    from agentrl.rollout.langgraph.agent_graph import run_found
 
     return await run_found(found, rollout)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
 from agentrl.errors import StoreUnavailableError
-from agentrl.rollout.outcome import failure_text
+from agentrl.rollout.agent_io import failure_text
 
 if TYPE_CHECKING:
     from agentrl.documents.model_call import DispatchedSamplingTask
@@ -42,7 +42,7 @@ class GroupFinalizer:
 
     async def run_completed(self) -> int:
         """Finalize the groups that this process completed; return how many this call finalized."""
-        completed = self._store.claims.completed.take(self._split)
+        completed = self._store.attempts.completed.take(self._split)
         return sum([await self.finalize(task_id) for task_id in completed])
 
     async def run_waiting(self, waiting_seconds: float = 0.0) -> int:
@@ -51,7 +51,7 @@ class GroupFinalizer:
         This covers groups whose process ended after their last score and before they were finalized.
         """
         done = 0
-        while waiting := await self._store.training.waiting_groups(self._split, _BATCH, waiting_seconds):
+        while waiting := await self._store.groups.waiting(self._split, _BATCH, waiting_seconds):
             finished = [await self.finalize(task_id) for task_id in waiting]
             done += sum(finished)
             if not any(finished):
@@ -65,7 +65,7 @@ class GroupFinalizer:
         Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.training.finalize_group(task_id, self._decide)
+            done = await self._store.groups.finalize(task_id, self._decide)
         except StoreUnavailableError:
             raise
         except Exception as error:
@@ -106,8 +106,8 @@ class GroupFinalizer:
             logger.exception("a failed attempt is not counted", extra={"task": task_id})
 
     async def _count(self, task_id: str, error: Exception) -> None:
-        training = self._store.training
+        groups = self._store.groups
         problem = failure_text(error)
-        attempts = await training.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
-        if attempts >= ATTEMPTS and await training.give_up_group(task_id, problem, self._rules.to_store()):
+        attempts = await groups.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
+        if attempts >= ATTEMPTS and await groups.give_up(task_id, problem, self._rules.to_store()):
             logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})

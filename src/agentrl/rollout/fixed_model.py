@@ -20,9 +20,9 @@ from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.limits import Deadline
+from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import cleaned
-from agentrl.rollout.outcome import failure_text
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
 from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config

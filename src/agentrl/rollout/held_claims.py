@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
+from agentrl.observe.logging import describe_process_id
 from agentrl.store.mechanics.lease import keep_renewed
 from agentrl.store.mechanics.retry import log_store_errors
 
@@ -151,7 +153,7 @@ class HeldClaims:
         if not claims:
             return
         try:
-            lost = await self._store.claims.release_all(claims)
+            lost = await self._store.attempts.release_all(claims)
         except StoreError as error:
             logger.warning(
                 "claims could not be handed back; their leases run out",
@@ -159,6 +161,11 @@ class HeldClaims:
             )
             raise
         logger.info("claims handed back", extra={"claims": len(claims) - len(lost)})
+
+
+def owner_name() -> str:
+    """Return a unique, readable name of this process for claims."""
+    return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
 
 
 async def bounded(work: Coroutine[Any, Any, None]) -> bool:

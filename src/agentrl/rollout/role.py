@@ -15,10 +15,10 @@ from agentrl.documents.images import text_of
 from agentrl.documents.model_call import ToolExecution, strip_tool_results
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, TrajectoryError, TurnsLimitError
+from agentrl.rollout.agent_io import checked_messages
 from agentrl.rollout.histories import Histories, MakeProgress
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import Draft, ModelCaller
-from agentrl.rollout.outcome import checked_messages
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
 from agentrl.tools.base import Schema
 from agentrl.user_code import contain

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
@@ -27,8 +28,14 @@ from agentrl.errors import (
     TurnsLimitError,
 )
 from agentrl.inference.engine import Engine
-from agentrl.rollout.agent_cfg import AgentCfg, agent_cfg_path, read_agent_cfg
-from agentrl.rollout.endpoint import Endpoint, Gateway, GatewayResult
+from agentrl.rollout.agent_io import (
+    AgentCfg,
+    Endpoint,
+    Gateway,
+    GatewayResult,
+    agent_cfg_path,
+    read_agent_cfg,
+)
 from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
 from agentrl.rollout.images import ImageStore
 from agentrl.rollout.model_call import PendingCall, Turn
@@ -335,3 +342,30 @@ class Rollout(Role):
                 hint=f"this trajectory has: {', '.join(sorted(known)) or 'none'}",
             )
         return [known[tool] for tool in tools]
+
+
+_current: ContextVar[Rollout | None] = ContextVar("agentrl_rollout", default=None)
+
+
+def current_rollout() -> Rollout:
+    """Return the rollout whose agent calls this, also in tasks and threads that the agent started.
+
+    Raises TrajectoryError outside an agent.
+    """
+    rollout = _current.get()
+    if rollout is None:
+        raise TrajectoryError(
+            "no agent of AgentRL runs here, so there is no rollout",
+            hint="call it in an agent, or give the rollout explicitly",
+        )
+    return rollout
+
+
+@contextmanager
+def working_on(rollout: Rollout) -> Iterator[None]:
+    """Make ``rollout`` the current one in the block."""
+    token = _current.set(rollout)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -11,12 +11,11 @@ from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError, TurnsLimitError
+from agentrl.rollout.agent_io import Outcome, checked_outcome
 from agentrl.rollout.agents import Agent, AgentClass
-from agentrl.rollout.current import working_on
-from agentrl.rollout.outcome import Outcome, checked_outcome
-from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.rollout import Rollout, working_on
 from agentrl.scoring.rewards import checked_role_rewards
-from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score, score_context
+from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score
 from agentrl.user_code import contain, contain_call
 
 
@@ -89,14 +88,6 @@ def _own_score(name: str, rollout: Rollout, outcome: Outcome) -> Any:
             hint="give Outcome(score=…), or the reward of a role without a fixed model",
         )
     return ScoreResult(fmean(trained), role_rewards=rewards)
-
-
-async def score_trajectory(
-    task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig
-) -> ScoreResult:
-    """Score a finished trajectory with the scorer of its task. Raises ScorerError."""
-    context = scorer_context(task, rollout, outcome, sampling)
-    return await score_context(task.scorer, context, sampling.scorer_timeout_seconds)
 
 
 def scorer_context(task: Task, rollout: Rollout, outcome: Outcome, sampling: SamplingConfig) -> ScorerContext:

@@ -1,8 +1,10 @@
-"""Run one sampler process: join the run, load tasks, check them, then claim until the work is done."""
+"""Run one sampler process: join the run, load and check tasks, then claim until the work is done."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from agentrl.config.agreed_settings import sampler_settings
 from agentrl.config.load import Configs
@@ -17,24 +19,64 @@ from agentrl.config.schema import (
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
-from agentrl.model.load import require_folder
 from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.processes import stop_on_signals
 from agentrl.registry import paths_among
-from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.garbage import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
-from agentrl.rollout.preflight import probe, require_groups
+from agentrl.rollout.housekeeping import collect_garbage_less_often
+from agentrl.rollout.load_tasks import load_read_tasks, probe, read_task_file, require_groups
 from agentrl.rollout.sampler import Sampler
-from agentrl.rollout.setup import (
-    open_worker,
-    require_extensions,
-    sampler_config,
-    stop_on_signals,
-)
+from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
+from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
+from agentrl.weights.folder import require_folder
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Limit the groups that are being sampled or wait to be trained.
+
+    Groups are trained in the order in which they began. With at most (``max_staleness`` + 1) ×
+    ``groups_per_step`` groups open, including the step in progress, a group that begins with the newest
+    weights is trained at most ``max_staleness`` steps later. Unpublished weights, and engines that serve
+    older ones, reduce this limit by the number of optimizer steps that they lag. ``oversample_groups`` more
+    may be open, so that a step does not wait for the slowest groups. Groups that miss their step may become
+    stale.
+    """
+
+    sampling: SamplingConfig
+    training: TrainConfig
+
+    @property
+    def max_staleness(self) -> int:
+        """Return how many optimizer steps sampling may run ahead: 0 with ``--sync_sampling``."""
+        return 0 if self.sampling.sync_sampling else self.sampling.max_staleness
+
+    async def groups_allowed(self, store: Store, engine_versions: Collection[int]) -> GroupLimit:
+        """Return how many groups may be open after the last step. Groups that have begun may always finish.
+
+        ``engine_versions`` are the versions that engines serve; with none, the newest counts. The version of
+        the earliest step decides: after a resume, that need not be the lowest number.
+        """
+        newest = await store.policy_versions.latest()
+        step = await store.steps.last()
+        trained = 0 if step is None else step.step
+        published = 0 if newest is None else newest.step
+        served = published
+        for version in engine_versions:
+            if newest is not None and version < newest.id:
+                serving = await store.policy_versions.get(version)
+                served = min(served, 0 if serving is None else serving.step)
+        lag = max(trained, published) - served
+        groups = max(0, self.max_staleness + 1 - lag) * self.training.groups_per_step
+        if groups:
+            groups += self.sampling.oversample_groups
+        return GroupLimit(groups, after_step=trained, engines_lag=served < published)
 
 
 async def sample(configs: Configs) -> None:
@@ -56,6 +98,7 @@ async def sample(configs: Configs) -> None:
         read = await _read_tasks(configs)
         async with await open_store(run) as store:
             await _join_run(store, configs, read)
+            await allow_configured_imports(store, configs)
             async with open_worker(store, configs, stop=stop) as (worker, router):
                 collect_garbage_less_often()
                 await probe(

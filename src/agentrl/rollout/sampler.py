@@ -14,14 +14,12 @@ from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.garbage import collect_while_idle
 from agentrl.rollout.held_claims import HeldClaims, bounded
-from agentrl.rollout.housekeeping import EpochPlan, Housekeeping
-from agentrl.rollout.late_servers import LateServers
-from agentrl.rollout.outage_reports import report_outages
-from agentrl.rollout.preflight import require_tools
+from agentrl.rollout.holding import LateServers
+from agentrl.rollout.housekeeping import EpochPlan, Housekeeping, Tails, collect_while_idle
+from agentrl.rollout.load_tasks import require_tools
+from agentrl.rollout.outages import report_outages
 from agentrl.rollout.scoring import ScoringQueue
-from agentrl.rollout.tails import Tails
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
 from agentrl.store.selection import Selection

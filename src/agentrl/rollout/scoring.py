@@ -7,21 +7,26 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.config.schema import ClaimConfig, SamplingConfig
+from agentrl.config.load import Configs
+from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Claim, scorer_weights
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
+from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
-from agentrl.rollout.held_claims import HeldClaims
-from agentrl.rollout.outages import OWN_FAILURES, Outages
-from agentrl.rollout.outcome import failure_text
+from agentrl.rollout.agent_io import failure_text
+from agentrl.rollout.held_claims import HeldClaims, owner_name
+from agentrl.rollout.outages import OWN_FAILURES, Outages, report_outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
+from agentrl.store.client import open_existing
+from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ class Scoring:
             self.outages.scorer_succeeded(scorer)
         self._blame.pop(claim.record_id, None)
         span.set({"agentrl.score": result.score})
-        await self.store.claims.score(claim, result.score, result.details)
+        await self.store.attempts.score(claim, result.score, result.details)
         logger.info("scored", extra={"record": claim.record_id, "score": result.score})
         return True
 
@@ -92,7 +97,7 @@ class Scoring:
     async def _postpone(self, claim: Claim, error: FailureError) -> None:
         counts = error.outage is None or self._is_own(claim.record_id, error)
         message = failure_text(error)
-        status = await self.store.scorings.postpone(
+        status = await self.store.attempts.postpone(
             claim,
             Failure(kind=error.kind, message=message),
             max_scorings=self.claims.max_scorings,
@@ -148,7 +153,7 @@ class ScoringQueue:
                     raise self._error
                 if await self._claim():
                     continue
-                if until_empty and not self._held and not await self._store.scorings.waiting(self._split):
+                if until_empty and not self._held and not await self._store.claims.unscored(self._split):
                     return
                 await self._wait(stop)
         finally:
@@ -159,7 +164,7 @@ class ScoringQueue:
     async def _claim(self) -> bool:
         """Claim what one group has to score; return whether there was anything."""
         needs = self._scoring.outages.needs_down()
-        claims = await self._store.scorings.claim(
+        claims = await self._store.claims.claim_sampled(
             split=self._split,
             owner=self._owner,
             lease_seconds=self._scoring.claims.lease_seconds,
@@ -198,3 +203,39 @@ class ScoringQueue:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
+    """Score until a signal, or with ``until_empty`` until nothing waits; return how many got a score."""
+    run = configs[RunConfig]
+    stop = stop_on_signals()
+    with retry_outages(run.db_wait_seconds, stop):
+        async with await open_existing(run) as store:
+            return await score_queued(
+                store, configs[SamplingConfig], configs[ClaimConfig], split, stop, until_empty=until_empty
+            )
+
+
+async def score_queued(
+    store: Store,
+    sampling: SamplingConfig,
+    claims: ClaimConfig,
+    split: str,
+    stop: asyncio.Event,
+    *,
+    until_empty: bool,
+) -> int:
+    """Score what waits for a score in ``split``; return how many trajectories got one."""
+    allow_imports(await store.imports.paths())
+    owner = owner_name()
+    outages = Outages(sampling.outage_wait_seconds)
+    scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)
+    queue = ScoringQueue(scoring, split=split, owner=owner, concurrency=sampling.max_concurrent_scorings)
+    reports = asyncio.create_task(report_outages(store, outages, owner))
+    try:
+        await queue.run(stop, until_empty=until_empty)
+    finally:
+        reports.cancel()
+        await asyncio.gather(reports, return_exceptions=True)
+        outages.close()
+    return queue.scored

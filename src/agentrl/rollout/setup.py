@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentrl.chat.chat_format import ChatFormat, unseen_problem
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.parsers.arguments import load_validator
@@ -31,15 +29,15 @@ from agentrl.config.schema import (
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.errors import ModelError, TrajectoryError
+from agentrl.errors import ModelError
+from agentrl.inference.engine import Router
 from agentrl.inference.router import EngineRouter, LiveEngines, Watch
-from agentrl.observe.logging import describe_process_id
 from agentrl.registry import allow_imports
-from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
@@ -55,20 +53,6 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
-
-
-def owner_name() -> str:
-    """Return a unique, readable name of this process for claims."""
-    return f"{describe_process_id()}-{uuid.uuid4().hex[:6]}"
-
-
-def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
 
 
 async def model_folder(store: Store | None, model: ModelConfig) -> str:
@@ -187,7 +171,7 @@ class SamplerGateway:
         self,
         store: Store,
         configs: Configs,
-        router: EngineRouter,
+        router: Router,
         chat_format: ChatFormat,
         params: SamplingParams,
     ) -> None:
@@ -228,28 +212,23 @@ class SamplerGateway:
         return GatewayHost(answerer, self._configs[GatewayConfig])
 
 
-def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolPool) -> str | None:
-    """Return which tools a first prompt does not name, and what to do; None if it names all."""
-    schemas = tools.list()
-    system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
-    try:
-        prompt = chat_format.render([*system, {"role": "user", "content": "?"}], schemas)
-    except TrajectoryError:
-        return None  # the rendering of each trajectory says why
-    return unseen_problem(chat_format, prompt, schemas)
-
-
 @asynccontextmanager
 async def open_worker(
-    store: Store, configs: Configs, *, live: LiveEngines | None = None, stop: asyncio.Event | None = None
+    store: Store,
+    configs: Configs,
+    *,
+    live: LiveEngines | None = None,
+    wrap: Callable[[Router], Router] = lambda router: router,
+    stop: asyncio.Event | None = None,
+    kind: type[Worker] = Worker,
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
-    Tool servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot
-    be used as it is configured. ``stop`` is the event that signals to this process set.
+    Its agents and its gateway get their engines from what ``wrap`` returns for the router over these. Tool
+    servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot be
+    used as it is configured. ``stop`` is the event that signals to this process set.
     """
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
-    await allow_configured_imports(store, configs)
     chat_format = await open_format(store, configs)
     params = sampling_params(sampling, chat_format)
     folder = await model_folder(store, configs[ModelConfig])
@@ -257,6 +236,7 @@ async def open_worker(
     router = open_router(
         live or (lambda: live_engines(store, engine)), configs, chat_format, folder, EngineWatch(outages)
     )
+    engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     try:
         await router.refresh()
@@ -264,14 +244,12 @@ async def open_worker(
         if problem is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
-        if (unseen := _unseen_tools(chat_format, agent, tools)) is not None:
-            logger.warning("%s", unseen)
         load_validator()
-        async with aclosing(SamplerGateway(store, configs, router, chat_format, params)) as gateway:
+        async with aclosing(SamplerGateway(store, configs, engines, chat_format, params)) as gateway:
             yield (
-                Worker(
+                kind(
                     store=store,
-                    router=router,
+                    router=engines,
                     tools=tools,
                     chat_format=chat_format,
                     params=params,

@@ -12,7 +12,7 @@ from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.inference.engine import Generation
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 PROVIDER = "agentrl"

@@ -30,14 +30,12 @@ from agentrl.errors import (
 )
 from agentrl.inference.engine import Engine, Router
 from agentrl.registry import allow_imports, is_importable
+from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.endpoint import Gateway
-from agentrl.rollout.holding import HeldEngine, HeldTools
-from agentrl.rollout.late_servers import LateToolSource
+from agentrl.rollout.holding import HeldEngine, HeldTools, LateToolSource
 from agentrl.rollout.outages import Clock, Outages
-from agentrl.rollout.outcome import Outcome, failure_text
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
@@ -225,7 +223,7 @@ class Worker:
             if engine.partial is not None and not is_over:
                 with suppress(StoreError, TimeoutError):  # the next attempt then begins without them
                     async with asyncio.timeout(_KEEP_SECONDS):
-                        await self.store.records.keep_partial(claim, engine.partial)
+                        await self.store.records.keep(claim, partial=engine.partial)
             raise
 
     async def _run_agent(
@@ -238,7 +236,7 @@ class Worker:
             await rollout.finish()
             await writer.flush()
             if rollout.harness_run is not None:
-                await self.store.records.keep_harness(claim, rollout.harness_run)
+                await self.store.records.keep(claim, harness=rollout.harness_run)
             raise
         await rollout.finish()
         await writer.flush()
@@ -253,7 +251,7 @@ class Worker:
         )  # fmt: skip
         is_scored = rollout.agent_score is not None
         if not is_scored and claim.task.scorer in self.outages.needs_down(claim.record_id).scorers:
-            await self.store.claims.release(claim)
+            await self.store.attempts.release(claim)
             return False
         if not is_scored:
             self.outages.begin_probes(claim.record_id, (), claim.task.scorer)
@@ -266,7 +264,7 @@ class Worker:
             "slot released: what its trajectory needs stays down",
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
-        await self.store.claims.release(claim)
+        await self.store.attempts.release(claim)
 
     async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
         await self.store.records.advance(claim, status, **fields)
@@ -278,7 +276,7 @@ class Worker:
             raise asyncio.CancelledError
         logger.warning("trajectory failed", extra={"record": claim.record_id, "kind": kind, "why": message})
         try:
-            await self.store.claims.fail(
+            await self.store.attempts.fail(
                 claim,
                 Failure(kind=kind, message=message),
                 max_attempts=self.claims.max_attempts,

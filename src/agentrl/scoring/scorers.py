@@ -14,6 +14,7 @@ from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
+from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
 from agentrl.llm.limits import Deadline
 from agentrl.registry import Registry
@@ -179,6 +180,8 @@ def require_scorer(name: str) -> None:
     """Raise ConfigError unless this process can find the scorer ``name``, or every scorer of the sum."""
     for part in scorer_weights(name):
         SCORERS.get(part)
+        if part == "math":
+            require("math_verify", "the scorer math")
 
 
 async def run_scorer(name: str, context: ScorerContext, timeout: float) -> ScoreResult:

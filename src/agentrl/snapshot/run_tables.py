@@ -1,4 +1,4 @@
-"""Show a run as tables: what is wrong, processes, counts, training data, versions, steps, evaluations."""
+"""Show a run as tables, also as JSON: what is wrong, counts, data, processes, versions, steps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from rich.text import Text
 
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
+from agentrl.observe.json_output import to_json
 from agentrl.observe.live import number
 from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table, table_of
 from agentrl.snapshot.findings import findings
-from agentrl.snapshot.snapshot import Details, RunSnapshot
+from agentrl.snapshot.snapshot import RunSnapshot
+from agentrl.snapshot.status_screen import common_json
+from agentrl.store.views.details import RunDetails
 
 LAST_EVALUATIONS = 5
 _STYLES = {"bad": "red", "warn": "yellow"}
@@ -32,7 +35,7 @@ _STEP_METRICS = {
 }
 
 
-def render_tables(run: RunSnapshot, details: Details) -> RenderableType:
+def render_tables(run: RunSnapshot, details: RunDetails) -> RenderableType:
     """Return the tables that have rows."""
     title = Text(f"run {run.run_name}, {run.at:%Y-%m-%d %H:%M:%S} UTC", style="bold")
     if run.liveness.waiting_for_score:
@@ -99,7 +102,7 @@ def _named(values: Iterable[tuple[str, Any]]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values)
 
 
-def _sampling(run: RunSnapshot, details: Details) -> Iterator[Table]:
+def _sampling(run: RunSnapshot, details: RunDetails) -> Iterator[Table]:
     tasks = {f"{split}, epoch {epoch}": counts for (split, epoch), counts in run.tasks.items()}
     yield _statuses("Tasks", tasks, [str(status) for status in TaskStatus])
     yield _statuses("Records", run.records, SHOWN_STATUSES)
@@ -174,7 +177,7 @@ def _interval(value: Mapping[str, float] | None) -> str:
     return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
 
 
-def _data(details: Details) -> Iterator[Table]:
+def _data(details: RunDetails) -> Iterator[Table]:
     order = [str(status) for status in DataStatus]
     yield table_of(
         "Training data", sorted(details.data, key=lambda row: order.index(row.status)),
@@ -224,7 +227,7 @@ def _processes(run: RunSnapshot) -> Iterator[Table]:
     )  # fmt: skip
 
 
-def _training(run: RunSnapshot, details: Details) -> Iterator[Table]:
+def _training(run: RunSnapshot, details: RunDetails) -> Iterator[Table]:
     yield table_of(
         "Policy versions", details.versions,
         ("version", lambda row: row.id),
@@ -245,3 +248,19 @@ def _training(run: RunSnapshot, details: Details) -> Iterator[Table]:
         for step in details.steps
     ]
     yield table("Last steps", ["step", "status", "from version", *_STEP_METRICS, "when"], rows, text=0)
+
+
+def tables_json(run: RunSnapshot, details: RunDetails) -> dict[str, Any]:
+    """Return the value of ``agentrl audit run``: the rows of its tables."""
+    return {
+        **common_json(run),
+        **to_json(details),
+        "tasks": {f"{split}, epoch {epoch}": counts for (split, epoch), counts in run.tasks.items()},
+        "records": to_json(run.records),
+        "past_outages": to_json(run.past_outages),
+        "waiting_for_score": run.liveness.waiting_for_score,
+        "engines": to_json(run.engines),
+        "settings": to_json(run.settings),
+        "configurations": to_json(run.configurations),
+        "evaluations": to_json(run.evaluations[: -LAST_EVALUATIONS - 1 : -1]),
+    }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
-from agentrl.documents.run import Evaluation, Outage, PolicyVersion, RunSettings, TrainerLease
+from agentrl.documents.run import Evaluation, Outage, RunSettings, TrainerLease
 from agentrl.documents.status import (
     APPLIED_STEPS,
     DataStatus,
@@ -20,50 +21,23 @@ from agentrl.documents.status import (
     TaskStatus,
     TrainerEnd,
 )
-from agentrl.snapshot.cache import Cache
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
-from agentrl.store.views.rows import (
-    DataCount,
-    Disk,
-    EngineRow,
-    EnvironmentCount,
-    FailureCount,
-    GroupCount,
-    LengthBias,
-    PromptTokens,
-    Rates,
-    StepRow,
-)
+from agentrl.store.views.counts import Disk, FailureCount, Rates
+from agentrl.store.views.rows import EngineRow, StepRow
 from agentrl.store.views.runs import Activity, activity_of
-from agentrl.store.views.versions import Versions
 
 TRAIN = "train"
 MAX_STEPS = 5000
 """Steps that a curve shows; of a longer run, the last ones."""
-_LAST_STEPS = 10
-_LAST_VERSIONS = 5
 _PAST_OUTAGES = 5
 _COUNT_SECONDS = 3.0
 _SLOW_SECONDS = 10.0
 _STALE_SECONDS = 30.0
+MAX_ENTRIES = 256
+"""Values that a cache keeps."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Details:
-    """What the tables of ``agentrl audit run`` add; it reads whole collections."""
-
-    groups: Sequence[GroupCount]
-    data: Sequence[DataCount]
-    lengths: Sequence[LengthBias]
-    prompts: Sequence[PromptTokens]
-    environments: Sequence[EnvironmentCount]
-    versions: Sequence[PolicyVersion]
-    """The newest ones, newest first, without their files."""
-    steps: Sequence[StepRow]
-    """The last planned ones of every status, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +138,67 @@ class RunSnapshot:
         return _flag(self.configurations, name)
 
 
+class Cache:
+    """Values by key. Callers that ask for a key while it is being read wait for the same read."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[Hashable, tuple[float, object]] = OrderedDict()
+        self._reads: dict[Hashable, asyncio.Task[object]] = {}
+
+    async def get(
+        self, key: Hashable, seconds: float, read: Callable[[], Awaitable[T]], *, stale: float = 0.0
+    ) -> T:
+        """Return the value of ``key``, read anew if it is older than ``seconds``. An error is not kept.
+
+        A value that is older by up to ``stale`` seconds is returned at once, while it is read anew.
+        """
+        found = self._values.get(key)
+        if found is not None and time.monotonic() - found[0] <= seconds:
+            self._values.move_to_end(key)
+            return cast("T", found[1])
+        reading = self._reads.get(key)
+        if reading is None:
+            reading = asyncio.create_task(self._read(key, read), name="cached-read")
+            self._reads[key] = reading
+            reading.add_done_callback(_retrieve)
+        if found is not None and time.monotonic() - found[0] <= seconds + stale:
+            return cast("T", found[1])
+        return cast("T", await asyncio.shield(reading))
+
+    def peek(self, key: Hashable) -> object | None:
+        """Return the value of ``key`` of any age; None without one."""
+        found = self._values.get(key)
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forget every value, after a change that all readers must see."""
+        self._values.clear()
+
+    async def close(self) -> None:
+        """Cancel the reads that go on."""
+        reads = list(self._reads.values())
+        for reading in reads:
+            reading.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+
+    async def _read(self, key: Hashable, read: Callable[[], Awaitable[object]]) -> object:
+        try:
+            value = await read()
+            self._values[key] = (time.monotonic(), value)
+            self._values.move_to_end(key)
+            while len(self._values) > MAX_ENTRIES:
+                self._values.popitem(last=False)
+            return value
+        finally:
+            self._reads.pop(key, None)
+
+
+def _retrieve(reading: asyncio.Task[object]) -> None:
+    """Mark the error of a read as seen: the next caller reads again, and gets it."""
+    if not reading.cancelled():
+        reading.exception()
+
+
 class SnapshotReader:
     """Reads snapshots of a run. Its cache keeps committed steps, and each count for some seconds."""
 
@@ -220,19 +255,6 @@ class SnapshotReader:
     async def tasks(self) -> dict[tuple[str, int], dict[str, int]]:
         """Return (split, epoch) → status → Tasks."""
         return await self._cached("tasks", self._store.counts.tasks, stale=_STALE_SECONDS)
-
-    async def details(self) -> Details:
-        """Return what the tables of ``agentrl audit run`` add."""
-        counts = self._store.counts
-        return Details(
-            groups=await counts.groups(),
-            data=await counts.stored(),
-            lengths=await counts.lengths(),
-            prompts=await counts.prompts(),
-            environments=await counts.environments(),
-            versions=await Versions(self._store.connection).published(_LAST_VERSIONS),
-            steps=await self._store.views.steps(last=_LAST_STEPS),
-        )
 
     async def _planned(self) -> StepRow | None:
         unfinished = (StepStatus.PLANNING, StepStatus.PLANNED)

@@ -1,16 +1,18 @@
-"""Show one run on one screen of 80 columns, and the runs of a server as a table."""
+"""Show one run on one screen of 80 columns, also as JSON, and the runs of a server as a table."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from agentrl.documents.status import ServiceStatus
+from agentrl.observe.json_output import to_json
 from agentrl.observe.live import number
 from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table_of
 from agentrl.snapshot.findings import findings, state
@@ -183,6 +185,38 @@ def amount(size: float) -> str:
         size /= 1024
         unit += 1
     return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def status_json(run: RunSnapshot, *, output_free: int | None) -> dict[str, Any]:
+    """Return the value of ``agentrl status``; docs/commands.md lists its keys."""
+    lease, engines = run.lease, [item for item in run.engines if item.status is not ServiceStatus.STOPPED]
+    trainer = {"owner": lease.owner, "host": lease.host, "pid": lease.pid, "alive": run.trainer_alive}
+    return {
+        **common_json(run),
+        "activity": run.activity,
+        "steps": to_json(run.steps[-LAST_STEPS:]),
+        "rates": to_json(run.rates),
+        "queues": run.queues,
+        "trainer": None if lease.owner is None else trainer,
+        "ended": to_json(lease.ended),
+        "last_claim": to_json(run.liveness.last_claim),
+        "engines": [{**to_json(engine), "alive": run.is_alive(engine)} for engine in engines],
+        "disk": to_json(run.disk),
+        "output_free": output_free,
+    }
+
+
+def common_json(run: RunSnapshot) -> dict[str, Any]:
+    """Return the keys that the JSON of ``agentrl status`` and of ``agentrl audit run`` have in common."""
+    return {
+        "run_name": run.run_name,
+        "at": to_json(run.at),
+        "state": state(run)[0],
+        "findings": to_json(findings(run)),
+        "samplers": to_json(run.liveness.claims),
+        "outages": to_json(run.liveness.outages),
+        "failures": to_json(run.failures),
+    }
 
 
 def render_runs(host: str, runs: Sequence[RunSummary]) -> RenderableType:

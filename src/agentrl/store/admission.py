@@ -16,10 +16,38 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, valu
 from agentrl.store.mechanics.connection import Connection, Json, Repository
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import DATA, GATE, STEP, TASK
-from agentrl.store.needs import NOTHING, Needs
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 
 _TRANSIENT = "TransientTransactionError"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Tool servers and scorers that are down.
+
+    A task needs the servers in its ``tools``, or every server without them.
+    """
+
+    servers: frozenset[str] = frozenset()
+    scorers: frozenset[str] = frozenset()
+    known: frozenset[str] | None = None
+    """If not None, a task that names any other server needs something of these too: a manager is down, and
+    nobody knows the names of its servers."""
+
+    @property
+    def excluded(self) -> Json:
+        """Return a filter for the tasks that need none of them."""
+        needed: list[Json] = []
+        if self.servers:
+            needed += [{"tools": None}, {"tools": {"$in": sorted(self.servers)}}]
+        if self.known is not None:
+            needed.append({"tools": {"$elemMatch": {"$nin": sorted(self.known)}}})
+        if self.scorers:
+            needed.append({"scorer": {"$in": sorted(self.scorers)}})
+        return {"$nor": needed} if needed else {}
+
+
+NOTHING = Needs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +165,7 @@ class GroupAdmission(Repository):
     async def _any_left(self, split: str, capacity: int, selection: Selection | None, without: Needs) -> bool:
         if selection is None or capacity <= 0:
             return bool(await self._next_groups(split, capacity, without))
-        return await self._selection.any_left(split, selection, without)
+        return await self._selection.any_left(split, selection, without.excluded)
 
     async def _admit(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs,
@@ -151,7 +179,7 @@ class GroupAdmission(Repository):
         if selection is None:
             groups = await self._next_groups(split, capacity, without, session)
         else:
-            groups = await self._selection.begin(split, selection, capacity, without, session)
+            groups = await self._selection.begin(split, selection, capacity, without.excluded, session)
         ranked_before = found.count
         if found.needs_renumbering(limit):
             groups = [*(group["_id"] for group in found.unclaimed), *groups]

@@ -1,4 +1,4 @@
-"""End attempts: a sampler scores, fails or releases its slot; the slot and its Record change together."""
+"""End attempts: score, fail, release or postpone them; the slot and its Record change together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
-from agentrl.documents.record import Failure, Record
+from agentrl.documents.record import Failure
 from agentrl.documents.status import (
     RECORD_EDGES,
     SAMPLED,
@@ -30,8 +30,8 @@ from agentrl.store.mechanics.lease import FREE, after_backoff, literal
 from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
+from agentrl.store.records import end_records, queue_sampled
 
-_UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
 _CLAIMS_PER_TRANSACTION = 256
 
 
@@ -118,16 +118,42 @@ class Attempts(Repository):
         varies randomly by ±50 %. The Record becomes FAILED and keeps ``failure``.
         """
         not_before = after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
-        fields = {**FREE, "status": failed_or_open(max_attempts), "not_before": not_before}
+        fields = {**FREE, "status": slots.failed_or_open(max_attempts), "not_before": not_before}
 
         async def write(session: AsyncClientSession) -> Task:
             task = await slots.update_slot(self._connection, claim, fields, session)
-            await end_record(self._connection, claim, failure, session)
+            await end_records(self._connection, [claim], failure, session)
             return task
 
         task = await self._connection.transaction(write)
         self.completed.note(task.split, task.id, task.status)
-        return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
+        return _slot_status(task, claim)
+
+    @database_call
+    async def postpone(
+        self, claim: Claim, why: Failure, *, max_scorings: int, backoff_seconds: float, counts: bool = True
+    ) -> SlotStatus:
+        """Hand a slot back without a score; return its status: SAMPLED, or FAILED at ``max_scorings``.
+
+        The Record stays sampled and keeps ``why``. It may be scored again after a back-off, which doubles
+        with each failed attempt to score and varies randomly by ±50 %. Without ``counts``, the scorer was not
+        to blame: an outage. At ``max_scorings`` the Record fails; ``agentrl db rescore`` scores it again.
+        """
+        tried = {"$add": [{"$ifNull": ["$$slot.scorings", 0]}, int(counts)]}
+        is_last = {"$and": [counts, {"$gte": [tried, max_scorings]}]}
+        fields = {
+            **FREE, "scorings": tried, "not_before": after_backoff(backoff_seconds / 2, tried),
+            "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
+        }  # fmt: skip
+
+        async def write(session: AsyncClientSession) -> Task:
+            task = await slots.update_slot(self._connection, claim, fields, session)
+            await self._hand_back(claim, why, _slot_status(task, claim), session)
+            return task
+
+        task = await self._connection.transaction(write)
+        self.completed.note(task.split, task.id, task.status)
+        return _slot_status(task, claim)
 
     async def release(self, claim: Claim) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
@@ -233,73 +259,19 @@ class Attempts(Repository):
 
         return await self._connection.transaction(write)
 
-
-def failed_or_open(max_attempts: int) -> Json:
-    """Return the expression for a slot's status after a failed attempt."""
-    return {
-        "$cond": [
-            {"$gte": [slots.ATTEMPTS, max_attempts]}, SlotStatus.FAILED.value, SlotStatus.OPEN.value,
-        ]
-    }  # fmt: skip
-
-
-def new_record(claim: Claim) -> Record:
-    """Return the Record of a claim in its first state."""
-    task = claim.task
-    return Record(
-        id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
-        split=task.split, epoch=task.epoch, query=task.query, answer=task.answer, owner=claim.owner,
-        trace_id=claim.trace_id,
-    )  # fmt: skip
+    async def _hand_back(
+        self, claim: Claim, why: Failure, status: SlotStatus, session: AsyncClientSession
+    ) -> None:
+        changes: Json = {"unscored_because": plain(why)}
+        if status is SlotStatus.FAILED:
+            changes |= {"status": RecordStatus.FAILED.value, "failure": plain(why)}
+        else:
+            changes |= {"status": RecordStatus.COMPLETED.value}
+        sampled = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
+        result = await self._collection(RECORD).update_one(sampled, {"$set": changes}, session=session)
+        if result.matched_count != 1:
+            raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for a score")
 
 
-async def queue_sampled(
-    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession
-) -> frozenset[str]:
-    """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again."""
-    records = connection.collection(RECORD)
-    sampled: Json = {
-        "_id": {"$in": [claim.record_id for claim in claims]},
-        "status": {"$in": values(SAMPLED)},
-    }
-    found = [record["_id"] async for record in records.find(sampled, {"_id": 1}, session=session)]
-    if found:
-        await records.update_many(
-            {"_id": {"$in": found}}, {"$set": {"status": RecordStatus.COMPLETED.value}}, session=session
-        )
-    return frozenset(found)
-
-
-async def end_record(
-    connection: Connection, claim: Claim, failure: Failure | None, session: AsyncClientSession
-) -> None:
-    """End the Record of one claim; see ``end_records``."""
-    await end_records(connection, [claim], failure, session)
-
-
-async def end_records(
-    connection: Connection, claims: Sequence[Claim], failure: Failure | None, session: AsyncClientSession
-) -> None:
-    """End the Records of ``claims``: FAILED because of ``failure``, RELEASED if it is None.
-
-    Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
-    every attempt is recorded and a late owner cannot insert the Record afterwards.
-    """
-    if not claims:
-        return
-    status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
-    changes = {"status": status.value, "failure": plain(failure)}
-    records = connection.collection(RECORD)
-    ids = [claim.record_id for claim in claims]
-    ended = await records.update_many(
-        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}, session=session
-    )
-    if ended.matched_count == len(claims):
-        return
-    cursor = records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
-    stored = {record["_id"] for record in await cursor.to_list()}
-    missing = [claim for claim in claims if claim.record_id not in stored]
-    if missing:
-        await records.insert_many(
-            [new_record(claim).to_document() | changes for claim in missing], session=session
-        )
+def _slot_status(task: Task, claim: Claim) -> SlotStatus:
+    return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)

@@ -1,31 +1,29 @@
-"""Claim slots of Tasks for samplers, under leases; owner and attempt fence every write of a claim."""
+"""Claim slots of Tasks for samplers and scorers, under leases that fence every write of a claim."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pymongo import ASCENDING, ReturnDocument, UpdateOne
+from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
-from agentrl.documents.record import Failure
-from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
-from agentrl.store.admission import AdmissionRacedError, GroupAdmission, GroupLimit
-from agentrl.store.attempts import Attempts, end_record, failed_or_open, queue_sampled
+from agentrl.errors import StoreError
+from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
+from agentrl.store.expired_leases import ExpiredLeases
 from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.connection import Connection, Json, database_call
-from agentrl.store.mechanics.lease import FREE, Availability, literal
-from agentrl.store.mechanics.slots import QUEUED, lost_claims
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import FREE
+from agentrl.store.mechanics.slots import lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import TASK
-from agentrl.store.needs import NOTHING, Needs
+from agentrl.store.names import RECORD, TASK
 from agentrl.store.selection import BY_BEGIN, BY_ORDER, Selection
 
-_MAX_ATTEMPTS = 3
 _PAUSES = [min(0.002 * 2**number, 0.2) for number in range(40)]
 """Upper bound of the random pause, in seconds, after each admission that another claimer won."""
 
@@ -43,19 +41,19 @@ class ClaimRequest:
     without: Needs = NOTHING
 
 
-class Claims(Attempts):
-    """The calls of samplers on slots. A claim that is lost raises LeaseLostError, and nothing is written."""
+class Claims(Repository):
+    """The calls by which samplers and scorers claim slots and keep them; ``Attempts`` ends their attempts."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, expired: ExpiredLeases) -> None:
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
-        self._availability = Availability(connection)
+        self._expired = expired
         self._claiming = WriteCoalescer(self._claim_batch, self._claim)
 
     @database_call
     async def claim(
         self, *, split: str, owner: str, lease_seconds: float,
-        max_groups_open: int | GroupLimit | None = None, max_attempts: int = _MAX_ATTEMPTS,
+        max_groups_open: int | GroupLimit | None = None, max_attempts: int = 3,
         selection: Selection | None = None, without: Needs = NOTHING,
     ) -> Claim | None:  # fmt: skip
         """Claim one slot by one atomic write; return None if there is nothing to claim.
@@ -70,6 +68,45 @@ class Claims(Attempts):
         limit = GroupLimit(max_groups_open) if isinstance(max_groups_open, int) else max_groups_open
         request = ClaimRequest(owner, split, lease_seconds, limit, max_attempts, selection, without)
         return await self._claiming.write(request)
+
+    @database_call
+    async def claim_sampled(
+        self, *, split: str, owner: str, lease_seconds: float, limit: int = 1,
+        without_scorers: Collection[str] = (),
+    ) -> list[Claim]:  # fmt: skip
+        """Claim up to ``limit`` sampled slots of one Task for a score; empty if there is none.
+
+        The earliest group comes first. Tasks whose scorer is in ``without_scorers`` are skipped. The attempt
+        stays the same, so nothing is sampled again.
+        """
+        excluded: Json = {"scorer": {"$nin": sorted(without_scorers)}} if without_scorers else {}
+        query = {
+            "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
+            **excluded, **slots.any_slot(slots.UNSCORED),
+        }  # fmt: skip
+        tasks = self._collection(TASK)
+        if limit < 1 or await tasks.find_one(query, {"_id": 1}) is None:
+            return []
+        owners = [owner] * limit
+        update = slots.claim_slots(slots.UNSCORED, owners, lease_seconds, new_attempt=False)
+
+        async def write(session: AsyncClientSession) -> list[Claim]:
+            task = await tasks.find_one_and_update(
+                query, update, sort=BY_ORDER,
+                return_document=ReturnDocument.AFTER, session=session,
+            )  # fmt: skip
+            if task is None:
+                return []
+            claims = slots.new_claims(task, owners)
+            await self._own_records(claims, session)
+            return claims
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def unscored(self, split: str) -> int:
+        """Return the number of sampled trajectories that wait for a score."""
+        return await count_unscored(self._connection, split)
 
     @database_call
     async def heartbeat(self, claims: Sequence[Claim], lease_seconds: float) -> list[Claim]:
@@ -88,34 +125,13 @@ class Claims(Attempts):
             "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.RUNNING.value,
             "slots": {"$elemMatch": mine},
         }  # fmt: skip
-        tasks = [Task.from_document(item) async for item in self._collection(TASK).find(query)]
+        tasks = await self._all(Task, TASK, query)
         return [
             Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=owner)
             for task in tasks
             for slot in task.slots
             if slot.owner == owner and slot.status is SlotStatus.RUNNING
         ]
-
-    @database_call
-    async def reap(self, split: str, max_attempts: int = _MAX_ATTEMPTS, *, grace_seconds: float = 0.0) -> int:
-        """End every attempt whose lease has expired; return how many.
-
-        The slot of a sampled Record waits for its score. Any other slot is open again, or failed at
-        ``max_attempts``. For ``grace_seconds`` after an outage of the database leases stay that expired
-        during it, because nobody could renew them.
-        """
-        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.overdue(slots.EXPIRED)}
-        found = [Task.from_document(document) async for document in self._collection(TASK).find(query)]
-        expired = await self._availability.expired(slots.EXPIRED, grace_seconds) if found else None
-        if expired is None:
-            return 0
-        reaped = 0
-        for task in found:
-            for slot in task.slots:
-                if slot.status is SlotStatus.RUNNING and slot.owner is not None:
-                    claim = Claim(task=task, traj_id=slot.traj_id, attempt=slot.attempt, owner=slot.owner)
-                    reaped += await self._reap_slot(claim, max_attempts, expired)
-        return reaped
 
     @database_call
     async def reopen_failed(self, split: str) -> int:
@@ -161,9 +177,9 @@ class Claims(Attempts):
         """Claim slots of one Task for as many of ``owners`` as it has; empty if there is nothing to claim."""
         update = slots.claim_slots(slots.OPEN, owners, request.lease_seconds)
         for longest_pause in _PAUSES:
-            found = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
-            if found is not None:
-                return new_claims(found, owners)
+            task = await self._take(_open_slots(request, TaskStatus.RUNNING), update, request.selection)
+            if task is not None:
+                return slots.new_claims(task, owners)
             try:
                 if request.limit is None or not await self._admission.admit(
                     request.split, request.limit, request.selection, request.without
@@ -174,10 +190,12 @@ class Claims(Attempts):
         else:
             return []
         if request.limit is None:
-            found = await self._take(_open_slots(request, TaskStatus.CREATED), update)
-            if found is not None:
-                return new_claims(found, owners)
-        return await self._take_over(request)
+            task = await self._take(_open_slots(request, TaskStatus.CREATED), update)
+            if task is not None:
+                return slots.new_claims(task, owners)
+        return await self._expired.take_over(
+            request.split, owners[0], request.lease_seconds, request.max_attempts, request.without.excluded
+        )
 
     async def _take(self, query: Json, update: list[Json], selection: Selection | None = None) -> Json | None:
         return await self._collection(TASK).find_one_and_update(
@@ -185,66 +203,21 @@ class Claims(Attempts):
             return_document=ReturnDocument.AFTER,
         )  # fmt: skip
 
-    async def _take_over(self, request: ClaimRequest) -> list[Claim]:
-        """Claim a slot whose lease has expired, and fail the Record of the attempt before.
-
-        A slot whose Record is sampled is not claimed: it waits for its score. Within a lease after an outage
-        of the database, leases that expired during it stay.
-        """
-        tasks = self._collection(TASK)
-        expired = slots.expired(request.max_attempts)
-        if await tasks.find_one(_expired_slots(request, expired), {"_id": 1}) is None:
-            return []
-        renewable = await self._availability.expired(expired, request.lease_seconds)
-        if renewable is None:
-            return []
-        query = _expired_slots(request, renewable)
-        update = slots.claim_slots(renewable, [request.owner], request.lease_seconds)
-
-        async def write(session: AsyncClientSession) -> list[Claim]:
-            found = await tasks.find_one_and_update(
-                query, update, sort=[(slots.LEASE_DEADLINE, ASCENDING)],
-                return_document=ReturnDocument.AFTER, session=session,
-            )  # fmt: skip
-            if found is None:
-                return []
-            (claim,) = new_claims(found, [request.owner])
-            lost = _previous_claim(found, claim)
-            if await queue_sampled(self._connection, [lost], session):
-                queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
-                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued), session=session)
-                return []
-            failure = Failure(
-                kind="lease", message=f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
+    async def _own_records(self, claims: Sequence[Claim], session: AsyncClientSession) -> None:
+        """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are completed."""
+        updates = [
+            UpdateOne(
+                {"_id": claim.record_id, "status": RecordStatus.COMPLETED.value},
+                {"$set": {"owner": claim.owner}},
             )
-            await end_record(self._connection, lost, failure, session)
-            return [claim]
-
-        return await self._connection.transaction(write)
-
-    async def _reap_slot(self, claim: Claim, max_attempts: int, expired: Json) -> int:
-        this = {"$and": [expired, {"$eq": ["$$slot.traj_id", claim.traj_id]}]}
-        query = {**slots.held(claim), **slots.any_slot(this)}
-        fields = {**FREE, "status": failed_or_open(max_attempts)}
-        failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
-
-        async def write(session: AsyncClientSession) -> Json | None:
-            is_sampled = await queue_sampled(self._connection, [claim], session)
-            update = slots.change_slot(claim, QUEUED if is_sampled else fields)
-            task = await self._collection(TASK).find_one_and_update(
-                query, update, {"status": 1}, session=session, return_document=ReturnDocument.AFTER
+            for claim in claims
+        ]
+        written = await self._collection(RECORD).bulk_write(updates, session=session)
+        if written.matched_count != len(updates):
+            raise StoreError(
+                f"a sampled slot of Task {claims[0].task.id} has no completed Record",
+                hint="list all inconsistencies: agentrl db check",
             )
-            if task is None:
-                await session.abort_transaction()
-            elif not is_sampled:
-                await end_record(self._connection, claim, failure, session)
-            return task
-
-        task = await self._connection.transaction(write)
-        if task is None:
-            return 0
-        self.completed.note(claim.task.split, claim.task.id, TaskStatus(task["status"]))
-        return 1
 
 
 def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
@@ -256,25 +229,12 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     }  # fmt: skip
 
 
-def _expired_slots(request: ClaimRequest, condition: Json) -> Json:
-    """Return a filter for groups with a slot whose lease has expired and that satisfies ``condition``."""
-    return {
-        "split": request.split, "status": TaskStatus.RUNNING.value, **request.without.excluded,
-        **slots.overdue(condition),
+async def count_unscored(connection: Connection, split: str) -> int:
+    """Return the number of sampled trajectories of a split that wait for a score."""
+    waits = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.SAMPLED}}
+    query: Json = {
+        "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
     }  # fmt: skip
-
-
-def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
-    """Return the claims that ``slots.claim_slots`` has just written into the Task."""
-    task = Task.from_document(document)
-    attempts = {slot.traj_id: slot.attempt for slot in task.slots}
-    traj_ids = [entry["traj_id"] for entry in document["last_claim"]]
-    return [
-        Claim(task=task, traj_id=traj_id, attempt=attempts[traj_id], owner=owner)
-        for traj_id, owner in zip(traj_ids, owners, strict=False)
-    ]
-
-
-def _previous_claim(document: Json, claim: Claim) -> Claim:
-    """Return the claim whose slot ``claim`` took over."""
-    return replace(claim, attempt=claim.attempt - 1, owner=document["last_claim"][0]["previous_owner"])
+    total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
+    groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()
+    return int(groups[0]["count"]) if groups else 0

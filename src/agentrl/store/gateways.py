@@ -13,7 +13,6 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.base import now
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession, ReportedReward
-from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.mechanics import slots
@@ -22,6 +21,7 @@ from agentrl.store.mechanics.lease import after, expired, literal, live
 from agentrl.store.mechanics.slots import lease_lost
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
+from agentrl.store.records import running_record
 
 _TRIES = 64
 _LIVE_CALLS = [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]
@@ -119,7 +119,7 @@ class Gateways(Repository):
     async def begin_first(self, request: CallRequest, lease_seconds: float) -> GatewayCall | None:
         """Store a request unless one with its digest exists; return its document, else None.
 
-        The write is not journaled: if it is lost, ``AnsweredCalls.add`` finds no request, and a retry begins
+        The write is not journaled: if it is lost, ``ModelCalls.answer`` finds no request, and a retry begins
         again.
         """
         call = request.call(0)
@@ -212,8 +212,7 @@ class Gateways(Repository):
         await self._set(claim, {"train_rule": rule, "untrained_calls": list(untrained)})
 
     async def _set(self, claim: Claim, fields: Json) -> None:
-        query = {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
-        result = await self._collection(RECORD).update_one(query, {"$set": fields})
+        result = await self._collection(RECORD).update_one(running_record(claim), {"$set": fields})
         if result.matched_count == 0:
             raise lease_lost(claim)
 

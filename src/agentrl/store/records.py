@@ -1,4 +1,4 @@
-"""Create, advance and find Records, one per attempt; ``attempts`` scores, fails and releases them."""
+"""Create, advance, end and find Records, one per attempt; ``Attempts`` changes them with their slots."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
 from agentrl.documents.model_call import PartialGeneration
-from agentrl.documents.record import HarnessRun, Record
-from agentrl.documents.status import RECORD_EDGES, RecordStatus, sources
+from agentrl.documents.record import Failure, Record
+from agentrl.documents.status import RECORD_EDGES, SAMPLED, RecordStatus, sources, values
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.store.attempts import new_record
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.slots import lease_lost, lost_claims
@@ -25,6 +24,7 @@ from agentrl.store.names import RECORD
 
 _LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """Statuses of a Record whose owner has lost the slot."""
+_UNFINISHED = values((RecordStatus.CREATED, RecordStatus.RUNNING, *SAMPLED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,10 @@ class Records(Repository):
         await self._advancing.write(_Advance(claim, status, plain(fields)))
 
     @database_call
-    async def keep_partial(self, claim: Claim, partial: PartialGeneration) -> None:
-        """Store the tokens of an unfinished model call in the Record of a claim, if it is still held."""
-        query = {
-            "_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value,
-        }  # fmt: skip
-        await self._collection(RECORD).update_one(query, {"$set": {"partial": partial.to_document()}})
-
-    @database_call
-    async def keep_harness(self, claim: Claim, run: HarnessRun) -> None:
-        """Store what the harness of a claim did before its attempt failed, if the claim is still held."""
-        query = {
-            "_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value,
-        }  # fmt: skip
-        await self._collection(RECORD).update_one(query, {"$set": {"harness": run.to_document()}})
+    async def keep(self, claim: Claim, /, **fields: Any) -> bool:
+        """Set ``fields`` of the running Record of a claim; return False if the claim is lost."""
+        result = await self._collection(RECORD).update_one(running_record(claim), {"$set": plain(fields)})
+        return result.matched_count > 0
 
     @database_call
     async def latest_partial(self, claim: Claim) -> PartialGeneration | None:
@@ -103,8 +93,7 @@ class Records(Repository):
     @database_call
     async def get(self, record_id: str) -> Record | None:
         """Return the Record with this ``_id``; None if it does not exist."""
-        document = await self._collection(RECORD).find_one({"_id": record_id})
-        return None if document is None else Record.from_document(document)
+        return await self._one(Record, RECORD, {"_id": record_id})
 
     @database_call
     async def by_task(self, task_id: str) -> list[Record]:
@@ -112,20 +101,12 @@ class Records(Repository):
         return await read_records(self._connection, task_id)
 
     @database_call
-    async def failures(self, task_id: str, traj_id: int | None = None) -> list[Record]:
-        """Return the failed attempts at a Task, or at one of its slots, in order."""
-        query: Json = {"task": task_id, "status": RecordStatus.FAILED.value}
-        if traj_id is not None:
-            query["traj_id"] = traj_id
-        cursor = self._collection(RECORD).find(query, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)])
-        return [Record.from_document(document) async for document in cursor]
-
-    @database_call
     async def failure_summary(self, split: str) -> list[tuple[str, int, str]]:
         """Return (kind of failure or "abandoned", count, first reason) of Records without training data."""
         because = {"$ifNull": ["$failure.message", "$abandoned_because"]}
         states = [RecordStatus.FAILED.value, RecordStatus.ABANDONED.value]
-        pipeline: list[Json] = [
+        groups = await self._aggregate(
+            RECORD,
             {"$match": {"split": split, "status": {"$in": states}}},
             {"$sort": {"created_at": ASCENDING}},
             {
@@ -136,29 +117,14 @@ class Records(Repository):
                 }
             },
             {"$sort": {"count": DESCENDING, "_id": ASCENDING}},
-        ]
-        cursor = await self._collection(RECORD).aggregate(pipeline)
-        return [(group["_id"], group["count"], group["first"] or "") async for group in cursor]
-
-    @database_call
-    async def find(
-        self, *, split: str | None = None, status: RecordStatus | None = None, limit: int = 50
-    ) -> list[Record]:
-        """Return the newest Records, optionally of one split or status."""
-        query: Json = {}
-        if split is not None:
-            query["split"] = split
-        if status is not None:
-            query["status"] = status.value
-        cursor = self._collection(RECORD).find(query, sort=[("created_at", DESCENDING)], limit=limit)
-        return [Record.from_document(document) async for document in cursor]
+        )
+        return [(group["_id"], group["count"], group["first"] or "") for group in groups]
 
     @database_call
     async def scored(self, split: str, min_score: float) -> list[Record]:
         """Return the unpruned Records with a score of ``min_score`` or more, by id."""
         query: Json = {"split": split, "score": {"$gte": min_score}, "pruned_at": None}
-        cursor = self._collection(RECORD).find(query, sort=[("_id", ASCENDING)])
-        return [Record.from_document(document) async for document in cursor]
+        return await self._all(Record, RECORD, query, sort=[("_id", ASCENDING)])
 
     @database_call
     async def trace_ids(self, record_ids: Sequence[str], limit: int) -> list[str]:
@@ -170,14 +136,8 @@ class Records(Repository):
     @database_call
     async def counts(self, split: str) -> dict[RecordStatus, int]:
         """Return the number of Records per status; every status is a key."""
-        counts = dict.fromkeys(RecordStatus, 0)
-        pipeline: list[Json] = [
-            {"$match": {"split": split}},
-            {"$group": {"_id": "$status", "count": {"$sum": 1}}},
-        ]
-        async for group in await self._collection(RECORD).aggregate(pipeline):
-            counts[RecordStatus(group["_id"])] = group["count"]
-        return counts
+        counts = await self._count_by("status", RECORD, {"split": split})
+        return {status: counts.get(status, 0) for status in RecordStatus}
 
     async def _create(self, claim: Claim) -> Record:
         record = new_record(claim)
@@ -222,3 +182,63 @@ async def read_records(
         {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)], session=session
     )
     return [Record.from_document(document) async for document in cursor]
+
+
+def new_record(claim: Claim) -> Record:
+    """Return the Record of a claim in its first state."""
+    task = claim.task
+    return Record(
+        id=claim.record_id, task=task.id, traj_id=claim.traj_id, attempt=claim.attempt,
+        split=task.split, epoch=task.epoch, query=task.query, answer=task.answer, owner=claim.owner,
+        trace_id=claim.trace_id,
+    )  # fmt: skip
+
+
+def running_record(claim: Claim) -> Json:
+    """Return a filter for the claim's Record; it matches only while model calls may be added."""
+    return {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
+
+
+async def queue_sampled(
+    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession
+) -> frozenset[str]:
+    """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again."""
+    records = connection.collection(RECORD)
+    sampled: Json = {
+        "_id": {"$in": [claim.record_id for claim in claims]},
+        "status": {"$in": values(SAMPLED)},
+    }
+    ids = [record["_id"] async for record in records.find(sampled, {"_id": 1}, session=session)]
+    if ids:
+        await records.update_many(
+            {"_id": {"$in": ids}}, {"$set": {"status": RecordStatus.COMPLETED.value}}, session=session
+        )
+    return frozenset(ids)
+
+
+async def end_records(
+    connection: Connection, claims: Sequence[Claim], failure: Failure | None, session: AsyncClientSession
+) -> None:
+    """End the Records of ``claims``: FAILED because of ``failure``, RELEASED if it is None.
+
+    Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
+    every attempt is recorded and a late owner cannot insert the Record afterwards.
+    """
+    if not claims:
+        return
+    status = RecordStatus.RELEASED if failure is None else RecordStatus.FAILED
+    changes = {"status": status.value, "failure": plain(failure)}
+    records = connection.collection(RECORD)
+    ids = [claim.record_id for claim in claims]
+    ended = await records.update_many(
+        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}, session=session
+    )
+    if ended.matched_count == len(claims):
+        return
+    cursor = records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
+    stored = {record["_id"] for record in await cursor.to_list()}
+    missing = [claim for claim in claims if claim.record_id not in stored]
+    if missing:
+        await records.insert_many(
+            [new_record(claim).to_document() | changes for claim in missing], session=session
+        )

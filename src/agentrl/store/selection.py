@@ -30,7 +30,6 @@ from agentrl.scoring.difficulty import (
 from agentrl.store.mechanics.blobs import CHECKSUMS
 from agentrl.store.mechanics.connection import Connection, Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
-from agentrl.store.needs import Needs
 
 LEVEL = "meta.level"
 """The field of a task with its level, a number; the lowest level is the easiest."""
@@ -177,27 +176,27 @@ class TaskSelection(Repository):
         super().__init__(connection)
         self._curriculum = Curriculum(connection)
 
-    async def any_left(self, split: str, selection: Selection, without: Needs) -> bool:
-        """Return whether a group may be begun that needs nothing in ``without``.
+    async def any_left(self, split: str, selection: Selection, excluded: Json) -> bool:
+        """Return whether a group may be begun that matches ``excluded``, a filter.
 
         Clears ``ease`` of tasks whose next copy has been begun.
         """
-        if await self._ordered(split, 1, without, None):
+        if await self._ordered(split, 1, excluded, None):
             return True
         if selection.by_level:
             return False
-        known, begun = await self._known(split, selection, 0.0, 1, without, None)
+        known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
         while begun and not known:
             await self._collection(TASK).update_many({"_id": {"$in": begun}}, {"$set": {"ease": None}})
-            known, begun = await self._known(split, selection, 0.0, 1, without, None)
+            known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
         return bool(known)
 
     async def begin(
-        self, split: str, selection: Selection, capacity: int, without: Needs, session: AsyncClientSession
+        self, split: str, selection: Selection, capacity: int, excluded: Json, session: AsyncClientSession
     ) -> list[str]:
         """Choose up to ``capacity`` groups, insert missing copies, number the groups; return their ids.
 
-        None of them needs anything in ``without``. Their status stays ``created``; the admission changes it.
+        All of them match ``excluded``, a filter. Their status stays ``created``; the admission changes it.
         """
         if capacity <= 0:
             return []
@@ -206,10 +205,10 @@ class TaskSelection(Repository):
         estimate = await self._estimate(split, session)
         count = min(capacity, SLOTS_AT_ONCE)
         level = await self._curriculum.level(split, session) if selection.by_level else None
-        ordered = await self._ordered(split, count, without, session, level)
+        ordered = await self._ordered(split, count, excluded, session, level)
         known: list[Option] = []
         if not selection.by_level:
-            known, _ = await self._known(split, selection, -estimate.ability, count, without, session)
+            known, _ = await self._known(split, selection, -estimate.ability, count, excluded, session)
         chosen = choose(ordered, known, estimate, first, capacity)
         if not chosen:
             return []
@@ -244,12 +243,12 @@ class TaskSelection(Repository):
         ]  # fmt: skip
 
     async def _ordered(
-        self, split: str, count: int, without: Needs, session: AsyncClientSession | None,
+        self, split: str, count: int, excluded: Json, session: AsyncClientSession | None,
         level: float | None = None,
     ) -> list[Option]:  # fmt: skip
         """Return the next tasks in order, of one ``level`` if it is given, whose groups are not begun."""
         own: Json = {} if level is None else {LEVEL: level}
-        query = {"split": split, "status": TaskStatus.CREATED.value, **own, **without.excluded}
+        query = {"split": split, "status": TaskStatus.CREATED.value, **own, **excluded}
         created = await self._collection(TASK).find(
             query, _SHOWN, sort=BY_ORDER, limit=count, session=session
         ).to_list()  # fmt: skip
@@ -261,13 +260,13 @@ class TaskSelection(Repository):
         return [_option(t, t["_id"], t["epoch"], before.get(t["_id"]), eases) for t in created]
 
     async def _known(
-        self, split: str, selection: Selection, target: float, count: int, without: Needs,
+        self, split: str, selection: Selection, target: float, count: int, excluded: Json,
         session: AsyncClientSession | None,
     ) -> tuple[list[Option], list[str]]:  # fmt: skip
         """Return known tasks with an ease near ``target``, and the ids of tasks that are begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
-            **without.excluded,
+            **excluded,
         }  # fmt: skip
         easier, harder = [
             await self._collection(TASK).find(

@@ -12,11 +12,11 @@ from pymongo import ASCENDING, DESCENDING
 from agentrl.documents.run import InferenceService, Outage
 from agentrl.documents.status import ServiceStatus, TaskStatus
 from agentrl.errors import StoreError
+from agentrl.store.claims import count_unscored
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
 from agentrl.store.names import OUTAGE, RECORD, SERVICE, TASK
-from agentrl.store.scorings import count_unscored
 
 SEEN_SECONDS = 20.0
 """An outage that its process has not refreshed for this long is not known to go on."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
+import torch
 from accelerate.utils import set_seed
+from torch import nn
 
 from agentrl.config.schema import (
     AdapterConfig,
@@ -19,21 +23,23 @@ from agentrl.config.schema import (
 )
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import build_mesh, plan_layout
+from agentrl.distributed.mesh import Mesh, build_mesh, plan_layout
 from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.training import BYTES_PER_TOKEN
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import device_peak
 from agentrl.model.forward import ForwardOptions, check_model
-from agentrl.model.load import architecture, base_folder, load_policy
+from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK
 from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision, choose_precision
-from agentrl.train.frozen_logprobs import FrozenLogprobs, build_reference
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
-from agentrl.train.step import PolicyTrainer
+from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
+from agentrl.weights.folder import architecture, base_folder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,51 @@ def build_trainer(
     )
 
 
+def build_reference(
+    loss: LossConfig,
+    config: ModelConfig,
+    policy: Policy,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+) -> Reference | None:
+    """Return the reference that ``--kl_coef`` above 0 needs: ``--reference_model`` or the run's base model.
+
+    Its weights are held in ``dtype``, that of the policy's products, and split and sharded like the policy's.
+    A policy with an adapter contains its base model. Raises ModelError for a folder that is not a model, or
+    for a model with another vocabulary, and ConfigError for one that the policy's layout cannot split.
+    """
+    if loss.kl_coef == 0:
+        return None
+    if config.reference_model is None and policy.adapter is not None:
+        return Reference(adapter=policy.adapter)
+    folder = Path(config.reference_model or policy.base)
+    base_folder(replace(config, model_name_or_path=str(folder)))
+    is_shared = mesh.layout.world > 1
+    model = (empty_model if is_shared else load_model)(folder, config, dtype)
+    expected, found = (_vocabulary(item) for item in (policy.model, model))
+    if found != expected:
+        raise ModelError(
+            f"--reference_model {folder} has {found} token ids, and the policy {expected}",
+            hint="give a model with the policy's tokenizer",
+        )
+    disable_dropout(model)
+    check_model(model)
+    model.requires_grad_(requires_grad=False)
+    try:
+        parallel = parallelize(model, mesh, max_tokens=max_tokens)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--reference_model {folder} is split like the policy: {error.message}", hint=error.hint
+        ) from error
+    if is_shared:
+        load_shards(model, folder, device, config)
+    logger.info("the policy is kept near %s (--kl_coef %g, %s)", folder, loss.kl_coef, loss.kl_estimator)
+    return Reference(parallel.to(device))
+
+
 def _check_processes(recipe: Recipe, world: World) -> None:
     """Raise ConfigError for what a single process can do and several cannot."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -169,3 +220,7 @@ def _check_splits(recipe: Recipe, name: str, value: object) -> None:
                 hint=f"set --{size} 1: FSDP2 shards the layers over those processes too; or leave out"
                 f" --{name}",
             )
+
+
+def _vocabulary(model: Any) -> int:
+    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings

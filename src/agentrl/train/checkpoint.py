@@ -26,8 +26,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.load import Policy, architecture
-from agentrl.train.optimizer_state import load_optimizer
+from agentrl.model.load import Policy
+from agentrl.train.optimizer import load_optimizer
+from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
     SavableModel,
     atomic_model_folder,

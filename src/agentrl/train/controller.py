@@ -1,29 +1,27 @@
-"""Rank 0 decides what is computed: it broadcasts each command, and every rank's PolicyTrainer executes it."""
+"""Rank 0 decides what is computed and gathers what it writes; every rank executes its commands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from agentrl.distributed.gather import (
-    GatheredAdapter,
-    GatheredModel,
-    Inventory,
-    gather_adapter,
-    take_inventory,
-)
 from agentrl.distributed.world import Command, World
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
+from agentrl.model.lora import Adapter
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.model_folder import SavableModel
+from agentrl.weights.sharded_writer import FILE_BYTES, Part
 
 
 @dataclass(frozen=True)
@@ -116,3 +114,126 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
         actions["send_adapter"] = partial(gather_adapter, trainer.policy.adapter)
     while (command := world.receive()).name != "end":
         actions[command.name](*command.arguments)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the policy is, and its shape and dtype."""
+
+    holder: int
+    """The lowest rank that holds a part of it: 0, or the first rank of another stage of layers."""
+    like: Tensor
+    """A tensor on the meta device."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors of a policy that engines load, over all stages of layers; see ``take_inventory``."""
+
+    policy: Policy
+    places: Mapping[str, Place]
+    """By name, in the same order on every rank."""
+
+    def parts(self) -> list[Part]:
+        """Return all tensors in order. Rank 0 receives those of other stages when they are made."""
+        own = {part.name: part for part in self.policy.published.parts()}
+        return [
+            own.get(name) or Part(name, place.like, partial(self._receive, place))
+            for name, place in self.places.items()
+        ]
+
+    def gather(self, part: Part) -> Tensor:
+        """Return the whole of ``part`` on rank 0's CPU; other ranks ignore the result.
+
+        Every rank calls it for the same parts in the same order.
+        """
+        rank, holder = dist.get_rank(), self.places[part.name].holder
+        full = _gather(part.make())
+        if rank == holder > 0:
+            dist.send(full.contiguous(), dst=0)
+        return full
+
+    def send(self, parts: Iterable[Part] | None = None) -> None:
+        """Take part in gathering all tensors, or ``parts``, on every rank but 0."""
+        for part in self.parts() if parts is None else parts:
+            self.gather(part)
+
+    def _receive(self, place: Place) -> Tensor:
+        if dist.get_rank() > 0:
+            return place.like
+        received = torch.empty_like(place.like, device=self.policy.model.device)
+        dist.recv(received, src=place.holder)
+        return received
+
+
+def take_inventory(policy: Policy) -> Inventory:
+    """Exchange which rank holds which tensor of the policy; every rank calls it."""
+    own = {part.name: (part.like.shape, part.like.dtype) for part in policy.published.parts()}
+    held: list[Any] = [own]
+    if dist.is_initialized():
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, own)
+    places: dict[str, Place] = {}
+    for rank, names in enumerate(held):
+        for name, (shape, dtype) in names.items():
+            if name not in places:
+                places[name] = Place(rank, torch.empty(shape, dtype=dtype, device="meta"))
+    return Inventory(policy, places)
+
+
+def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:
+    """Return the adapter's whole weights on rank 0, as ``Adapter.write`` takes them; every rank calls it."""
+    return {name: _gather(tensor) for name, tensor in adapter.weights().items()}
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor, on rank 0 on the CPU; every rank that holds a part calls it."""
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return full.cpu() if dist.get_rank() == 0 else full
+
+
+@dataclass(frozen=True)
+class GatheredModel:
+    """A SavableModel on rank 0 whose weights are gathered while they are written, one file at a time."""
+
+    inventory: Inventory
+    begin: Callable[[], None]
+    """Makes the other ranks call ``Inventory.send``."""
+    limit: int = FILE_BYTES
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write config, safetensors and their index. An error leaves this after everything was gathered."""
+        parts = self.inventory.parts()
+        pending = iter(parts)
+        self.begin()
+        try:
+            self.inventory.policy.published.write(
+                Path(save_directory),
+                parts,
+                lambda _: self.inventory.gather(next(pending)),
+                self.limit,
+            )
+        finally:
+            self.inventory.send(pending)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return names and tensors; tied tensors once."""
+        return ((part.name, part.like) for part in self.inventory.parts())
+
+
+@dataclass(frozen=True)
+class GatheredAdapter:
+    """A SavableModel on rank 0: the adapter alone, which is small enough to be gathered at once."""
+
+    adapter: Adapter
+    begin: Callable[[], None]
+    """Makes the other ranks call ``gather_adapter``."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        """Write peft's files."""
+        self.begin()
+        self.adapter.write(save_directory, gather_adapter(self.adapter))
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the adapter's own parameters."""
+        return self.adapter.named_parameters()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from agentrl.atomic_folder import TEMPORARY
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.stored_dtype import stored_dtype
+from agentrl.weights.folder import stored_dtype
 
 logger = logging.getLogger(__name__)
 

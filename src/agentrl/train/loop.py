@@ -5,33 +5,43 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import TrainConfig
 from agentrl.data.stream import DataStream, StepData
+from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
-from agentrl.documents.training import TrainStep
-from agentrl.errors import PublishError, TrainingError
+from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
+from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.live import StepView
 from agentrl.observe.terminal import excerpt
 from agentrl.observe.tracker_registry import Tracker
-from agentrl.spans import Span, tracer
+from agentrl.spans import NO_SPAN, Attributes, Span, tracer
+from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
-from agentrl.train.resume import Progress
-from agentrl.train.saving import Saver
-from agentrl.train.token_writer import TokenWriter
-from agentrl.train.trace import end_step, step_span, trace_updates
+from agentrl.train.saving import Progress, Saver
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
     from agentrl.train.controller import Controller
+    from agentrl.train.step_loss import TokenValues
 
 logger = logging.getLogger(__name__)
 
+
 _REASON_CHARS = 300
+_LINKS = 128
+"""Most links of a span that OpenTelemetry keeps."""
+_PHASES = ("pack", "forward", "backward", "optimizer")
+_METRICS = (
+    "loss", "reward", "pass_rate", "grad_norm", "lr", "kl_k3", "staleness_mean", "trajectories", "tokens",
+    "trainable_tokens", "tokens_per_second", "mfu",
+)  # fmt: skip
+CLOSE_SECONDS = 10.0
+"""How long ``close`` waits for the last write."""
 
 
 @dataclass(kw_only=True)
@@ -126,7 +136,7 @@ class Trainer:
 
     async def _compute(self, plan: TrainStep, batch: StepData, seconds_data: float, span: Span) -> None:
         progress = self.progress
-        await self.store.training.plan_step(plan, attempt=progress.attempt)
+        await self.store.steps.plan(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
         named = {image.sha256 for item in batch.data for image in item.images}
@@ -144,7 +154,7 @@ class Trainer:
             "stale_trajectories": self.stream.count_stale(),
             "quarantined_trajectories": self.stream.count_quarantined(),
             "groups": len(batch.groups),
-            "groups_open": await self.store.training.open_groups(self.split),
+            "groups_open": await self.store.groups.count_open(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1),
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
@@ -158,7 +168,7 @@ class Trainer:
         await self.saver.after_step()
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
-        await self.store.training.commit_step(
+        await self.store.steps.commit(
             plan.id,
             metrics,
             plan.data,
@@ -183,7 +193,7 @@ class Trainer:
             plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
         )  # fmt: skip
         await self.stream.close()
-        await self.store.training.revert_after(self.progress.step, attempt=self.progress.attempt)
+        await self.store.steps.revert_after(self.progress.step, attempt=self.progress.attempt)
         self.stream.avoid(frozenset(plan.data))
         if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
@@ -202,3 +212,97 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def step_span(store: Store, plan: TrainStep, batch: StepData, seconds_data: float) -> Span:
+    """Return the root span of a step; it began ``seconds_data`` ago, when the step began to wait for data."""
+    if not tracer().is_recording:
+        return NO_SPAN
+    now = time.time()
+    attributes: Attributes = {
+        "agentrl.train_step": plan.id,
+        "agentrl.step": plan.step,
+        "agentrl.policy_version": plan.policy_version,
+        "agentrl.groups": len(batch.groups),
+        "agentrl.records": [item.record for item in batch.data][:_LINKS],
+    }
+    traces = await store.records.trace_ids([item.record for item in batch.data], _LINKS)
+    begin = now - seconds_data
+    span = tracer().span("train_step", attributes, root=True, begin=begin, links=traces)
+    span.phase("wait_for_data", begin, now)
+    return span
+
+
+def trace_updates(span: Span, began: float, metrics: Mapping[str, Any]) -> None:
+    """Add the optimizer updates, which began at ``began`` and have ended, and their phases.
+
+    A phase is the sum over micro-batches: phases are shown one after the other, although they alternate.
+    """
+    if not span.is_recording:
+        return
+    compute = span.phase("updates", began, time.time())
+    at = began
+    for name in _PHASES:
+        seconds = float(metrics.get(f"seconds_{name}", 0.0))
+        if seconds > 0:
+            compute.phase(name, at, at + seconds)
+            at += seconds
+
+
+def end_step(span: Span, metrics: Mapping[str, Any]) -> None:
+    """Set the metrics of a committed step."""
+    found = {name: metrics[name] for name in _METRICS if isinstance(metrics.get(name), int | float)}
+    span.set({f"agentrl.{name}": value for name, value in found.items()})
+
+
+class TokenWriter:
+    """Writes one committed step at a time, in the background. What fails or is too slow is a warning."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._writing: asyncio.Task[None] | None = None
+
+    def start(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:
+        """Begin to write the values of a committed step; skip them while an earlier step is being written."""
+        if not tokens:
+            return
+        if self._writing is not None and not self._writing.done():
+            logger.warning(
+                "step %d: its token statistics are not stored, because the database is still writing those of"
+                " an earlier step (a lower --token_statistics_mib writes less)", step.step,
+            )  # fmt: skip
+            return
+        self._writing = asyncio.create_task(self._write(step, tokens))
+
+    async def close(self) -> None:
+        """Wait for the last write, at most ``CLOSE_SECONDS``; then give it up."""
+        if self._writing is None:
+            return
+        done, _ = await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
+        if not done:
+            self._writing.cancel()
+            logger.warning("the token statistics of the last step are not stored: the database is too slow")
+
+    async def _write(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:
+        with retry_outages(0):
+            try:
+                documents = await asyncio.to_thread(to_documents, step, tokens)
+                await self._store.training.put_token_statistics(documents)
+            except AgentRLError as error:
+                logger.warning("step %d: its token statistics are not stored: %s", step.step, error.message)
+
+
+def to_documents(step: TrainStep, tokens: Sequence[TokenValues]) -> list[TokenStatistics]:
+    """Return the documents of a step, one per trajectory."""
+    return [
+        TokenStatistics(
+            id=statistics_key(values.record, step.id),
+            record=values.record,
+            train_step=step.id,
+            step=step.step,
+            spans=tuple(TokenSpan(start=span.start, end=span.end) for span in values.spans),
+            log_ratios=pack_halves(values.log_ratio),
+            entropies=pack_halves(values.entropy),
+        )
+        for values in tokens
+    ]

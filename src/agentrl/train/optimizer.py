@@ -1,19 +1,32 @@
-"""Build AdamW and its learning-rate schedule, and choose which parameters are trained."""
+"""Build AdamW and its schedule, choose which parameters are trained, save and load the optimizer's state."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import re
+import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,9 +36,12 @@ from agentrl.validation import Settings, read_config
 
 logger = logging.getLogger(__name__)
 
+
 _ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
 _DECAY_FRACTION = 0.1
 """Fraction of the steps in which ``warmup_stable_decay`` decays by default."""
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_WEIGHT = "weights."
 
 
 @dataclass(frozen=True)
@@ -225,3 +241,53 @@ def _scheduler_arguments(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"--lr_scheduler_kwargs is {text!r}", hint="give a JSON object, or {}")
     return content
+
+
+def save_optimizer(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the optimizer's state and ``weights`` to ``folder``; collective. Each rank writes its shards.
+
+    ``weights`` are parameters of ``model`` by name. Raises OSError if a rank cannot write.
+    """
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state |= {_WEIGHT + name: weight.detach() for name, weight in (weights or {}).items()}
+    try:
+        with _without_single_process_warning():
+            save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise _first_failure(error) from error
+
+
+def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Load what ``save_optimizer`` wrote, possibly with another number of ranks or layout; collective.
+
+    Weights that were saved are copied into the parameters of ``model``.
+    Raises OSError, ValueError, KeyError or RuntimeError for damaged files or those of another model.
+    """
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    weights = {_WEIGHT + name: item.detach() for name, item in model.named_parameters()}
+    content = state | {key: weight for key, weight in weights.items() if key in saved}
+    try:
+        with _without_single_process_warning():
+            load(content, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise _first_failure(error) from error
+    set_optimizer_state_dict(model, optimizer, {key: content[key] for key in state}, options=_OPTIONS)
+
+
+@contextlib.contextmanager
+def _without_single_process_warning() -> Iterator[None]:
+    """Ignore torch's warning that no process group is initialized; a single process is supported."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _first_failure(error: CheckpointException) -> Exception:
+    """Return the error of the lowest rank that failed."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, OSError):
+        return cause
+    return RuntimeError(f"rank {rank}: {cause}")

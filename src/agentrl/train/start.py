@@ -34,7 +34,7 @@ from agentrl.data.verify import verifier
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.losses.settings import LossSettings
-from agentrl.model.load import base_folder, resolve_dtype
+from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.live import StepView
@@ -42,16 +42,16 @@ from agentrl.observe.tracing.open import tracing
 from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.train import checkpoint, resume
+from agentrl.train import checkpoint, saving
 from agentrl.train.build import Recipe, build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
-from agentrl.train.resume import Progress
-from agentrl.train.saving import Saver
+from agentrl.train.saving import Progress, Saver
 from agentrl.train.step import PolicyTrainer
+from agentrl.weights.folder import base_folder
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ async def _resume(
 ) -> tuple[Controller, Checkpoint | None, Progress]:
     """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
     choice = configs[TrainConfig].resume_from_checkpoint
-    steps = await store.training.steps(status=None)
+    steps = await store.steps.find(status=None)
     total_steps = await _total_steps(store, configs)
     discarded = (await store.trainer_lease.read()).discarded
 
@@ -134,7 +134,7 @@ async def _resume(
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
     controller, found = await asyncio.to_thread(build)
-    progress = await resume.roll_back(
+    progress = await saving.roll_back(
         store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()
@@ -264,7 +264,7 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps
-    per_epoch = await store.tasks.epoch_size("train")
+    per_epoch = await store.epochs.size("train")
     if per_epoch == 0:
         return None
     return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)

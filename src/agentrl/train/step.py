@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,13 +27,12 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
-from agentrl.model.pixels import attach_pixels
-from agentrl.train.frozen_logprobs import FrozenLogprobs
+from agentrl.model.lora import Adapter
+from agentrl.model.vision import attach_pixels
 from agentrl.train.memory import explain_out_of_memory
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
-from agentrl.train.optimizer_state import save_optimizer
-from agentrl.train.step_loss import StepLoss
-from agentrl.train.token_recorder import TokenRecorder, TokenValues, recorders
+from agentrl.train.optimizer import save_optimizer
+from agentrl.train.step_loss import StepLoss, TokenRecorder, TokenValues, recorders
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,55 @@ class StepResult:
     """Loss and gradient norm are finite, and the optimizer has stepped."""
     tokens: Sequence[TokenValues] = ()
     """Values of single tokens, by trajectory."""
+
+
+@dataclass(frozen=True)
+class FrozenLogprobs:
+    """Which logprobs are attached to a step's forests: of the policy, of a reference, both or none."""
+
+    start: bool = False
+    """Attach those of the policy at the start of the step."""
+    reference: Reference | None = None
+
+    @torch.no_grad()
+    def attach(
+        self, policy: ParallelModel, forests: Sequence[TokenForest], options: ForwardOptions
+    ) -> list[TokenForest]:
+        """Return the forests with the logprobs attached, float32[T] in the CPU's memory."""
+        attached = list(forests)
+        if self.start:
+            computed = policy.logprobs(attached, options)
+            attached = [
+                replace(forest, start_logprob=_to_numpy(logprobs))
+                for forest, (logprobs, _) in zip(attached, computed, strict=True)
+            ]
+        if self.reference is not None:
+            computed = self.reference.logprobs(policy, attached, options)
+            attached = [
+                replace(forest, reference_logprob=_to_numpy(logprobs))
+                for forest, (logprobs, _) in zip(attached, computed, strict=True)
+            ]
+        return attached
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that ``--kl_coef`` keeps the policy near: its own, or the policy without its adapter."""
+
+    model: ParallelModel | None = None
+    """Split and sharded over the ranks like the policy."""
+    adapter: Adapter | None = None
+    """The policy's, if the reference is the policy without it."""
+
+    def logprobs(
+        self, policy: ParallelModel, forests: Sequence[TokenForest], options: ForwardOptions
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return logprob and entropy of each trainable token of each forest."""
+        if self.model is not None:
+            return self.model.logprobs(forests, options)
+        assert self.adapter is not None
+        with self.adapter.disabled():
+            return policy.logprobs(forests, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,3 +276,8 @@ def forward_backward(
         "trajectories": round(loss.whole.trajectories),
         **report.metrics.report(),
     }
+
+
+def _to_numpy(logprobs: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = logprobs.detach().float().cpu().numpy()
+    return found

@@ -1,31 +1,31 @@
-"""Publish weights as a policy version: reserve its number, place its folder, publish its document."""
+"""Publish weights as policy versions, prune their folders, and follow the versions that are published."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import re
+import shutil
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.atomic_folder import discard_folder
+from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
-from agentrl.weights.manifest import checksums, verify
-from agentrl.weights.model_folder import SavableModel
-from agentrl.weights.versions import (
-    delete_folders,
-    free_folder,
-    kept_versions,
-    place_version,
-    surplus_folders,
-    version_folder,
-    version_folders,
-    write_temporary,
+from agentrl.weights.model_folder import (
+    SavableModel,
+    begin_model_folder,
+    checksums,
+    explain_write_errors,
+    save_model_files,
+    verify,
+    weight_bytes,
+    write_manifest,
 )
 
 if TYPE_CHECKING:
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 LIVE_ENGINE_SECONDS = 60.0
 """The weights that an engine reports stay on disk while its last heartbeat is younger than this."""
+_FOLDER = re.compile(r"v(\d+)(-\d+)?")
+_PAGE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,3 +186,130 @@ async def _prune(store: Store, target: PublishTarget) -> None:
 
 def _is_permanent(policy: PolicyVersion, every: int) -> bool:
     return every > 0 and policy.id % every == 0 and policy.status is VersionStatus.PUBLISHED
+
+
+def version_folder(root: Path, version: int, attempt: int | None = None) -> Path:
+    """Return the folder of a version: ``root/v000007``, or ``root/v000007-3`` for trainer attempt 3."""
+    return root / (f"v{version:06d}" + ("" if attempt is None else f"-{attempt}"))
+
+
+def free_folder(root: Path, version: int, attempt: int, *, is_contested: bool) -> Path:
+    """Return a folder for ``version`` that no other trainer writes or has written.
+
+    ``is_contested``: another trainer has reserved the number and may still write its folder.
+    """
+    plain = version_folder(root, version)
+    return version_folder(root, version, attempt) if is_contested or plain.exists() else plain
+
+
+def write_temporary(
+    model: SavableModel,
+    base: Path,
+    target: Path,
+    chat_template: str | None = None,
+    written: Path | None = None,
+) -> tuple[Path, tuple[FileChecksum, ...]]:
+    """Write weights, config and tokenizer into a temporary folder beside ``target``.
+
+    ``written`` is a folder that holds these weights already: its files are linked. Raises PublishError, and
+    deletes the temporary folder, if a write fails.
+    """
+    needed = weight_bytes(model)
+    with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
+        temporary = begin_model_folder(target, needed)
+        on_error.callback(discard_folder, temporary)
+        save_model_files(model, base, temporary, chat_template, written)
+        files = checksums(temporary)
+        on_error.pop_all()
+    return temporary, files
+
+
+def place_version(temporary: Path, target: Path, version: int, files: Sequence[FileChecksum]) -> str:
+    """Write the manifest of ``version`` into ``temporary`` and rename it to ``target``; return its path."""
+    with explain_write_errors(target, sum(file.bytes for file in files)):
+        write_manifest(temporary, version=version, files=files)
+        finish_folder(temporary, target)
+    return str(target.resolve())
+
+
+def version_folders(root: Path) -> dict[str, int]:
+    """Return {folder name: version} for the version folders in ``root``."""
+    if not root.is_dir():
+        return {}
+    found = ((path.name, _FOLDER.fullmatch(path.name)) for path in root.iterdir())
+    return {name: int(match[1]) for name, match in found if match is not None}
+
+
+def kept_versions(folders: Iterable[int], in_use: Collection[int], *, keep: int) -> set[int]:
+    """Return the versions to keep on disk: the newest ``keep`` (at least two) and those in use."""
+    return set(sorted(set(folders))[-max(keep, 2) :]) | set(in_use)
+
+
+def surplus_folders(
+    folders: dict[str, int], known: Iterable[PolicyVersion], kept: Collection[int], newest: int
+) -> tuple[list[str], list[int]]:
+    """Return the names of the folders to delete, and the versions that lose their folder.
+
+    These are the versions outside ``kept``, and folders that no document refers to: a trainer that was killed
+    or replaced left them. A folder above ``newest`` stays, since it may be being published.
+    """
+    policies = {policy.id: policy for policy in known}
+    deleted, pruned = [], []
+    for name, version in folders.items():
+        policy = policies.get(version)
+        if policy is not None and Path(policy.location).name == name and policy.pruned_at is None:
+            if version not in kept and policy.status is not VersionStatus.RESERVED:
+                deleted.append(name)
+                pruned.append(version)
+        elif version <= newest:
+            deleted.append(name)
+    return deleted, pruned
+
+
+def delete_folders(root: Path, names: Iterable[str]) -> None:
+    """Delete the folders ``names`` of ``root``."""
+    for name in names:
+        shutil.rmtree(root / name, ignore_errors=True)
+
+
+async def newest_intact_version(store: Store) -> PolicyVersion | None:
+    """Return the newest published version whose files match their checksums; None if none is published.
+
+    Raises PublishError if versions are published and none of them is intact.
+    """
+    refused: PublishError | None = None
+    async for version in _published(store):
+        try:
+            await asyncio.to_thread(verify, version.location, version.files)
+        except PublishError as error:
+            logger.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+        else:
+            return version
+    if refused is not None:
+        raise refused
+    return None
+
+
+async def newer_versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:
+    """Yield the newest published version whenever it is newer than ``after`` and than the last one yielded.
+
+    Versions that are superseded before they can be yielded are skipped. The iteration never ends by itself.
+    """
+    reached = after
+    while True:
+        newest = await store.policy_versions.latest()
+        if newest is not None and newest.id > reached:
+            reached = newest.id
+            yield newest
+        else:
+            await store.wait_for_change("PolicyVersion", timeout=poll_seconds)
+
+
+async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
+    """Yield every published version, newest first; read them a page at a time."""
+    below: int | None = None
+    while page := await store.policy_versions.published(_PAGE, below=below):
+        for version in page:
+            yield version
+        below = page[-1].id

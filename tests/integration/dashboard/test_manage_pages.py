@@ -12,8 +12,8 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.client import Store, open_existing, run_exists
 

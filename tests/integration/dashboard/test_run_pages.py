@@ -23,14 +23,14 @@ from starlette.applications import Starlette
 
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard import live
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
 from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.store.admin.runs import RunAdmin
-from agentrl.store.admin.users import Users
+from agentrl.store.admin.server import Users
 from agentrl.store.client import Store, open_store
 
 pytestmark = pytest.mark.integration

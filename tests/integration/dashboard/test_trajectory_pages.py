@@ -14,9 +14,9 @@ import pytest
 import small_run as run
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.query import FIELDS
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import create_app
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.training import TokenSpan, TokenStatistics, statistics_key
 from agentrl.store.client import Store
@@ -184,7 +184,7 @@ async def test_tokens_that_drifted_and_uncertain_ones_are_coloured(
         spans=tuple(TokenSpan(start=span.start, end=span.end) for span in data.spans),
         log_ratios=pack_halves(values), entropies=pack_halves(1 + values),
     )  # fmt: skip
-    await store.token_statistics.put([item])
+    await store.training.put_token_statistics([item])
     text = await page(client, f"tokens/{TRAINED}?colour=ratio")
     box = text.partition('<div class="tokens"')[2].partition("</div>")[0]
     assert re.findall(r'class="token (\w+)"', box) == ["p0", "n2", "p3", "p4"]

@@ -39,15 +39,9 @@ from transformers import AutoModelForCausalLM
 from agentrl.config.schema import AdapterConfig, MemoryConfig, OptimConfig, TrainConfig
 from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.apply import parallelize
-from agentrl.distributed.gather import (
-    GatheredAdapter,
-    GatheredModel,
-    gather_adapter,
-    take_inventory,
-)
 from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.distributed.pipeline_parallel.stages import tied_weight
+from agentrl.distributed.pipeline_stages import tied_weight
 from agentrl.distributed.world import leave_processes
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
@@ -55,12 +49,16 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
-from agentrl.train.frozen_logprobs import FrozenLogprobs
+from agentrl.train.controller import (
+    GatheredAdapter,
+    GatheredModel,
+    gather_adapter,
+    take_inventory,
+)
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
-from agentrl.train.optimizer import build_optimizer
-from agentrl.train.optimizer_state import load_optimizer
-from agentrl.train.step import PolicyTrainer
-from agentrl.train.token_recorder import TokenValues
+from agentrl.train.optimizer import build_optimizer, load_optimizer
+from agentrl.train.step import FrozenLogprobs, PolicyTrainer
+from agentrl.train.step_loss import TokenValues
 
 LIMIT = 1e-4
 LIMITS = {"float32": LIMIT, "bfloat16": 0.25}

@@ -28,11 +28,10 @@ from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
-from agentrl.model.empty import placeholders
 from agentrl.model.forward import ForwardOptions, check_model
-from agentrl.model.load import Policy, empty_model, load_model
+from agentrl.model.load import Policy, empty_model, load_model, placeholders
 from agentrl.model.lora import add_adapter
-from agentrl.train.frozen_logprobs import build_reference
+from agentrl.train.build import build_reference
 from agentrl.train.step import PolicyTrainer
 
 CPU = torch.device("cpu")

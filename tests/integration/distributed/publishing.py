@@ -22,7 +22,7 @@ from agentrl.config.schema import TrainConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.stored_dtype import stored_dtype
+from agentrl.weights.folder import stored_dtype
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 64}
 

@@ -9,7 +9,7 @@ import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 
 from agentrl.documents.model_call import unpack_ids
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

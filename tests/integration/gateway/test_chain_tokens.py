@@ -19,8 +19,8 @@ from agentrl.data.forest import forest_from_data
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.host import GatewayHost
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import react
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.store.client import Store
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from rollout_fakes import CUT
 
 from agentrl.documents.model_call import unpack_ids
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -14,8 +14,7 @@ from rollout_fakes import ScriptedEngine, format_of
 from agentrl.config.gateway import GatewayConfig
 from agentrl.documents.status import StopReason
 from agentrl.gateway.host import GatewayHost
-from agentrl.rollout.endpoint import Endpoint
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.store.client import Store
 

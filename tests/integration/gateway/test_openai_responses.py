@@ -10,7 +10,7 @@ import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 from rollout_fakes import CUT, PLAIN, ScriptedEngine, format_of
 
-from agentrl.rollout.endpoint import Endpoint
+from agentrl.rollout.agent_io import Endpoint
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration

@@ -70,7 +70,7 @@ async def test_all_that_was_written_together_is_there(store: Store) -> None:
     await asyncio.gather(*(store.model_calls.add(claim, make_call(claim, 1)) for claim in claims))
     for status in (RecordStatus.COMPLETED, RecordStatus.SCORING):
         await asyncio.gather(*(store.records.advance(claim, status) for claim in claims))
-    statuses = await asyncio.gather(*(store.claims.score(claim, 0.5) for claim in claims))
+    statuses = await asyncio.gather(*(store.attempts.score(claim, 0.5) for claim in claims))
     assert sorted(statuses) == sorted([TaskStatus.RUNNING, TaskStatus.WAITING] * (COUNT // 2))
     for claim in claims:
         record = await store.records.get(claim.record_id)
@@ -82,7 +82,7 @@ async def test_all_that_was_written_together_is_there(store: Store) -> None:
 async def test_one_that_lost_its_slot_is_refused_and_the_others_are_not(store: Store) -> None:
     claims = await claim_all(store)
     lost, others = claims[5], [*claims[:5], *claims[6:]]
-    await store.claims.fail(lost, Failure(kind="tool", message="x"), max_attempts=3, backoff_seconds=60)
+    await store.attempts.fail(lost, Failure(kind="tool", message="x"), max_attempts=3, backoff_seconds=60)
     writes = (store.model_calls.add(claim, make_call(claim, 0)) for claim in claims)
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert isinstance(results[5], LeaseLostError)

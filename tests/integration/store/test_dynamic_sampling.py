@@ -13,7 +13,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, task_key
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -42,7 +42,7 @@ async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(s
             assert claimed.task.order == order
             await run.score(store, claimed, value)
         assert await finalizer.run_waiting() == 1
-        told.append(await store.training.open_groups("train"))
+        told.append(await store.groups.count_open("train"))
     assert told == [0, 0, 1]
     assert await take(store) is None
     assert {item.task for item in await store.training.ready("train")} == {task_key("train", 0, "2")}
@@ -59,7 +59,7 @@ async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> Non
             await store.model_calls.add(claimed, run.call(claimed, 0, 0, 2))
             await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
             await store.records.advance(claimed, RecordStatus.SCORING)
-            await store.claims.score(claimed, value, {"scorer": "exact"})
+            await store.attempts.score(claimed, value, {"scorer": "exact"})
         else:
             await run.score(store, claimed, value)
     assert await GroupFinalizer(store, config, split="train", seed=0).run_waiting() == 1

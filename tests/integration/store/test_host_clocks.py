@@ -16,7 +16,7 @@ from agentrl.documents import base
 from agentrl.documents.images import Image
 from agentrl.documents.run import InferenceService
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store.admin.image_retention import ImageRetention
+from agentrl.store.admin.retention import ImageRetention
 from agentrl.store.client import Store, open_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack]

@@ -79,7 +79,7 @@ class OfEpoch(Kind):
 
 class OfSlot(Kind):
     async def take(self, owner: str, seconds: float) -> Claim | None:
-        if await self.store.tasks.count("train", 0) == 0:
+        if await self.store.epochs.count("train", 0) == 0:
             key = task_key("train", 0, "a")
             task = Task(
                 id=key, task_id="a", split="train", epoch=0, order=0, query="?", slots=(Slot(traj_id=0),)
@@ -95,7 +95,7 @@ class OfSlot(Kind):
         await self.store.records.create(held)
 
     async def release(self, held: Claim) -> None:
-        await self.store.claims.release(held)
+        await self.store.attempts.release(held)
 
 
 class OfRequest(Kind):

@@ -18,7 +18,7 @@ from legal_history import History
 from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.config.schema import GroupConfig
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 from agentrl.store.mechanics import step_chunks
 

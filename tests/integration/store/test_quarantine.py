@@ -23,7 +23,7 @@ from agentrl.documents.status import DataStatus
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.snapshot.trajectory_page import render_rows
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
 

@@ -26,12 +26,12 @@ pytestmark = pytest.mark.integration
 
 _KILLED = """
 import asyncio, os, signal, sys
-from agentrl.cli import runs
-from agentrl.store.admin import rename
+from agentrl.cli.runs import main
+from agentrl.store.admin import runs
 
 place, words = sys.argv[1], sys.argv[2:]
-owner, name = {"copy": (rename.Transfer, "copy"), "paths": (rename.Rename, "_rewrite_paths"),
-               "move": (rename, "_move"), "drop": (rename.Rename, "_copy")}[place]
+owner, name = {"copy": (runs.Transfer, "copy"), "paths": (runs.Rename, "_rewrite_paths"),
+               "move": (runs, "_move"), "drop": (runs.Rename, "_copy")}[place]
 work = getattr(owner, name)
 
 def kill():
@@ -46,7 +46,7 @@ def after_moving(*arguments):
     kill()
 
 setattr(owner, name, after_moving if place == "move" else after)
-raise SystemExit(runs.main(words))
+raise SystemExit(main(words))
 """
 
 

@@ -14,8 +14,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.regroup import Blocker
-from agentrl.store.admin.reopen import Reopening
+from agentrl.store.admin.reopen import Blocker, Reopening
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -30,7 +29,7 @@ async def group_of(
     await run.add_task(store, GROUP, 0, generations=len(kinds) + len(scores))
     for kind in kinds:
         failure = Failure(kind=kind, message="m")
-        await store.claims.fail(await run.claim(store), failure, max_attempts=1, backoff_seconds=0.0)
+        await store.attempts.fail(await run.claim(store), failure, max_attempts=1, backoff_seconds=0.0)
     for score in scores:
         await run.score(store, await run.claim(store), score)
 
@@ -60,7 +59,7 @@ async def test_only_slots_of_that_failure_open_with_all_their_attempts(
     assert (task.status, task.slots[0].attempt, task.slots[0].released) == (TaskStatus.RUNNING, 1, 1)
     claim = await run.claim(store)
     assert (claim.traj_id, claim.attempt) == (0, 2)
-    status = await store.claims.fail(
+    status = await store.attempts.fail(
         claim, Failure(kind="tool", message="m"), max_attempts=2, backoff_seconds=0.0
     )
     assert status is SlotStatus.OPEN
@@ -84,7 +83,7 @@ async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     records = await store.records.by_task(GROUP)
     assert [record.status for record in records] == [RecordStatus.FAILED] + [RecordStatus.SCORED] * 3
     assert {record.advantage for record in records} == {None}
-    assert await store.training.open_groups("train") == 1
+    assert await store.groups.count_open("train") == 1
     assert await violations(store) == []
     await run.score(store, await run.claim(store), 0.0)
     assert await finalize(store) == 1
@@ -97,10 +96,10 @@ async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Pa
     await group_of(store, "tool")
     assert await finalize(store) == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
-    await store.training.plan_step(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
+    await store.steps.plan(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
     reopening = Reopening(store.connection)
     assert (await reopening.reopen(["tool"])).left == {Blocker.TRAINED: 1}
-    await store.training.commit_step("1/1", {}, data)
+    await store.steps.commit("1/1", {}, data)
     done = await reopening.reopen()
     assert (done.slots, done.left) == (0, {Blocker.TRAINED: 1})
     assert (await task_of(store)).status is TaskStatus.COMPLETED

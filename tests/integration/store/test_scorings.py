@@ -8,10 +8,10 @@ from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.errors import LeaseLostError
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admission import Needs
 from agentrl.store.client import Store
-from agentrl.store.needs import Needs
 
 pytestmark = pytest.mark.integration
 
@@ -75,20 +75,20 @@ async def test_a_failed_score_leaves_the_trajectory_sampled_and_another_process_
     await load(store, "a")
     first = await sampled(store)
     await store.records.advance(first, RecordStatus.SCORING)
-    assert await store.scorings.postpone(first, WHY, max_scorings=3, backoff_seconds=0) is SlotStatus.SAMPLED
+    assert await store.attempts.postpone(first, WHY, max_scorings=3, backoff_seconds=0) is SlotStatus.SAMPLED
     assert await status(store, first) is RecordStatus.COMPLETED
     assert await violations(store) == []
-    assert await store.scorings.waiting("train") == 1
+    assert await store.claims.unscored("train") == 1
     assert await store.claims.claim(split="train", owner="other", lease_seconds=60) is None
-    (second,) = await store.scorings.claim(split="train", owner="scorer", lease_seconds=60)
+    (second,) = await store.claims.claim_sampled(split="train", owner="scorer", lease_seconds=60)
     assert (second.record_id, second.attempt) == (first.record_id, 1)
     assert await violations(store) == []
     with pytest.raises(LeaseLostError):
         await store.records.advance(first, RecordStatus.SCORING)
     await store.records.advance(second, RecordStatus.SCORING)
-    assert await store.claims.score(second, 1.0, {"scorer": "agentcpm"}) is TaskStatus.WAITING
+    assert await store.attempts.score(second, 1.0, {"scorer": "agentcpm"}) is TaskStatus.WAITING
     assert (await slot(store, second)).score == 1.0
-    assert await store.scorings.waiting("train") == 0
+    assert await store.claims.unscored("train") == 0
 
 
 async def test_outages_use_up_no_attempt_to_score_and_failures_do(store: Store) -> None:
@@ -99,16 +99,16 @@ async def test_outages_use_up_no_attempt_to_score_and_failures_do(store: Store) 
         (True, 2, SlotStatus.FAILED),
     ):  # fmt: skip
         await store.records.advance(claim, RecordStatus.SCORING)
-        found = await store.scorings.postpone(claim, WHY, max_scorings=2, backoff_seconds=0, counts=counts)
+        found = await store.attempts.postpone(claim, WHY, max_scorings=2, backoff_seconds=0, counts=counts)
         assert found is expected
         assert (await slot(store, claim)).scorings == scorings
         if expected is SlotStatus.SAMPLED:
-            (claim,) = await store.scorings.claim(split="train", owner="scorer", lease_seconds=60)
+            (claim,) = await store.claims.claim_sampled(split="train", owner="scorer", lease_seconds=60)
     record = await store.records.get(claim.record_id)
     assert record is not None
     assert record.failure is not None
     assert (record.status, record.failure.kind) == (RecordStatus.FAILED, "scorer")
-    assert store.claims.completed.take("train") == [claim.task.id]
+    assert store.attempts.completed.take("train") == [claim.task.id]
     assert await violations(store) == []
 
 
@@ -121,9 +121,9 @@ async def test_a_sampled_trajectory_is_not_sampled_again_when_its_process_dies(
     for claim in (released, reaped, taken):
         if scoring:
             await store.records.advance(claim, RecordStatus.SCORING)
-    await store.claims.release(released)
+    await store.attempts.release(released)
     await expire(store, reaped)
-    assert await store.claims.reap("train") == 1
+    assert await store.expired_leases.reap("train") == 1
     await expire(store, taken)
     assert await store.claims.claim(split="train", owner="other", lease_seconds=60) is None
     for claim in (released, reaped, taken):
@@ -134,7 +134,7 @@ async def test_a_sampled_trajectory_is_not_sampled_again_when_its_process_dies(
     queued = [
         claim
         for _ in range(3)
-        for claim in await store.scorings.claim(split="train", owner="scorer", lease_seconds=60)
+        for claim in await store.claims.claim_sampled(split="train", owner="scorer", lease_seconds=60)
     ]
     assert {claim.record_id for claim in queued} == {item.record_id for item in (released, reaped, taken)}
 
@@ -164,10 +164,10 @@ async def test_nothing_is_claimed_that_needs_what_is_down(store: Store) -> None:
 
 async def test_scores_of_a_scorer_that_is_down_are_left_in_the_queue(store: Store) -> None:
     await load(store, "a")
-    await store.claims.release(await sampled(store))
+    await store.attempts.release(await sampled(store))
     down = {"without_scorers": ["agentcpm"]}
-    assert await store.scorings.claim(split="train", owner="s", lease_seconds=60, **down) == []  # type: ignore[arg-type]
-    assert len(await store.scorings.claim(split="train", owner="s", lease_seconds=60)) == 1
+    assert await store.claims.claim_sampled(split="train", owner="s", lease_seconds=60, **down) == []  # type: ignore[arg-type]
+    assert len(await store.claims.claim_sampled(split="train", owner="s", lease_seconds=60)) == 1
 
 
 async def test_nothing_is_taken_over_within_a_lease_after_an_outage_of_the_database(store: Store) -> None:
@@ -177,7 +177,7 @@ async def test_nothing_is_taken_over_within_a_lease_after_an_outage_of_the_datab
     await expire(store, claim)
     store.connection.outage.call_failed("gone", 1.0)
     store.connection.outage.call_succeeded()
-    assert await store.claims.reap("train", grace_seconds=60) == 0
+    assert await store.expired_leases.reap("train", grace_seconds=60) == 0
     assert await store.claims.claim(split="train", owner="other", lease_seconds=60) is None
     assert await store.claims.heartbeat([claim], 60) == []
     assert (await slot(store, claim)).attempt == 1

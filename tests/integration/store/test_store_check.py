@@ -23,10 +23,10 @@ from agentrl.data.verify import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
-from agentrl.store.admin.check.findings import Invariant, Report
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
-from agentrl.store.admin.check.run import Checks
-from agentrl.store.admin.checkpoints import Checkpoint, newest_checkpoint
+from agentrl.store.admin.check.report import Invariant, Report
+from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -127,15 +127,15 @@ async def test_a_run_at_its_end_has_no_violation(store: Store, tmp_path: Path) -
 
 
 async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path) is None
+    assert read_checkpoints(tmp_path) == []
     for step in (9, 10):
         folder = tmp_path / f"checkpoint-{step:06d}"
         folder.mkdir()
         (folder / "state.json").write_text(f'{{"step": {step}, "train_steps": ["1/1"]}}', encoding="utf-8")
-    assert newest_checkpoint(tmp_path) == Checkpoint("checkpoint-000010", 10, ("1/1",))
+    assert read_checkpoints(tmp_path)[-1] == Checkpoint("checkpoint-000010", 10, ("1/1",))
     (folder / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
-        newest_checkpoint(tmp_path)
+        read_checkpoints(tmp_path)
 
 
 async def test_what_is_right_the_second_time_is_no_violation(store: Store, weights: Path) -> None:

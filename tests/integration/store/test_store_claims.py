@@ -16,12 +16,12 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents import base
 from agentrl.documents import record as document_record
 from agentrl.documents import task as document_task
-from agentrl.documents.record import Failure
+from agentrl.documents.record import Failure, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.errors import LeaseLostError, StoreError
-from agentrl.store import claims
+from agentrl.store import expired_leases
 from agentrl.store.admission import GroupAdmission, GroupLimit
 from agentrl.store.client import Store, open_store
 from agentrl.store.groups import GroupOutcome
@@ -95,7 +95,7 @@ async def score(store: Store, claim: Claim, value: float = 1.0) -> TaskStatus:
     await store.records.create(claim)
     for status in (RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING):
         await store.records.advance(claim, status)
-    return await store.claims.score(claim, value, {"why": "$test"})
+    return await store.attempts.score(claim, value, {"why": "$test"})
 
 
 async def slot_of(store: Store, claim: Claim) -> Slot:
@@ -128,7 +128,7 @@ async def test_begun_groups_come_first_and_admission_limits_new_ones(store: Stor
     further = await take(store, limit=2)
     assert further is not None
     assert further.task.order == 1
-    assert await store.training.open_groups("train") == 2
+    assert await store.groups.count_open("train") == 2
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store
 async def test_a_limit_that_was_worked_out_before_a_step_admits_nothing_after_it(store: Store) -> None:
     await store.tasks.load(make_tasks(3, generations=1))
     step = TrainStep(id="1/1", step=1, policy_version=0, data=(), owner="t")
-    await store.training.plan_step(step)
+    await store.steps.plan(step)
     assert await take(store, limit=GroupLimit(1, after_step=0)) is not None
-    await store.training.commit_step(step.id, {}, ())
+    await store.steps.commit(step.id, {}, ())
     assert await take(store, limit=GroupLimit(2, after_step=0)) is None
     assert await take(store, limit=GroupLimit(2, after_step=1)) is not None
 
@@ -152,8 +152,8 @@ async def test_a_limit_that_was_worked_out_before_a_step_admits_nothing_after_it
 async def commit(store: Store, step: int) -> None:
     """A step that trains nothing."""
     planned = TrainStep(id=f"1/{step}", step=step, policy_version=0, data=(), owner="t")
-    await store.training.plan_step(planned)
-    await store.training.commit_step(planned.id, {}, ())
+    await store.steps.plan(planned)
+    await store.steps.commit(planned.id, {}, ())
 
 
 async def unclaimed(store: Store) -> dict[str, int]:
@@ -166,7 +166,7 @@ async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
     await store.tasks.load(make_tasks(9, generations=2))
     assert await take(store, limit=6) is not None
     assert await unclaimed(store) == {"1": 2, "2": 3, "3": 4, "4": 5, "5": 6}
-    assert await store.training.open_groups("train") == 6
+    assert await store.groups.count_open("train") == 6
     counts = await store.tasks.counts("train")
     assert (counts[TaskStatus.RUNNING], counts[TaskStatus.CREATED]) == (6, 3)
 
@@ -174,7 +174,7 @@ async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
 async def test_one_admission_takes_64_slots_at_most(store: Store) -> None:
     await store.tasks.load(make_tasks(9, generations=30))
     assert await take(store, limit=9) is not None
-    assert await store.training.open_groups("train") == 3
+    assert await store.groups.count_open("train") == 3
 
 
 async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Store) -> None:
@@ -189,7 +189,7 @@ async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Sto
     assert await take(store, limit=0) is None
     assert len(await unclaimed(store)) == 4
     await score(store, first)
-    await store.training.finalize_group(first.task.id, lambda task, records, calls: GroupOutcome())
+    await store.groups.finalize(first.task.id, lambda task, records, calls: GroupOutcome())
     third = await take(store, limit=lagging)
     assert third is not None
     assert third.task.order == 2
@@ -214,7 +214,7 @@ async def test_a_group_that_was_claimed_once_is_open_to_every_claimer(store: Sto
     await store.tasks.load(make_tasks(1, generations=2))
     claim = await take(store, limit=GroupLimit(1, after_step=0))
     assert claim is not None
-    await store.claims.release(claim)
+    await store.attempts.release(claim)
     assert await take(store, limit=0) is not None
 
 
@@ -255,7 +255,7 @@ async def test_16_claimers_never_open_more_groups_than_allowed(crowd: list[Store
                 await mine.wait_for_change("Task", timeout=0.02)
                 continue
             if await score(mine, claim) is TaskStatus.WAITING:
-                await mine.training.finalize_group(claim.task.id, lambda task, records, calls: GroupOutcome())
+                await mine.groups.finalize(claim.task.id, lambda task, records, calls: GroupOutcome())
             scored += 1
 
     async with asyncio.timeout(90):
@@ -276,7 +276,7 @@ async def test_an_opening_that_dies_before_its_commit_leaves_nothing(
         patched.setattr(GroupAdmission, "_admit", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, limit=1)
-    assert await store.training.open_groups("train") == 0
+    assert await store.groups.count_open("train") == 0
     assert await take(store, limit=1) is not None
 
 
@@ -294,11 +294,11 @@ async def assert_fenced(store: Store, old: Claim) -> None:
     """Whatever the owner of a lost claim writes is refused."""
     failure = Failure(kind="engine", message="x")
     with pytest.raises(LeaseLostError):
-        await store.claims.score(old, 1.0)
+        await store.attempts.score(old, 1.0)
     with pytest.raises(LeaseLostError):
-        await store.claims.fail(old, failure, max_attempts=3, backoff_seconds=1)
+        await store.attempts.fail(old, failure, max_attempts=3, backoff_seconds=1)
     with pytest.raises(LeaseLostError):
-        await store.claims.release(old)
+        await store.attempts.release(old)
     with pytest.raises(LeaseLostError):
         await store.records.advance(old, RecordStatus.SCORING)
     assert await store.claims.heartbeat([old], 60) == [old]
@@ -332,6 +332,10 @@ async def test_a_takeover_fences_the_old_owner_and_ends_its_record(store: Store)
     assert (await slot_of(store, new)).score == 0.25
 
 
+async def failures(store: Store, task_id: str) -> list[Record]:
+    return [each for each in await store.records.by_task(task_id) if each.status is RecordStatus.FAILED]
+
+
 async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     await store.tasks.load(make_tasks(1, generations=1))
     old = await lose(store, RecordStatus.RUNNING)
@@ -340,11 +344,11 @@ async def test_a_takeover_is_all_or_nothing(store: Store, monkeypatch: pytest.Mo
         raise StoreError("killed")
 
     with monkeypatch.context() as patched:
-        patched.setattr(claims, "end_record", die)
+        patched.setattr(expired_leases, "end_records", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, "new")
         with pytest.raises(StoreError, match="killed"):
-            await store.claims.reap("train")
+            await store.expired_leases.reap("train")
     slot = await slot_of(store, old)
     assert (slot.owner, slot.attempt, slot.status) == ("old", 1, SlotStatus.RUNNING)
     record = await store.records.get(old.record_id)
@@ -356,10 +360,10 @@ async def test_an_attempt_without_a_record_gets_one_and_its_owner_cannot_make_an
     await store.tasks.load(make_tasks(1, generations=1))
     old = await take_one(store, "old")
     await expire(store, old)
-    assert await store.claims.reap("train") == 1
+    assert await store.expired_leases.reap("train") == 1
     with pytest.raises(LeaseLostError):
         await store.records.create(old)
-    (failed,) = await store.records.failures(old.task.id)
+    (failed,) = await failures(store, old.task.id)
     assert failed.failure is not None
     assert (failed.id, failed.owner, failed.failure.kind) == (old.record_id, "old", "lease")
 
@@ -378,7 +382,7 @@ async def test_a_clock_that_is_wrong_neither_ends_nor_lengthens_a_lease(
     assert expires is not None
     assert timedelta(seconds=30) < expires - server_now <= timedelta(seconds=60)
     assert await take(store, "b") is None
-    assert await store.claims.reap("train") == 0
+    assert await store.expired_leases.reap("train") == 0
     assert await store.claims.heartbeat([claim], 60) == []
     await expire(store, claim)
     assert (await take_one(store, "b")).attempt == 2
@@ -400,16 +404,16 @@ async def test_release_hands_back_at_once_and_does_not_count(store: Store) -> No
     for _ in range(5):
         claim = await take_one(store)
         await store.records.create(claim)
-        await store.claims.release(claim)
+        await store.attempts.release(claim)
     slot = await slot_of(store, claim)
     assert (slot.status, slot.attempt, slot.released, slot.owner) == (SlotStatus.OPEN, 5, 5, None)
     records = await store.records.by_task(claim.task.id)
     assert {(record.status, record.failure, record.score) for record in records} == {
         (RecordStatus.RELEASED, None, None)
     }
-    assert await store.records.failures(claim.task.id) == []
+    assert await failures(store, claim.task.id) == []
     again = await take_one(store)
-    outcome = await store.claims.fail(
+    outcome = await store.attempts.fail(
         again, Failure(kind="engine", message="x"), max_attempts=2, backoff_seconds=0.001
     )
     assert outcome is SlotStatus.OPEN
@@ -420,18 +424,18 @@ async def test_failures_back_off_and_end_at_max_attempts(store: Store) -> None:
     failure = Failure(kind="scorer", message="it raised")
     claim = await take_one(store)
     await store.records.create(claim)
-    status = await store.claims.fail(claim, failure, max_attempts=2, backoff_seconds=3600)
+    status = await store.attempts.fail(claim, failure, max_attempts=2, backoff_seconds=3600)
     assert status is SlotStatus.OPEN
     assert await take(store) is None
     slots = {"slots.0.not_before": None}
     await store.database["Task"].update_one({"_id": claim.task.id}, {"$set": slots})
     second = await take_one(store)
     await store.records.create(second)
-    assert await store.claims.fail(second, failure, max_attempts=2, backoff_seconds=1) is SlotStatus.FAILED
+    assert await store.attempts.fail(second, failure, max_attempts=2, backoff_seconds=1) is SlotStatus.FAILED
     task = await store.tasks.get(claim.task.id)
     assert task is not None
     assert task.status is TaskStatus.WAITING
-    history = await store.records.failures(task.id, claim.traj_id)
+    history = [each for each in await failures(store, task.id) if each.traj_id == claim.traj_id]
     assert [(record.attempt, record.status, record.score) for record in history] == [
         (1, RecordStatus.FAILED, None), (2, RecordStatus.FAILED, None),
     ]  # fmt: skip
@@ -443,12 +447,12 @@ async def test_failures_back_off_and_end_at_max_attempts(store: Store) -> None:
 async def test_the_wait_doubles_with_each_attempt_and_is_spread(store: Store) -> None:
     await store.tasks.load(make_tasks(1, generations=1))
     released = await take_one(store)
-    await store.claims.release(released)
+    await store.attempts.release(released)
     failure = Failure(kind="engine", message="x")
     waits = []
     for _ in range(4):
         claim = await take_one(store)
-        await store.claims.fail(claim, failure, max_attempts=9, backoff_seconds=100)
+        await store.attempts.fail(claim, failure, max_attempts=9, backoff_seconds=100)
         task = await store.tasks.get(claim.task.id)
         assert task is not None
         due = task.slots[0].not_before
@@ -467,10 +471,10 @@ async def test_reap_frees_dead_claims_and_fails_the_exhausted(store: Store) -> N
     dead = await take_one(store)
     await store.records.create(dead)
     await expire(store, dead)
-    assert await store.claims.reap("train", max_attempts=1) == 1
+    assert await store.expired_leases.reap("train", max_attempts=1) == 1
     assert (await slot_of(store, dead)).status is SlotStatus.FAILED
     assert (await slot_of(store, alive)).status is SlotStatus.RUNNING
-    assert await store.claims.reap("train", max_attempts=1) == 0
+    assert await store.expired_leases.reap("train", max_attempts=1) == 0
     record = await store.records.get(dead.record_id)
     assert record is not None
     assert record.status is RecordStatus.FAILED
@@ -481,8 +485,8 @@ async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store
     claims = [await take_one(store, f"w{number}") for number in range(8)]
     statuses = await asyncio.gather(*(score(store, claim) for claim in claims))
     assert sorted(status.value for status in statuses) == ["running"] * 7 + ["waiting"]
-    assert await store.claims.score(claims[0], 1.0) is TaskStatus.WAITING
-    assert await store.training.waiting_groups("train") == ["train/0/0"]
+    assert await store.attempts.score(claims[0], 1.0) is TaskStatus.WAITING
+    assert await store.groups.waiting("train") == ["train/0/0"]
 
 
 async def test_states_move_along_edges_only(store: Store) -> None:
@@ -492,5 +496,5 @@ async def test_states_move_along_edges_only(store: Store) -> None:
     with pytest.raises(StoreError, match="cannot become scoring"):
         await store.records.advance(claim, RecordStatus.SCORING)
     with pytest.raises(StoreError, match="is not being scored"):
-        await store.claims.score(claim, 1.0)
+        await store.attempts.score(claim, 1.0)
     assert (await slot_of(store, claim)).status is SlotStatus.RUNNING

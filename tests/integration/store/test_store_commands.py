@@ -20,10 +20,10 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.record import Failure
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus, TaskStatus
-from agentrl.rollout.admission import Admission
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.sample import Admission
 from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
 from agentrl.store.admission import GroupLimit
@@ -115,7 +115,9 @@ def stages(plan: Any) -> Iterator[str]:
 
 async def everything_that_runs_in_a_loop(store: Store) -> None:
     """One turn of each loop of samplers, engines, trainer and housekeeping."""
-    claims, records, tasks, training = store.claims, store.records, store.tasks, store.training
+    claims, attempts, records, tasks, training = (
+        store.claims, store.attempts, store.records, store.tasks, store.training
+    )  # fmt: skip
     failure = Failure(kind="engine", message="x")
     for limit in (None, 50):
         claim = await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=limit)
@@ -125,20 +127,22 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
         await store.model_calls.add(claim, make_call(claim, 0))
         await claims.heartbeat([claim], 60)
         await (
-            claims.release(claim) if limit else claims.fail(claim, failure, max_attempts=3, backoff_seconds=9)
+            attempts.release(claim)
+            if limit
+            else attempts.fail(claim, failure, max_attempts=3, backoff_seconds=9)
         )
     for _ in range(2):
         assert await claims.claim(split="train", owner="a", lease_seconds=60, max_groups_open=50) is not None
     await take_one(store, "dead", lease=0.0)
-    await claims.reap("train")
+    await store.expired_leases.reap("train")
     await take_one(store, "dead", lease=0.0)
     assert await claims.claim(split="train", owner="b", lease_seconds=60, max_groups_open=0) is not None
-    await training.waiting_groups("train")
+    await store.groups.waiting("train")
     await tasks.any_with_status("train", TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
     await tasks.unfinished("train")
     await tasks.epochs("train")
-    await training.open_groups("train")
-    await training.uncounted_groups("train")
+    await store.groups.count_open("train")
+    await store.groups.uncounted("train")
     for ranges in (((0, -1),), ((-4, -3), (-1, -1))):
         for spans in ("any", "all"):
             old = StaleVersions(ranges, spans)
@@ -152,9 +156,9 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     attempt = await store.trainer_lease.acquire("t", "host", os.getpid(), 60)
     await store.trainer_lease.renew(attempt, 60)
     ids, counted = [meta.id for meta in ready], [meta.task for meta in ready]
-    await training.plan_step(make_step(1, ids, str(attempt)), attempt=attempt)
-    await training.commit_step(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
-    await training.last_step()
+    await store.steps.plan(make_step(1, ids, str(attempt)), attempt=attempt)
+    await store.steps.commit(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
+    await store.steps.last()
     await store.policy_versions.latest()
     await store.policy_versions.newest_id()
     await store.policy_versions.steps_above(-1)
@@ -174,8 +178,8 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     await watched.tasks.load(make_tasks(40)[3:])
     await watched.trainer_lease.acquire("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     COMMANDS.record(watched)
-    for task_id in await watched.training.waiting_groups("train"):
-        await watched.training.finalize_group(task_id, decide)
+    for task_id in await watched.groups.waiting("train"):
+        await watched.groups.finalize(task_id, decide)
     await everything_that_runs_in_a_loop(watched)
     explained = set()
     for query in queries(COMMANDS.stop(watched)):
@@ -208,7 +212,7 @@ async def test_a_look_for_leases_that_ran_out_reads_no_task_whose_leases_run(wat
         await take_one(watched, "alive", lease=600)
     await end_leases(watched, 0)
     COMMANDS.record(watched)
-    assert await watched.claims.reap("train") == 2
+    assert await watched.expired_leases.reap("train") == 2
     await take_one(watched, "other", lease=600)
     await take_one(watched, "other", lease=600)
     await end_leases(watched, 1)

@@ -13,7 +13,7 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import task_key
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.check.run import Checks
+from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -30,7 +30,7 @@ async def test_turn_rewards_reach_the_training_data_and_check_out(store: Store) 
         await store.model_calls.add(claimed, run.call(claimed, 0, 0, 2))
         await store.records.advance(claimed, RecordStatus.COMPLETED, final_answer="4")
         await store.records.advance(claimed, RecordStatus.SCORING)
-        await store.claims.score(claimed, score, {"scorer": "own", "turn_rewards": rewards})
+        await store.attempts.score(claimed, score, {"scorer": "own", "turn_rewards": rewards})
     assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
     records = sorted(await store.records.by_task(key), key=lambda record: record.traj_id)
     assert [(r.advantage, r.turn_advantages) for r in records] == [(1.0, (0.25,)), (-1.0, (-0.25,))]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import gpus, launch
+from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
 from agentrl.cli.launch import Plan
-from agentrl.cli.memory_check import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Gpus
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import memory_check
-from agentrl.cli.memory_check import MemoryCheck
+from agentrl.cli import gpus
+from agentrl.cli.gpus import MemoryCheck
 from agentrl.cli.placement import Gpus, Placement
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
@@ -79,5 +79,5 @@ def test_what_cannot_be_planned_is_said_and_started(model: Path, monkeypatch: py
     (model / "config.json").write_text(json.dumps(CONFIG | {"vision_config": {}}), encoding="utf-8")
     lines = check(model)
     assert lines[-1].startswith("the trainer's memory is not checked: agentrl plan: error:")
-    monkeypatch.setattr(memory_check, "_PLAN_SECONDS", 0.01)
+    monkeypatch.setattr(gpus, "_PLAN_SECONDS", 0.01)
     assert check(model)[-1] == "the trainer's memory is not checked: no answer in 0.01 s"

@@ -21,7 +21,7 @@ from agentrl.config.schema import (
 )
 from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
-from agentrl.rollout.admission import Admission
+from agentrl.rollout.sample import Admission
 
 STEPS = 12
 GROUPS = 3

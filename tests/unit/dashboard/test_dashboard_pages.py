@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 from snapshots import short_call as call
 
-from agentrl.dashboard.failures import BadQueryError
 from agentrl.dashboard.pages.compare import pair_turns
 from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, edges, repeated_answers
 from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
-from agentrl.dashboard.query import read_form
+from agentrl.dashboard.query import BadQueryError, read_form
 from agentrl.documents.base import now
-from agentrl.store.views.rewards import ScoredTrajectory
+from agentrl.store.views.scores import ScoredTrajectory
 from agentrl.store.views.tokens import CallTokens, StepValues
 
 

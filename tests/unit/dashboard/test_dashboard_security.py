@@ -11,10 +11,9 @@ import pytest
 
 from agentrl.bounded_http import _Server
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard.app import create_app
-from agentrl.dashboard.options import DashboardOptions
 from agentrl.dashboard.render import asset
-from agentrl.dashboard.serve import ServeConfig, _listen, _token, serve
+from agentrl.dashboard.security import DashboardOptions
+from agentrl.dashboard.serve import _listen, _token, create_app, serve
 from agentrl.errors import ConfigError
 
 TOKEN = "a-token-of-some-length"
@@ -86,9 +85,9 @@ async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx.
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-async def test_plotly_comes_from_the_installed_package(guarded: httpx.AsyncClient) -> None:
+async def test_plotly_comes_with_the_package(guarded: httpx.AsyncClient) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Accept-Encoding": "identity"}
-    answer = await guarded.get(asset("plotly.min.js"), headers=headers)
+    answer = await guarded.get(asset("plotly-basic.min.js"), headers=headers)
     assert answer.status_code == 200
     assert "immutable" in answer.headers["cache-control"]
     assert len(answer.content) > 1_000_000
@@ -96,13 +95,13 @@ async def test_plotly_comes_from_the_installed_package(guarded: httpx.AsyncClien
 
 
 def test_every_dashboard_has_a_token_also_on_loopback(tmp_path: Path) -> None:
-    made = {_token(ServeConfig(run=RunConfig(), host=host)) for host in ("127.0.0.1", "::1", "0.0.0.0")}
+    made = {_token(None) for _ in range(3)}
     assert len(made) == 3
     assert min(map(len, made)) > 40
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text(f"{TOKEN}\n", encoding="utf-8")
-    assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
+    assert _token(file) == TOKEN
 
 
 async def test_only_a_token_that_is_made_here_is_printed(
@@ -117,8 +116,8 @@ async def test_only_a_token_that_is_made_here_is_printed(
     file.touch(0o600)
     file.write_text(TOKEN, encoding="utf-8")
     said: list[str] = []
-    await serve(ServeConfig(run=RunConfig(), host="0.0.0.0", token_file=file), said.append)
-    await serve(ServeConfig(run=RunConfig(), host="0.0.0.0"), said.append)
+    await serve(RunConfig(), said.append, host="0.0.0.0", token_file=file)
+    await serve(RunConfig(), said.append, host="0.0.0.0")
     assert said[0].endswith("/")
     assert "?token=" in said[1]
 
@@ -130,7 +129,7 @@ def test_a_useless_token_file_is_refused(tmp_path: Path, content: str | None) ->
         file.touch(0o600)
         file.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="token"):
-        _token(ServeConfig(run=RunConfig(), token_file=file))
+        _token(file)
 
 
 def test_a_token_file_that_every_user_can_read_is_refused(tmp_path: Path) -> None:
@@ -140,17 +139,17 @@ def test_a_token_file_that_every_user_can_read_is_refused(tmp_path: Path) -> Non
     file.chmod(0o644)
     file.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="can be read by every user of this machine"):
-        _token(ServeConfig(run=RunConfig(), token_file=file))
+        _token(file)
     file.parent.chmod(0o700)
-    assert _token(ServeConfig(run=RunConfig(), token_file=file)) == TOKEN
+    assert _token(file) == TOKEN
 
 
 def test_a_taken_port_is_named_and_the_default_moves_on() -> None:
-    with _listen(ServeConfig(run=RunConfig())) as first:
+    with _listen("127.0.0.1", None) as first:
         taken = first.getsockname()[1]
         with pytest.raises(ConfigError, match=str(taken)):
-            _listen(ServeConfig(run=RunConfig(), port=taken))
-        with _listen(ServeConfig(run=RunConfig())) as second:
+            _listen("127.0.0.1", taken)
+        with _listen("127.0.0.1", None) as second:
             assert second.getsockname()[1] != taken
     with pytest.raises(ConfigError, match="cannot listen"):
-        _listen(ServeConfig(run=RunConfig(), host="no.such.host.invalid"))
+        _listen("no.such.host.invalid", None)

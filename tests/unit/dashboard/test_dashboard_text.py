@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from agentrl.dashboard.text import ago, excerpt, visible
+from agentrl.dashboard.render import ago, excerpt, visible
 from agentrl.observe.terminal import MISSING
 
 ROOT = Path(__file__).parents[3]

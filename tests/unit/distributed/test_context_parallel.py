@@ -15,9 +15,14 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.distributed.context_parallel.attention import split_attention
-from agentrl.distributed.context_parallel.model import ContextParallel, check_context
-from agentrl.distributed.context_parallel.tokens import RankTokens, TokenExchange, split_tokens
+from agentrl.distributed.context_parallel import (
+    ContextParallel,
+    RankTokens,
+    TokenExchange,
+    check_context,
+    split_attention,
+    split_tokens,
+)
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.flex import BLOCK, forest_block_mask
 from agentrl.model.attention.sdpa import forest_mask

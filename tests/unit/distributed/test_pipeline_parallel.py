@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.mesh import Layout, Mesh
-from agentrl.distributed.pipeline_parallel.schedule import InFlight, PipelineModel
-from agentrl.distributed.pipeline_parallel.stages import (
+from agentrl.distributed.parallel_model import InFlight, PipelineModel
+from agentrl.distributed.pipeline_stages import (
     assign_layers,
     assign_model_layers,
     check_stages,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from test_environment_rollout import play
+from trajectories import score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import TaskFileError
-from agentrl.rollout.run_agent import score_trajectory
 
 PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 

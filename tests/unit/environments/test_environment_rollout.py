@@ -7,6 +7,7 @@ from typing import Any
 import number_game
 import pytest
 from rollout_fakes import ScriptedEngine, format_of
+from trajectories import score_trajectory
 
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
 from agentrl.documents.sampling import SamplingParams
@@ -14,12 +15,12 @@ from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import run_agent, score_trajectory
+from agentrl.rollout.run_agent import run_agent
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool

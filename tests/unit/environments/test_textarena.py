@@ -12,6 +12,7 @@ import yaml
 from environment_packages import needs_packages
 from fake_llm import fake_llm
 from test_environment_rollout import play
+from trajectories import score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
@@ -20,7 +21,6 @@ from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import read_task_source
 from agentrl.environments.textarena import Game
 from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
-from agentrl.rollout.run_agent import score_trajectory
 
 pytestmark = needs_packages
 

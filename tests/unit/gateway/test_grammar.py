@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
-from agentrl.gateway.grammar import CallShape, grammar_of
+from agentrl.gateway.answers import grammar_of
 from agentrl.gateway.request import GatewayRequest
 
 SHAPE = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", None, "")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.feedback import read_reward
 from agentrl.gateway.request import load_body
-from agentrl.gateway.rewards import read_reward
 
 
 class Gateways:

@@ -11,7 +11,7 @@ from agentrl.errors import ConfigError
 from agentrl.harness.command import find_program, folders_of
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import prepare
-from agentrl.rollout.agent_cfg import agent_cfg_path
+from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import check_agent
 
 BAD = {

@@ -12,8 +12,8 @@ import pytest
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError
 from agentrl.inference.control import load_seconds
-from agentrl.inference.engines import process
-from agentrl.inference.engines.process import engine_command
+from agentrl.inference.engines import commands
+from agentrl.inference.engines.commands import engine_command
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -29,8 +29,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with GPUs that nothing divides, and with every engine."""
     for name in VISIBLE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(process, "has_gpu", lambda: True)
-    monkeypatch.setattr(process, "engine_python", lambda _: "python")
+    monkeypatch.setattr(commands, "has_gpu", lambda: True)
+    monkeypatch.setattr(commands, "engine_python", lambda _: "python")
 
 
 def told(folder: Path, engine: Any, **flags: Any) -> dict[str, str]:
@@ -54,7 +54,7 @@ def test_an_engine_is_told_the_dtype_of_the_folder(folder: Path, engine: str) ->
 def test_on_a_cpu_weights_are_held_in_float32(
     folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "has_gpu", lambda: False)
+    monkeypatch.setattr(commands, "has_gpu", lambda: False)
     flags = told(folder, engine)
     assert flags["--dtype"] == "float32"
     assert "32" in (flags.get("--max-running-requests"), flags.get("--max-num-seqs"))

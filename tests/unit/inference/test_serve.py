@@ -15,7 +15,7 @@ from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailab
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine, _starting_weights
-from agentrl.weights.manifest import write_manifest
+from agentrl.weights.model_folder import write_manifest
 
 
 class Services:

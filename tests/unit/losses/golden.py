@@ -10,10 +10,10 @@ from recipes import RECIPES
 from torch import Tensor
 
 from agentrl.config.loss import OldLogprobs
+from agentrl.data.freshness import whitened
 from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.settings import LossSettings
-from agentrl.losses.whitening import whitened
 
 TOLERANCE = 1e-4
 

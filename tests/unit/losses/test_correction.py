@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.config.loss import Correction, parse_corrections
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TrajectoryMeans
-from agentrl.losses.correction import divergence, out_of_bound, weigh
+from agentrl.losses.compute import divergence, out_of_bound, weigh
 from agentrl.losses.settings import LossSettings
 
 

@@ -13,8 +13,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import build_executor
-from agentrl.model.attention.sdpa import forest_mask
-from agentrl.model.attention.varlen import Segment, SegmentPlan, plan_segments, split_segments
+from agentrl.model.attention.sdpa import Segment, SegmentPlan, forest_mask, plan_segments, split_segments
 from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.train.memory import enable_checkpointing
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
-from agentrl.model.load import architecture, base_folder, load_policy
+from agentrl.model.load import load_policy
+from agentrl.weights.folder import architecture, base_folder
 from agentrl.weights.model_folder import save_model_files, weight_bytes
 
 

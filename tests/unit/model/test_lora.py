@@ -16,8 +16,8 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
-from agentrl.weights.adapter_folder import is_adapter
-from agentrl.weights.published import PublishedModel
+from agentrl.weights.folder import is_adapter
+from agentrl.weights.sharded_writer import PublishedModel
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])

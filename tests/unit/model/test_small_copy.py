@@ -8,11 +8,10 @@ from tiny_models import tiny_model
 from torch import nn
 from transformers import LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl.distributed.pipeline_parallel.stages import assign_layers, check_stages
+from agentrl.distributed.pipeline_stages import assign_layers, check_stages
 from agentrl.errors import ModelError
-from agentrl.model.empty import allocate, is_empty, placeholders
-from agentrl.model.forward import check_model
-from agentrl.model.small_copy import list_kinds, small_copy
+from agentrl.model.forward import check_model, list_kinds, small_copy
+from agentrl.model.load import allocate, is_empty, placeholders
 
 
 class ScaledLlama(LlamaForCausalLM):

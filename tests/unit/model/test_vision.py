@@ -21,7 +21,7 @@ from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError, ModelError
 from agentrl.model.forward import ForwardOptions, check_model
-from agentrl.model.pixels import PixelReader
+from agentrl.model.vision import PixelReader
 
 PAD, START, END = (IDS[f"<|{name}|>"] for name in ("image_pad", "vision_start", "vision_end"))
 KINDS = ("qwen2_5_vl", "qwen3_vl")

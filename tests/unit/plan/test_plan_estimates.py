@@ -9,11 +9,9 @@ import pytest
 from transformers import Qwen3Config
 
 from agentrl.distributed.mesh import Layout
-from agentrl.plan.gpus import parse_gpus
+from agentrl.plan.estimates import Services, StepTime, estimate_step, size_services
 from agentrl.plan.model import PlannedModel, open_model
-from agentrl.plan.services import Services, size_services
-from agentrl.plan.step_time import StepTime, estimate_step
-from agentrl.plan.workload import Workload
+from agentrl.plan.workload import Workload, parse_gpus
 
 WORK = Workload(
     groups=4, group_size=8, trajectory_tokens=4000, turns=10, trained_share=0.5,

@@ -7,9 +7,8 @@ import pytest
 from agentrl.config.load import Configs, parse
 from agentrl.config.plan import PlanConfig
 from agentrl.errors import ConfigError
-from agentrl.plan.gpus import parse_gpus
-from agentrl.plan.layouts import list_layouts, name_of
-from agentrl.plan.workload import build_workload
+from agentrl.plan.search import list_layouts, name_of
+from agentrl.plan.workload import build_workload, parse_gpus
 
 
 def configs(*flags: str) -> Configs:

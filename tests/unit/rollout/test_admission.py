@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import SamplingConfig, TrainConfig
-from agentrl.rollout.admission import Admission
+from agentrl.rollout.sample import Admission
 from agentrl.store.admission import GroupLimit
 
 

@@ -10,9 +10,9 @@ from agentrl.documents.model_call import full_messages, unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.documents.task_json import make_task
 from agentrl.errors import ConfigError, ToolServerError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS
 from agentrl.rollout.context import SUMMARY_HEADING, without_tools
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

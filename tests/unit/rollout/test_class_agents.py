@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trajectories import Trajectory
+from trajectories import Trajectory, score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.status import StopReason
 from agentrl.errors import ConfigError, FailureError, ScorerError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, agent
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import score_trajectory
 from agentrl.scoring.scorers import ScorerContext, ScoreResult
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

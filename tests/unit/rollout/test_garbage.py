@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentrl.rollout.garbage import collect_while_idle
+from agentrl.rollout.housekeeping import collect_while_idle
 
 
 class Node:

@@ -10,7 +10,7 @@ from trajectories import Trajectory, converted, trained
 from agentrl.chat.chat_format import Message
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import TrajectoryError
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

@@ -11,10 +11,9 @@ from trajectories import Trajectory, trained
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, FailureError, TrajectoryError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, agent
-from agentrl.rollout.current import current_rollout
-from agentrl.rollout.outcome import Outcome
-from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.rollout import Rollout, current_rollout
 
 pytest.importorskip("langgraph", reason="not installed: langgraph (pip install 'agentrl[langgraph]')")
 
@@ -26,11 +25,7 @@ from langgraph.graph.message import add_messages
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from agentrl.rollout.langgraph import PolicyChatModel, policy_tools, run_graph
-from agentrl.rollout.langgraph.agent_graph import (
-    AgentGraphOutput,
-    BaseAgentGraph,
-    CustomChatModel,
-)
+from agentrl.rollout.langgraph.agent_graph import AgentGraphOutput, BaseAgentGraph, CustomChatModel
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 

@@ -9,9 +9,9 @@ import pytest
 
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
 from agentrl.rollout import breaker
-from agentrl.rollout.late_servers import LateServers
+from agentrl.rollout.holding import LateServers
 from agentrl.rollout.outages import Outages
-from agentrl.store.needs import NOTHING, Needs
+from agentrl.store.admission import NOTHING, Needs
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
-from agentrl.rollout.outcome import Outcome
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import ContextManager, Rollout
 
 TEMPLATES = {"all": models.KEEPS_ALL, "tool_cycle": models.KEEPS_CYCLE, "none": models.KEEPS_NONE}

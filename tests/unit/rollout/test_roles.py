@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 from fake_llm import FakeLLM, fake_llm
-from trajectories import Trajectory, converted
+from trajectories import Trajectory, converted, score_trajectory
 
 from agentrl.config.schema import SamplingConfig
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.status import CallStatus, StopReason
 from agentrl.errors import ConfigError, TrajectoryError
+from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import react
 from agentrl.rollout.fixed_model import FixedModel
-from agentrl.rollout.outcome import Outcome
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import score_trajectory
 
 ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 SECRET = "sk-not-for-anyones-eyes-123456"

@@ -11,18 +11,17 @@ from snapshots import NOW, engine, printed, rows, snapshot, step_row, steps
 
 from agentrl.documents.run import Evaluation, Outage, PolicyVersion, TrainerLease
 from agentrl.documents.status import EvaluationStatus, ServiceStatus, StepStatus
-from agentrl.snapshot.as_json import tables_json
-from agentrl.snapshot.run_tables import render_tables
-from agentrl.snapshot.snapshot import Details
-from agentrl.store.views.rows import (
+from agentrl.snapshot.run_tables import render_tables, tables_json
+from agentrl.store.views.counts import FailureCount
+from agentrl.store.views.details import (
     DataCount,
-    EngineRow,
     EnvironmentCount,
-    FailureCount,
     GroupCount,
     LengthBias,
     PromptTokens,
+    RunDetails,
 )
+from agentrl.store.views.rows import EngineRow
 
 
 def state(**changes: Any) -> str:
@@ -71,7 +70,7 @@ def state(**changes: Any) -> str:
         "environments": changes.pop("environments", []), "versions": [version],
         "steps": [step_row(6), step_row(7, status=StepStatus.PLANNED, committed_at=None, metrics={})],
     }  # fmt: skip
-    return printed(render_tables(snapshot(**(run | changes)), Details(**details)), 220)
+    return printed(render_tables(snapshot(**(run | changes)), RunDetails(**details)), 220)
 
 
 def test_the_state_of_a_run_is_tables() -> None:
@@ -97,7 +96,7 @@ def test_the_state_of_a_run_is_tables() -> None:
 
 def test_tables_without_rows_are_left_out() -> None:
     nothing: dict[str, Any] = {"tasks": {}, "records": {}, "engines": (), "steps": ()}
-    details = Details(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
+    details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
     run = snapshot(**nothing, lease=TrainerLease(), liveness={"claims": {}, "engines": ()})
     assert run.empty
     assert not snapshot().empty
@@ -113,7 +112,7 @@ def test_what_is_wrong_comes_first() -> None:
 
 
 def test_the_json_has_every_key() -> None:
-    details = Details(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
+    details = RunDetails(groups=(), data=(), lengths=(), prompts=(), environments=(), versions=(), steps=())
     keys = (
         "run_name tasks records failures groups data lengths prompts samplers outages past_outages"
         " waiting_for_score engines versions steps settings configurations environments evaluations at"

@@ -18,11 +18,10 @@ from agentrl.documents.run import Outage, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import ConfigError, StoreUnavailableError
 from agentrl.observe.terminal import excerpt
-from agentrl.snapshot.as_json import status_json
 from agentrl.snapshot.findings import findings
 from agentrl.snapshot.snapshot import RunSnapshot
-from agentrl.snapshot.status_screen import amount, render_run_status, sparkline
-from agentrl.store.views.rows import Disk, FailureCount, Rates
+from agentrl.snapshot.status_screen import amount, render_run_status, sparkline, status_json
+from agentrl.store.views.counts import Disk, FailureCount, Rates
 from agentrl.store.views.runs import activity_of
 
 

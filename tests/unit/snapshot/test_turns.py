@@ -9,8 +9,17 @@ from snapshots import SHORT_RECORD as RECORD
 from snapshots import short_call as call
 
 from agentrl.dashboard.pages.compare import pair_turns
-from agentrl.snapshot.trajectory_parts import MAX_CHARS, call_text, content_text, shown, waterfall_of
-from agentrl.snapshot.turns import branch_views, contexts_of, part_text, turns_of
+from agentrl.dashboard.pages.trajectories import waterfall_of
+from agentrl.snapshot.turns import (
+    MAX_CHARS,
+    branch_views,
+    call_text,
+    content_text,
+    contexts_of,
+    part_text,
+    shown,
+    turns_of,
+)
 
 
 def test_long_text_is_cut() -> None:

@@ -20,7 +20,7 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.distributed.world import single_process
 from agentrl.observe.live import StepView
 from agentrl.observe.trackers import open_trackers
-from agentrl.train import checkpoint, resume
+from agentrl.train import checkpoint, saving
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.controller import lead
 from agentrl.train.lease import TrainerLease
@@ -54,7 +54,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         lease = TrainerLease(
             cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
         )
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = Recipe(
             model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
@@ -64,7 +64,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
             checkpoint.restore(found, controller)
-        progress = await resume.roll_back(
+        progress = await saving.roll_back(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
         checkpoint.rename_reverted(output, progress.train_steps, lease.attempt)

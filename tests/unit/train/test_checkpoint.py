@@ -17,13 +17,12 @@ from agentrl.config.schema import ModelConfig, OptimConfig
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
-from agentrl.model.load import Policy, architecture, load_policy
+from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
-from agentrl.train.optimizer import build_optimizer, build_scheduler
-from agentrl.train.optimizer_state import save_optimizer
+from agentrl.train.optimizer import build_optimizer, build_scheduler, save_optimizer
+from agentrl.weights.folder import architecture, stored_dtype, write_dtype
 from agentrl.weights.model_folder import SavableModel
-from agentrl.weights.stored_dtype import stored_dtype, write_dtype
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -12,8 +12,8 @@ from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
 from agentrl.train.disk_space import Retention, amount, check_output, model_bytes, retention
+from agentrl.weights.folder import write_dtype
 from agentrl.weights.model_folder import weight_bytes
-from agentrl.weights.stored_dtype import write_dtype
 
 Usage = namedtuple("Usage", "total used free")
 KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)

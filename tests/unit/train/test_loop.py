@@ -20,8 +20,8 @@ from agentrl.train import checkpoint
 from agentrl.train.loop import Trainer
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer, StepResult
-from agentrl.weights.manifest import verify
-from agentrl.weights.published import PublishedModel
+from agentrl.weights.model_folder import verify
+from agentrl.weights.sharded_writer import PublishedModel
 
 if TYPE_CHECKING:
     pass
@@ -190,13 +190,13 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 
 CRASHES: dict[str, Any] = {
     "planned": ("agentrl.train.loop", "step_window"),
-    "computed": ("fake_store", "_Training.commit_step"),
+    "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.saving", "publish"),
-    "half a version": ("agentrl.weights.versions", "checksums"),
-    "version reserved, not placed": ("agentrl.weights.versions", "write_manifest"),
+    "half a version": ("agentrl.weights.publish", "checksums"),
+    "version reserved, not placed": ("agentrl.weights.publish", "write_manifest"),
     "version written, not published": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
 }

@@ -15,12 +15,13 @@ from training_data import group
 from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.distributed.world import single_process
 from agentrl.errors import ModelError
-from agentrl.model.load import architecture, load_policy
+from agentrl.model.load import load_policy
 from agentrl.train import checkpoint
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
 from agentrl.train.saving import Saver
+from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import save_model_files
 
 COMPARED = ("loss", "lr", "grad_norm")

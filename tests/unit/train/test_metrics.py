@@ -12,7 +12,7 @@ from fake_store import FakeStore
 from tiny_models import packed, tiny_model, trajectory, tree
 from training_data import group
 
-from agentrl.data.prefix_merging import merge_prefixes
+from agentrl.data.trees import merge_prefixes
 from agentrl.documents.task import Task
 from agentrl.model.flops import DevicePeak, ModelShape, attention_pairs
 from agentrl.train.metrics import (
@@ -92,7 +92,7 @@ def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str,
 def finalized(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
     store.summaries.append(summary(mean, scored, minute, task))
     group = {key: value for key, value in store.summaries[-1].items() if key != "task"}
-    store.groups[task] = Task(
+    store.group_tasks[task] = Task(
         id=task, task_id=task, split="train", epoch=0, order=0, query="q", group=group
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from tiny_policy import MARKED_TEMPLATE, TEMPLATE, tiny_format
 
 from agentrl.chat.conversation_file import read_conversations
 from agentrl.data.forest import forest_from_data
-from agentrl.train.sft_data import from_conversations
+from agentrl.train.sft import from_conversations
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},

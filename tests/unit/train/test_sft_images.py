@@ -20,8 +20,7 @@ from agentrl.config.load import parse
 from agentrl.config.schema import ModelConfig
 from agentrl.config.training import SFTConfig
 from agentrl.errors import TaskFileError
-from agentrl.train.sft import fine_tune
-from agentrl.train.sft_data import from_conversations
+from agentrl.train.sft import fine_tune, from_conversations
 
 DATA_URL = "data:image/png;base64," + base64.b64encode(drawn("red")).decode()
 SAID = {"role": "assistant", "content": "one"}

@@ -25,7 +25,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.train import step as step_module
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.step import PolicyTrainer, split_updates
-from agentrl.train.token_recorder import TokenRecorder, TokenValues, choose_trajectories
+from agentrl.train.step_loss import TokenRecorder, TokenValues, choose_trajectories
 
 CPU = torch.device("cpu")
 

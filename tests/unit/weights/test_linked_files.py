@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl.weights import model_folder
-from agentrl.weights.manifest import checksums, verify
-from agentrl.weights.model_folder import save_model_files
+from agentrl.weights.model_folder import checksums, save_model_files, verify
 
 WEIGHTS = bytes(range(256)) * 64
 

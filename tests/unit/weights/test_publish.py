@@ -11,9 +11,8 @@ from agentrl.config.schema import ModelConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
-from agentrl.weights.follow import newer_versions
-from agentrl.weights.manifest import verify
-from agentrl.weights.publish import PublishTarget, publish, publish_base
+from agentrl.weights.model_folder import verify
+from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store

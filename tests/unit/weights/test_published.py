@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from agentrl.weights.published import PublishedModel
-from agentrl.weights.sharded_writer import model_parts
-from agentrl.weights.stored_dtype import stored_dtype, write_dtype
+from agentrl.weights.folder import stored_dtype, write_dtype
+from agentrl.weights.sharded_writer import PublishedModel, model_parts
 
 
 @pytest.mark.parametrize("tied", [True, False])

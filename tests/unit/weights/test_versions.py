@@ -7,8 +7,8 @@ from test_model_folder import Model
 
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.manifest import verify
-from agentrl.weights.versions import (
+from agentrl.weights.model_folder import verify
+from agentrl.weights.publish import (
     free_folder,
     kept_versions,
     place_version,

@@ -13,18 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.dashboard.charts import SMOOTHINGS, overlaid
-from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import choice, no_trajectory, whole
+from agentrl.dashboard.query import BadQueryError, NotFoundError, choice, no_trajectory, whole
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import cache_of, open_run, read_runs, reader_of
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.run import RunSettings
 from agentrl.observe.terminal import number
 from agentrl.snapshot.snapshot import TRAIN
-from agentrl.snapshot.trajectory_parts import MAX_CHARS, call_text, content_text
+from agentrl.snapshot.turns import MAX_CHARS, call_text, content_text
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import StepRow
-from agentrl.store.views.versions import Versions, VersionSummary
+from agentrl.store.views.scores import Versions, VersionSummary
 
 _TURNS = 60
 MAX_RUNS = 8

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import cache_of, open_run
-from agentrl.store.views.rewards import ScoredTrajectory
+from agentrl.store.views.scores import ScoredTrajectory
 
 _POINTS = 600
 _SECONDS = 10.0

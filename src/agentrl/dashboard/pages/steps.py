@@ -11,8 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.dashboard.charts import Chart, Series
-from agentrl.dashboard.failures import NotFoundError
-from agentrl.dashboard.query import PAGE_ROWS, page_of, skipped
+from agentrl.dashboard.query import PAGE_ROWS, NotFoundError, page_of, skipped
 from agentrl.dashboard.render import render
 from agentrl.dashboard.stores import open_run
 from agentrl.store.views.rows import StepRow, TrajectoryRow

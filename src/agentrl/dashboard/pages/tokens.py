@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentrl.chat.model_folder import read_tokenizer_file
-from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import no_trajectory, whole
+from agentrl.dashboard.query import BadQueryError, NotFoundError, no_trajectory, whole
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
 from agentrl.errors import ModelError
@@ -165,13 +164,13 @@ def _level_of_step(colour: Colour, log_ratio: float | None, entropy: float | Non
 
 @lru_cache(maxsize=4)
 def decoder(folder: str) -> Callable[[int], str] | None:
-    """Return the function from a token id to its text; None if the folder has no tokenizer to read."""
+    """Return the function from a token id to its text; None if this machine can read no tokenizer there."""
     path = Path(folder) / "tokenizer.json"
     try:
         if path.stat().st_size > _MAX_TOKENIZER_BYTES:
             return None
         tokenizer = read_tokenizer_file(path)
-    except (OSError, ModelError, ValueError):
+    except (OSError, ModelError, ValueError, ModuleNotFoundError):
         return None
 
     def text(token_id: int) -> str:

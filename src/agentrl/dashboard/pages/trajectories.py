@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from http import HTTPStatus
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,15 +16,21 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from agentrl.dashboard import security
-from agentrl.dashboard.failures import BadQueryError, NotFoundError
-from agentrl.dashboard.query import checked_query, no_trajectory, read_form, whole
+from agentrl.dashboard.query import (
+    BadQueryError,
+    NotFoundError,
+    checked_query,
+    no_trajectory,
+    read_form,
+    whole,
+)
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import SHOWN_STATUSES
 from agentrl.errors import ImageError
-from agentrl.snapshot.trajectory_parts import shown, verdicts_of, waterfall_of
-from agentrl.snapshot.turns import branch_views, contexts_of, part_text, turns_of
+from agentrl.snapshot.turns import Shown, branch_views, contexts_of, part_text, shown, turns_of
 from agentrl.store.client import Store
 from agentrl.store.views.trajectories import TrajectoryOrder
 
@@ -29,6 +39,8 @@ _TURNS = 40
 _OTHERS = 16
 _IMAGE_TYPES = frozenset({"image/png", "image/jpeg", "image/webp", "image/gif"})
 _ROWS = 50
+_HEAD = ("scorer", "score", "judge", "reply", "parts")
+"""Keys of a score's details that a verdict shows by themselves."""
 
 
 async def _trajectories(request: Request) -> Response:
@@ -165,6 +177,108 @@ def _score(given: str) -> float | None:
         return float(given)
     except ValueError:
         raise BadQueryError(f"the score is {given[:80]!r}: give a number, or leave it empty") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One score, by whom, and the reasons."""
+
+    scorer: str
+    score: float | None
+    when: str | None = None
+    """``replaced`` or ``not applied``; None for the score that counts and its parts."""
+    judge: str | None = None
+    reply: Shown | None = None
+    details: Shown | None = None
+
+
+def verdicts_of(record: Record) -> list[Verdict]:
+    """Return the score that counts with its parts, then later and earlier ones."""
+    found = []
+    if record.score is not None or record.score_details:
+        found += list(_verdicts(record.score, record.score_details, None))
+    if record.rescored is not None:
+        details = record.rescored.get("details") or {}
+        found += list(_verdicts(record.rescored.get("score"), details, "later, not applied"))
+    for earlier in reversed(record.score_history):
+        found += list(_verdicts(earlier.get("score"), earlier.get("details") or {}, "replaced"))
+    if record.reported_reward is not None:
+        reported = record.reported_reward
+        found += list(_verdicts(reported.score, reported.details, "reported by the agent"))
+    return found
+
+
+def _verdicts(score: Any, details: Mapping[str, Any], when: str | None) -> Iterator[Verdict]:
+    yield _verdict(str(details.get("scorer", "score")), score, details, when)
+    parts = details.get("parts")
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        if isinstance(part, Mapping):
+            yield _verdict(str(name), part.get("score"), part, when)
+
+
+def _verdict(scorer: str, score: Any, details: Mapping[str, Any], when: str | None) -> Verdict:
+    rest = {key: value for key, value in details.items() if key not in _HEAD}
+    judge = details.get("judge")
+    return Verdict(
+        scorer=scorer,
+        score=float(score) if isinstance(score, (int, float)) else None,
+        when=when,
+        judge=None if judge is None else str(judge),
+        reply=None if judge is None else shown(details.get("reply", "")),
+        details=shown(json.dumps(rest, ensure_ascii=False, default=str, indent=1)) if rest else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One thing that took time. ``start`` and ``end`` are fractions of the whole, from 0 to 1."""
+
+    what: str
+    kind: str
+    """``generate``, ``tool`` or ``score``."""
+    turn: int | None
+    seconds: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waterfall:
+    """The bars of a trajectory over ``seconds``, in the order in which they began."""
+
+    seconds: float
+    bars: Sequence[Bar]
+
+
+def waterfall_of(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Waterfall:
+    """Return the bars of a trajectory.
+
+    A model call is stored when its tools have ended: its bars are counted back from then. Tools of a turn
+    that ran at the same time share the turn's tool time.
+    """
+    begun = record.created_at
+    spans: list[tuple[str, str, int | None, datetime, datetime]] = []
+    for call in calls:
+        tools = timedelta(seconds=max(call.tool_seconds, 0.0))
+        generated = call.created_at - tools
+        start = generated - timedelta(seconds=max(call.generate_seconds, 0.0))
+        spans.append((f"turn {call.index + 1}", "generate", call.index + 1, start, generated))
+        if call.tool_executions:
+            names = ", ".join(dict.fromkeys(execution.name for execution in call.tool_executions))
+            spans.append((names, "tool", call.index + 1, generated, call.created_at))
+    if (scored := record.first_scored_at) is not None and record.completed_at is not None:
+        spans.append(("scoring", "score", None, record.completed_at, max(record.completed_at, scored)))
+    first = min([begun, *(span[3] for span in spans)])
+    last = max([begun, *(span[4] for span in spans)])
+    whole = max((last - first).total_seconds(), 1e-3)
+    bars = [
+        Bar(
+            what=what, kind=kind, turn=turn, seconds=(end - start).total_seconds(),
+            start=(start - first).total_seconds() / whole, end=(end - first).total_seconds() / whole,
+        )
+        for what, kind, turn, start, end in sorted(spans, key=lambda span: span[3])
+    ]  # fmt: skip
+    return Waterfall(seconds=whole, bars=bars)
 
 
 routes = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from agentrl.chat.text_stream import Delta
 from agentrl.gateway.errors import GatewayError
 from agentrl.gateway.request import Answer, GatewayRequest
-from agentrl.gateway.text_stream import Delta
 
 
 class EventStream(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from agentrl.chat.chat_format import Message
+from agentrl.chat.text_stream import Delta
 from agentrl.gateway.dialects.images import appended, joined, source_part
 from agentrl.gateway.errors import GatewayError, Kind, invalid
 from agentrl.gateway.request import (
@@ -29,7 +30,6 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
-from agentrl.gateway.text_stream import Delta
 from agentrl.tools.base import Schema
 
 _TYPES: dict[Kind, str] = {

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from agentrl.chat.chat_format import Message
+from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import text_of
 from agentrl.gateway.dialects.chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.dialects.images import content_of
@@ -29,7 +30,6 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
-from agentrl.gateway.text_stream import Delta
 from agentrl.tools.base import Schema
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")

@@ -23,7 +23,7 @@ from agentrl.inference.control import (
     vocab_size_of,
 )
 from agentrl.inference.engine import EngineRefusedError, known_format
-from agentrl.weights.stored_dtype import read_header
+from agentrl.weights.folder import read_header
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)

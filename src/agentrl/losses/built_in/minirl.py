@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def minirl(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Return −M·sg(r)·A·log πθ, float32[T] (arXiv 2512.01374).
 
-    M is 0 where (A > 0 and r > 1+ε+ε_h) or (A < 0 and r < 1−ε), else 1. ``losses.correction`` multiplies by
+    M is 0 where (A > 0 and r > 1+ε+ε_h) or (A < 0 and r < 1−ε), else 1. ``losses.compute`` multiplies by
     w = π_old/μ, which turns r into πθ/μ; w is uncapped unless a correction caps it. The bounds are those of
     the original's scripts/minirl.sh.
     """

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.errors import ModelError
-from agentrl.model.attention.compatibility import set_attention
+from agentrl.model.attention.sdpa import set_attention
 
 IMPLEMENTATION = "agentrl_flex"
 BLOCK = 128

@@ -13,8 +13,7 @@ _MISSING = [name for name in ("langchain_core", "langgraph") if find_spec(name) 
 if _MISSING:
     raise ConfigError(f"{' and '.join(_MISSING)} are not installed", hint="pip install 'agentrl[langgraph]'")
 
+from agentrl.rollout.langgraph.agent_graph import policy_tools, run_graph  # noqa: E402
 from agentrl.rollout.langgraph.chat_model import PolicyChatModel  # noqa: E402
-from agentrl.rollout.langgraph.graph import run_graph  # noqa: E402
-from agentrl.rollout.langgraph.tools import policy_tools  # noqa: E402
 
 __all__ = ["PolicyChatModel", "policy_tools", "run_graph"]

@@ -1,20 +1,136 @@
-"""Reopen slots that failed for good, with all their attempts, and groups that could not be finalized."""
+"""Take groups back and decide them anew: reopen slots that failed for good, queue what has no score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
 
-from pymongo import ASCENDING
+from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import Slot, Task
+from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.scoring.groups import FAILED
-from agentrl.store.admin.regroup import Blocker, GroupBlockedError, GroupChange, find_blocker, regroup
+from agentrl.store.groups import GroupOutcome, settle_records
 from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.connection import Json, Repository, database_call
-from agentrl.store.names import RECORD, TASK
+from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.names import DATA, RECORD, TASK
+
+_CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
+_SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
+
+
+class Blocker(StrEnum):
+    """Why a finalized group cannot be taken back."""
+
+    TRAINED = "trained"  # a step has trained, or has planned to train, some of its data
+    PRUNED = "pruned"  # model calls of its scored trajectories have been deleted
+    NO_RULES = "no rules"  # it does not store the rules by which it was decided
+
+
+def selection(split: str | None, tasks: Sequence[str], records: Sequence[str]) -> Json:
+    """Return the filter of a command's Records: None and empty sequences select all."""
+    query: Json = {}
+    if split is not None:
+        query["split"] = split
+    if tasks:
+        query["task"] = {"$in": list(tasks)}
+    if records:
+        query["_id"] = {"$in": list(records)}
+    return query
+
+
+class GroupChangedError(Exception):
+    """Another process changed the group since it was read: read it again and retry."""
+
+
+class GroupBlockedError(Exception):
+    """The group is finalized and cannot be taken back."""
+
+    def __init__(self, blocker: Blocker) -> None:
+        super().__init__(blocker)
+        self.blocker = blocker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChange:
+    """The changes to a group, as aggregation updates."""
+
+    task: Sequence[Json]
+    records: Sequence[UpdateOne] = ()
+    """Changes of single Records, each of which must match."""
+    outcome: GroupOutcome | None = None
+    """The new decision on a finalized group; None: it is undecided until its slots are terminal again."""
+
+
+async def regroup(
+    connection: Connection, task: Json, change: GroupChange, session: AsyncClientSession
+) -> int:
+    """Change a group; one that is finalized is taken back first, and decided anew by ``change.outcome``.
+
+    Taking back deletes its training data and moves its Records back to SCORED. Returns the number of deleted
+    training documents. Raises GroupChangedError if ``task`` is not as it was read, or GroupBlockedError: each
+    aborts the transaction.
+    """
+    task_id = task["_id"]
+    unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
+    updated = await connection.collection(TASK).update_one(unchanged, list(change.task), session=session)
+    if not updated.matched_count:
+        raise GroupChangedError
+    if change.records:
+        written = await connection.collection(RECORD).bulk_write(list(change.records), session=session)
+        if written.matched_count != len(change.records):
+            raise GroupChangedError
+    if task["status"] != TaskStatus.COMPLETED.value:
+        return 0
+    if (blocker := await find_blocker(connection, task_id, session)) is not None:
+        raise GroupBlockedError(blocker)
+    deleted = await _take_back(connection, task_id, session)
+    if change.outcome is not None:
+        await settle_records(connection, change.outcome.records, session)
+        blobs = Blobs(connection, DATA)
+        for item in change.outcome.data:
+            document = await blobs.rewrite(item.to_document(), session)
+            await connection.collection(DATA).insert_one(document, session=session)
+    return deleted
+
+
+async def find_blocker(
+    connection: Connection, task_id: str, session: AsyncClientSession | None = None
+) -> Blocker | None:
+    """Return why a finalized group cannot be taken back; None if it can."""
+    consumed = {"$or": [{"status": {"$in": _CONSUMED}}, {"trained_count": {"$gt": 0}}]}
+    data = connection.collection(DATA)
+    if await data.find_one({"task": task_id, **consumed}, {"_id": 1}, session=session):
+        return Blocker.TRAINED
+    pruned = {"task": task_id, "score": {"$ne": None}, "pruned_at": {"$ne": None}}
+    if await connection.collection(RECORD).find_one(pruned, {"_id": 1}, session=session):
+        return Blocker.PRUNED
+    return None
+
+
+async def _take_back(connection: Connection, task_id: str, session: AsyncClientSession) -> int:
+    """Delete the group's training data with their files, and move its Records back to SCORED.
+
+    A step planned at the same moment writes the same documents, so that one of the two transactions retries.
+    """
+    data = connection.collection(DATA)
+    ids = [item["_id"] async for item in data.find({"task": task_id}, {"_id": 1}, session=session)]
+    if ids:
+        await data.delete_many({"_id": {"$in": ids}}, session=session)
+        await Blobs(connection, DATA).delete(ids, session)
+    scored: Json = {
+        "status": RecordStatus.SCORED.value, "advantage": None, "turn_advantages": [],
+        "abandoned_because": None,
+    }  # fmt: skip
+    await connection.collection(RECORD).update_many(
+        {"task": task_id, "status": {"$in": _SETTLED}}, {"$set": scored}, session=session
+    )
+    return len(ids)
+
 
 GIVEN_UP = "group"
 """The failure kind of a group that could not be finalized."""
@@ -34,12 +150,24 @@ class Reopened:
     """Training documents deleted; finalizing the group again makes them anew."""
     given_up: int = 0
     """Groups that could not be finalized, and wait to be finalized again."""
-    left: dict[Blocker, int] = field(default_factory=dict)
+    left: Counter[Blocker] = field(default_factory=Counter)
+    """Groups left as they are, by reason."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Requeued:
+    """Counts of the trajectories that wait for a score again."""
+
+    by_split: Counter[str] = field(default_factory=Counter)
+    left: Counter[Blocker] = field(default_factory=Counter)
     """Groups left as they are, by reason."""
 
 
 class Reopening(Repository):
-    """Reopens failed slots and groups of a run."""
+    """Reopens slots and groups of a run: one transaction per group.
+
+    A finalized group is taken back to running, unless a step has planned or trained some of its data.
+    """
 
     @database_call
     async def reopen(
@@ -47,18 +175,40 @@ class Reopening(Repository):
     ) -> Reopened:
         """Reopen the failed slots whose last attempt failed with one of ``kinds`` (none: with any).
 
-        One transaction per group. A finalized group is taken back to running, unless a step has planned or
-        trained some of its data. A group that could not be finalized (kind ``GIVEN_UP``) waits for it again.
+        They get all their attempts. A group that could not be finalized (kind ``GIVEN_UP``) waits for it
+        again.
         """
         of_split: Json = {} if split is None else {"split": split}
         done = Reopened()
         failed = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value, **of_split}
         for task_id in await self._ids(failed):
-            await self._reopen_slots(task_id, kinds, done, dry_run)
+            records = None if not kinds else {"task": task_id, "failure.kind": {"$in": list(kinds)}}
+            if changed := await self._change(task_id, records, _opening, done.left, dry_run):
+                done.slots += changed.slots
+                done.groups += 1
+                done.finalized += changed.task["status"] == TaskStatus.COMPLETED.value
+                done.data += changed.data
         if not kinds or GIVEN_UP in kinds:
             given_up = {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED, **of_split}
             for task_id in await self._ids(given_up):
                 done.given_up += dry_run or await self._wait_again({"_id": task_id, **given_up}, done)
+        return done
+
+    @database_call
+    async def requeue(
+        self, *, split: str | None = None, tasks: Sequence[str] = (), records: Sequence[str] = (),
+        dry_run: bool = False,
+    ) -> Requeued:  # fmt: skip
+        """Queue the sampled Records that failed for good in scoring, with all attempts to score them."""
+        query: Json = {
+            "status": RecordStatus.FAILED.value, "failure.kind": "scorer", "completed_at": {"$ne": None},
+            "pruned_at": None, **selection(split, tasks, records),
+        }  # fmt: skip
+        done = Requeued()
+        for task_id in sorted(await self._collection(RECORD).distinct("task", query)):
+            chosen = {**query, "task": task_id}
+            if changed := await self._change(task_id, chosen, _queueing, done.left, dry_run):
+                done.by_split[changed.task["split"]] += changed.slots
         return done
 
     async def _ids(self, query: Json) -> list[str]:
@@ -78,49 +228,56 @@ class Reopening(Repository):
         try:
             return await self._connection.transaction(write)
         except GroupBlockedError as error:
-            _count_left(done, error.blocker)
+            done.left[error.blocker] += 1
             return False
 
-    async def _reopen_slots(self, task_id: str, kinds: Sequence[str], done: Reopened, dry_run: bool) -> None:
-        async def write(session: AsyncClientSession) -> tuple[int, bool, int]:
-            document = await self._collection(TASK).find_one({"_id": task_id}, session=session)
-            failed = [] if document is None else await self._failed(document, kinds, session)
-            if document is None or not failed:
-                return 0, False, 0
-            is_final = document["status"] == TaskStatus.COMPLETED.value
+    async def _change(
+        self, task_id: str, records: Json | None, change: Callable[[Sequence[Json]], GroupChange],
+        left: Counter[Blocker], dry_run: bool,
+    ) -> _Changed | None:  # fmt: skip
+        """Change the failed slots of a group whose Record is among ``records`` (None: all of them).
+
+        None if there is none, and for a group that cannot be taken back, which ``left`` counts.
+        """
+
+        async def write(session: AsyncClientSession) -> _Changed | None:
+            task = await self._collection(TASK).find_one({"_id": task_id}, session=session)
+            if task is None:
+                return None
+            failed = [slot for slot in task["slots"] if slot["status"] == SlotStatus.FAILED]
+            if records is not None:
+                cursor = self._collection(RECORD).find(records, {"_id": 1}, session=session)
+                chosen = {record["_id"] async for record in cursor}
+                failed = [slot for slot in failed if slot.get("record_id") in chosen]
+            if not failed:
+                return None
             if not dry_run:
-                deleted = await regroup(self._connection, document, _reopening(failed), session)
-                return len(failed), is_final, deleted
-            if is_final and (blocker := await find_blocker(self._connection, task_id, session)) is not None:
+                deleted = await regroup(self._connection, task, change(failed), session)
+                return _Changed(task, len(failed), deleted)
+            if task["status"] == TaskStatus.COMPLETED and (
+                blocker := await find_blocker(self._connection, task_id, session)
+            ):
                 raise GroupBlockedError(blocker)
-            return len(failed), is_final, 0
+            return _Changed(task, len(failed), 0)
 
         try:
-            opened, was_final, data = await self._connection.transaction(write)
+            return await self._connection.transaction(write)
         except GroupBlockedError as error:
-            _count_left(done, error.blocker)
-            return
-        if opened:
-            done.slots += opened
-            done.groups += 1
-            done.finalized += was_final
-            done.data += data
-
-    async def _failed(self, task: Json, kinds: Sequence[str], session: AsyncClientSession) -> list[Slot]:
-        """Return the failed slots whose last attempt failed with one of ``kinds``."""
-        failed = [slot for slot in Task.from_document(task).slots if slot.status is SlotStatus.FAILED]
-        if not kinds:
-            return failed
-        ids = [slot.record_id for slot in failed]
-        query = {"_id": {"$in": ids}, "failure.kind": {"$in": list(kinds)}}
-        cursor = self._collection(RECORD).find(query, {"_id": 1}, session=session)
-        matching = {document["_id"] async for document in cursor}
-        return [slot for slot in failed if slot.record_id in matching]
+            left[error.blocker] += 1
+            return None
 
 
-def _reopening(failed: Sequence[Slot]) -> GroupChange:
+class _Changed(NamedTuple):
+    task: Json
+    """As it was before."""
+    slots: int
+    data: int
+    """Training documents that were deleted."""
+
+
+def _opening(failed: Sequence[Json]) -> GroupChange:
     """Return the change that opens slots with all their attempts; the group is undecided again."""
-    chosen = {"$in": ["$$slot.traj_id", [slot.traj_id for slot in failed]]}
+    chosen = {"$in": ["$$slot.traj_id", [slot["traj_id"] for slot in failed]]}
     fields = {
         "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None, "owner": None,
         "lease_expires_at": None,
@@ -128,5 +285,15 @@ def _reopening(failed: Sequence[Slot]) -> GroupChange:
     return GroupChange(task=[*slots.change_slots(chosen, fields), {"$set": _UNDECIDED}])
 
 
-def _count_left(done: Reopened, blocker: Blocker) -> None:
-    done.left[blocker] = done.left.get(blocker, 0) + 1
+def _queueing(failed: Sequence[Json]) -> GroupChange:
+    """Return the change that queues failed slots for a score; the group is undecided again."""
+    chosen = {"$in": ["$$slot.traj_id", [slot["traj_id"] for slot in failed]]}
+    records = [
+        UpdateOne(
+            {"_id": slot["record_id"], "status": RecordStatus.FAILED.value},
+            {"$set": {"status": RecordStatus.COMPLETED.value, "failure": None}},
+        )
+        for slot in failed
+    ]
+    update = slots.change_slots(chosen, {**slots.QUEUED, "scorings": 0})
+    return GroupChange(task=[*update, {"$set": _UNDECIDED}], records=records)

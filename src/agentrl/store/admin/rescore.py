@@ -15,7 +15,7 @@ from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
 from agentrl.errors import StoreError
-from agentrl.store.admin.regroup import (
+from agentrl.store.admin.reopen import (
     Blocker,
     GroupBlockedError,
     GroupChange,

@@ -1,22 +1,26 @@
-"""Delete model calls, gateway requests and training data that nothing needs; keep the audit trail."""
+"""Delete model calls, gateway requests, training data and images that nothing needs; keep the audit trail."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from operator import attrgetter
+from pathlib import Path
 
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
-from agentrl.errors import StoreError
+from agentrl.errors import ConfigError, StoreError
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import (
     DATA,
     GATEWAY_CALL,
     GATEWAY_SESSION,
+    IMAGE,
     MODEL_CALL,
     RECORD,
     STEP,
@@ -74,8 +78,7 @@ class Retention(Repository):
         """Return the limits by the server's clock. Raises StoreError if ``before_step`` is not committed."""
         before = None
         if older_than_days is not None:
-            hello = await self._connection.client.admin.command("hello")
-            before = hello["localTime"].replace(tzinfo=UTC) - timedelta(days=older_than_days)
+            before = await self._connection.server_time() - timedelta(days=older_than_days)
         if before_step is not None and await self._planned_at(before_step) is None:
             raise StoreError(
                 f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
@@ -202,3 +205,74 @@ class Retention(Repository):
 
 def _before(field: str, moment: datetime | None) -> Json:
     return {} if moment is None else {field: {"$lt": moment}}
+
+
+_GRACE = timedelta(hours=1)
+"""Images that were put more recently stay: the call that shows them may not be stored yet."""
+
+
+class ImageRetention(Repository):
+    """Deletes what ``agentrl db prune`` left without a user."""
+
+    @database_call
+    async def prune(self, *, dry_run: bool = False, grace: timedelta = _GRACE) -> tuple[int, int]:
+        """Delete unused images that were last put before ``grace``; return their number and bytes."""
+        before = await self._connection.server_time() - grace
+        fields: Json = {"bytes": {"$bsonSize": "$$ROOT"}}
+        cursor = self._collection(IMAGE).find({"used_at": {"$lt": before}}, fields)
+        unused: dict[str, int] = {}
+        async for document in cursor:
+            if not await self._is_used(document["_id"]):
+                unused[document["_id"]] = document["bytes"]
+        if dry_run:
+            return len(unused), sum(unused.values())
+        deleted = [image for image in unused if await self._delete(image, before)]
+        return len(deleted), sum(unused[image] for image in deleted)
+
+    async def _delete(self, image: str, before: datetime) -> bool:
+        """Delete one image and its files unless it was put again meanwhile."""
+
+        async def write(session: AsyncClientSession) -> bool:
+            query = {"_id": image, "used_at": {"$lt": before}}
+            found = await self._collection(IMAGE).delete_one(query, session=session)
+            if found.deleted_count:
+                await Blobs(self._connection, IMAGE).delete([image], session)
+            return bool(found.deleted_count)
+
+        return await self._connection.transaction(write)
+
+    async def _is_used(self, image: str) -> bool:
+        for collection in (TASK, MODEL_CALL, DATA):
+            if await self._collection(collection).find_one({"images.sha256": image}, {"_id": 1}):
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint: its step, and the ids of the TrainSteps in its weights, in order."""
+
+    name: str
+    step: int
+    train_steps: tuple[str, ...]
+    attempt: int = 1
+    """The number of the trainer that wrote it: a later one may have resumed from an earlier step."""
+
+
+def read_checkpoints(output: Path) -> list[Checkpoint]:
+    """Return the checkpoints in ``output``, the newest of the last trainer last.
+
+    Raises ConfigError if one is unreadable.
+    """
+    found = []
+    for path in output.glob("checkpoint-*/state.json"):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            step, train_steps = int(state["step"]), tuple(state["train_steps"])
+            found.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}",
+                hint="repair or delete that checkpoint, or leave --output_dir out",
+            ) from error
+    return sorted(found, key=attrgetter("attempt", "step"))

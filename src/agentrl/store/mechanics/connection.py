@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -145,6 +146,7 @@ def _describe_field(field: Mapping[str, Any], prefix: str) -> str:
 Json = dict[str, Any]
 P = ParamSpec("P")
 R = TypeVar("R")
+D = TypeVar("D", bound=Document)
 
 CONNECTIONS = 32
 """Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
@@ -183,6 +185,11 @@ class Connection:
     def collection(self, name: str) -> AsyncCollection[Json]:
         """Return a collection of this run."""
         return self.database[name]
+
+    async def server_time(self) -> datetime:
+        """Return the time of the server's clock."""
+        moment: datetime = (await self.client.admin.command("hello"))["localTime"]
+        return moment.replace(tzinfo=UTC)
 
     async def check(self) -> None:
         """Raise a StoreError unless the server is MongoDB 6.0 or newer and has transactions.
@@ -258,6 +265,25 @@ class Repository:
 
     def _collection(self, name: str) -> AsyncCollection[Json]:
         return self._connection.collection(name)
+
+    async def _one(self, kind: type[D], name: str, query: Json, **options: Any) -> D | None:
+        """Return the first document of a collection that matches, as ``kind``; None if there is none."""
+        document = await self._collection(name).find_one(query, **options)
+        return None if document is None else kind.from_document(document)
+
+    async def _all(self, kind: type[D], name: str, query: Json, **options: Any) -> list[D]:
+        """Return the documents of a collection that match, as ``kind``."""
+        return [kind.from_document(found) async for found in self._collection(name).find(query, **options)]
+
+    async def _aggregate(self, name: str, *stages: Json) -> list[Json]:
+        """Return what an aggregation of a collection yields."""
+        return await (await self._collection(name).aggregate(list(stages))).to_list()
+
+    async def _count_by(self, field: str, name: str, query: Json) -> dict[str, int]:
+        """Return {value of ``field``: number of the documents that match}."""
+        counted = {"_id": f"${field}", "count": {"$sum": 1}}
+        groups = await self._aggregate(name, {"$match": query}, {"$group": counted})
+        return {group["_id"]: int(group["count"]) for group in groups}
 
 
 S = TypeVar("S", bound=Repository)

@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from bson import ObjectId
-from pymongo import DESCENDING, ReturnDocument
+from pymongo import ReturnDocument
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
-from agentrl.errors import DATABASE, LeaseLostError, StoreError, StoreUnavailableError
-from agentrl.store.mechanics.connection import Json, Repository
-from agentrl.store.names import OUTAGE
+from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
+from agentrl.store.mechanics.connection import Json
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +26,6 @@ FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
 RENEWALS_PER_LEASE = 3
-
-RENEWAL_SECONDS = 8.0
-"""Time in which every living process renews its leases after an outage; it retries at least every 5 s."""
 
 _MAX_DOUBLINGS = 9
 
@@ -131,41 +124,3 @@ async def keep_renewed(
             if isinstance(error, StoreUnavailableError) and not outages:
                 raise
             logger.warning("%s could not be renewed: %s", what, error.message)
-
-
-class Availability(Repository):
-    """Limits the leases that may be taken over after an outage: their owners could not renew them."""
-
-    async def expired(self, condition: Json, grace_seconds: float) -> Json | None:
-        """Return ``condition`` over ``$$slot``, limited to leases that their owners could have renewed.
-
-        Within ``grace_seconds`` after an outage these are the leases that expired ``RENEWAL_SECONDS`` after
-        its end or later. None: no lease may be taken over now. This process has just seen an outage end, or
-        has just started: others may see one end now.
-        """
-        age = time.monotonic() - self._connection.opened_at
-        if self._connection.outage.seconds_since < grace_seconds or age < min(grace_seconds, RENEWAL_SECONDS):
-            return None
-        back = await self._back_at(grace_seconds)
-        if back is None:
-            return condition
-        renewable = literal(back + timedelta(seconds=RENEWAL_SECONDS))
-        return {"$and": [condition, {"$gt": ["$$slot.lease_expires_at", renewable]}]}
-
-    async def _back_at(self, seconds: float) -> datetime | None:
-        """Return when the database came back; None if that is more than ``seconds`` ago.
-
-        The server knows its own start; processes that have seen an outage have stored its end. Times are the
-        server's.
-        """
-        hello = await self._connection.client.admin.command("hello")
-        earliest = hello["localTime"].replace(tzinfo=UTC) - timedelta(seconds=seconds)
-        ended = await self._collection(OUTAGE).find_one(
-            {"dependency": str(DATABASE), "ended_at": {"$gte": earliest}}, {"ended_at": 1},
-            sort=[("ended_at", DESCENDING)],
-        )  # fmt: skip
-        times = [ended["ended_at"]] if ended else []
-        process = (hello.get("topologyVersion") or {}).get("processId")
-        if isinstance(process, ObjectId) and process.generation_time >= earliest:
-            times.append(process.generation_time)
-        return max(times, default=None)

@@ -20,33 +20,16 @@ LEASE_DEADLINE = "lease_deadline"
 _TERMINAL = [SlotStatus.SCORED.value, SlotStatus.FAILED.value]
 ATTEMPTS: Json = {"$subtract": ["$$slot.attempt", {"$ifNull": ["$$slot.released", 0]}]}
 """Number of attempts at ``$$slot`` that count towards ``max_attempts``."""
-EXPIRED: Json = {
-    "$and": [
-        {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
-        lease.expired("$$slot.lease_expires_at"),
-    ]
-}
+_RUNNING: Json = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
+_RESTED: Json = {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]}
+SAMPLED: Json = {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]}
+EXPIRED: Json = {"$and": [_RUNNING, lease.expired("$$slot.lease_expires_at")]}
 """Condition: ``$$slot`` is running and its lease has expired."""
-LIVE: Json = {
-    "$and": [
-        {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
-        lease.live("$$slot.lease_expires_at"),
-    ]
-}
+LIVE: Json = {"$and": [_RUNNING, lease.live("$$slot.lease_expires_at")]}
 """Condition: ``$$slot`` is running and its lease has not expired."""
-OPEN: Json = {
-    "$and": [
-        {"$eq": ["$$slot.status", SlotStatus.OPEN.value]},
-        {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]},
-    ]
-}
+OPEN: Json = {"$and": [{"$eq": ["$$slot.status", SlotStatus.OPEN.value]}, _RESTED]}
 """Condition: ``$$slot`` may be claimed; its back-off after a failure is over."""
-UNSCORED: Json = {
-    "$and": [
-        {"$eq": ["$$slot.status", SlotStatus.SAMPLED.value]},
-        {"$lte": [{"$ifNull": ["$$slot.not_before", "$$NOW"]}, "$$NOW"]},
-    ]
-}
+UNSCORED: Json = {"$and": [SAMPLED, _RESTED]}
 """Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
 QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
 """The fields of a slot whose Record is sampled and waits for a score."""
@@ -88,7 +71,7 @@ def claim_slots(
             "in": {"traj_id": "$$slot.traj_id", "previous_owner": "$$slot.owner"},
         }
     }
-    place = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
+    index = {"$indexOfArray": ["$last_claim.traj_id", "$$slot.traj_id"]}
     attempt = {"$add": ["$$slot.attempt", int(new_attempt)]}
     record = {
         "$concat": [
@@ -97,15 +80,35 @@ def claim_slots(
     }  # fmt: skip
     fields = {
         "status": SlotStatus.RUNNING.value, "attempt": attempt,
-        "owner": {"$arrayElemAt": [literal(list(owners)), place]},
+        "owner": {"$arrayElemAt": [literal(list(owners)), index]},
         "lease_expires_at": after(lease_seconds), "not_before": None, "record_id": record,
         **({"scorings": 0} if new_attempt else {}),
     }  # fmt: skip
     return [
         {"$set": {"last_claim": taken, "admission": None}},
-        {"$set": {"slots": _map_slots({"$gte": [place, 0]}, fields)}},
+        {"$set": {"slots": _map_slots({"$gte": [index, 0]}, fields)}},
         *_derive_status(),
     ]
+
+
+def new_claims(document: Json, owners: Sequence[str]) -> list[Claim]:
+    """Return the claims that ``claim_slots`` has just written into the Task."""
+    task = Task.from_document(document)
+    attempts = {slot.traj_id: slot.attempt for slot in task.slots}
+    traj_ids = [entry["traj_id"] for entry in document["last_claim"]]
+    return [
+        Claim(task=task, traj_id=traj_id, attempt=attempts[traj_id], owner=owner)
+        for traj_id, owner in zip(traj_ids, owners, strict=False)
+    ]
+
+
+def failed_or_open(max_attempts: int) -> Json:
+    """Return the expression for a slot's status after a failed attempt."""
+    return {
+        "$cond": [
+            {"$gte": [ATTEMPTS, max_attempts]}, SlotStatus.FAILED.value, SlotStatus.OPEN.value,
+        ]
+    }  # fmt: skip
 
 
 def change_slot(claim: Claim, fields: Json) -> list[Json]:
@@ -147,7 +150,7 @@ def _is_claimed(claim: Claim) -> Json:
             {"$eq": ["$$slot.traj_id", claim.traj_id]},
             {"$eq": ["$$slot.attempt", claim.attempt]},
             {"$eq": ["$$slot.owner", literal(claim.owner)]},
-            {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]},
+            _RUNNING,
         ]
     }
 
@@ -164,8 +167,7 @@ def _derive_status() -> list[Json]:
 
 
 def _derive_deadline() -> Json:
-    running = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
-    leased = {"$filter": {"input": "$slots", "as": "slot", "cond": running}}
+    leased = {"$filter": {"input": "$slots", "as": "slot", "cond": _RUNNING}}
     ends = {"$map": {"input": leased, "as": "slot", "in": "$$slot.lease_expires_at"}}
     return {"$set": {LEASE_DEADLINE: {"$min": ends}}}
 
@@ -174,8 +176,7 @@ async def lost_claims(
     connection: Connection, claims: Sequence[Claim], session: AsyncClientSession | None = None
 ) -> list[Claim]:
     """Return the claims whose slot is not running any more or has another owner."""
-    running = {"$eq": ["$$slot.status", SlotStatus.RUNNING.value]}
-    live = {"$filter": {"input": "$slots", "as": "slot", "cond": running}}
+    live = {"$filter": {"input": "$slots", "as": "slot", "cond": _RUNNING}}
     ids = list({claim.task.id for claim in claims})
     tasks = (
         await connection.collection(TASK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -15,32 +16,56 @@ from agentrl.documents.status import TRAINED, DataStatus, RecordStatus, TaskStat
 from agentrl.scoring.groups import FAILED
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK
-from agentrl.store.selection import ORDER
 from agentrl.store.views.aggregation import as_is
-from agentrl.store.views.rows import (
-    DataCount,
-    Disk,
-    EnvironmentCount,
-    FailureCount,
-    GroupCount,
-    LengthBias,
-    PromptTokens,
-    Rates,
-)
 
 RATE_SECONDS = 300.0
 """Rates are those of the trajectories that were begun within this time."""
 _RATE_RECORDS = 10_000
 _ANY_SPLIT: Json = {"split": {"$gte": ""}}
 """The indexes begin with the split."""
-_BY_ID: Json = {"$sort": {"_id": 1}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """Failures of one kind, and the newest one's message."""
+
+    kind: str
+    count: int
+    message: str
+    record: str | None = None
+    """The id of the newest Record; None for groups."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What the trajectories begun in the last ``seconds`` amount to."""
+
+    seconds: float
+    trajectories: int = 0
+    scored: int = 0
+    failed: int = 0
+    generated_tokens: int = 0
+    mean_score: float | None = None
+
+    @property
+    def per_minute(self) -> float:
+        """Scored trajectories per minute."""
+        return 60.0 * self.scored / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Sizes in bytes: the run's database, and the file system of the server; None if they may not be read."""
+
+    run: int | None = None
+    free: int | None = None
+    total: int | None = None
 
 
 class Counts(Repository):
     """The counts behind the picture of a run. It never writes.
 
-    ``tasks``, ``records`` and ``data`` read only indexes. ``groups``, ``stored``, ``lengths``, ``prompts``
-    and ``environments`` read whole collections.
+    ``tasks``, ``records`` and ``data`` read only indexes.
     """
 
     @database_call
@@ -141,89 +166,6 @@ class Counts(Repository):
     async def disk(self) -> Disk:
         """Return the sizes; without the right to read them, none."""
         return await read_disk(self._connection.database)
-
-    @database_call
-    async def groups(self) -> list[GroupCount]:
-        """Count the finalized groups of the train split: those begun by order, those begun by pass rate."""
-        abandoned = {"$cond": [{"$eq": ["$group.trained", 0]}, 1, 0]}
-        groups = await self._aggregate(
-            TASK,
-            {"$match": {"split": "train", "status": TaskStatus.COMPLETED.value}},
-            {
-                "$group": {
-                    "_id": {"$ifNull": ["$begun.by", ORDER]},
-                    "groups": {"$sum": 1},
-                    "abandoned_groups": {"$sum": abandoned},
-                    "trajectories": {"$sum": "$group.scored"},
-                    "trained": {"$sum": "$group.trained"},
-                    "pass_rate": {"$avg": "$group.pass_rate"},
-                }
-            },
-            _BY_ID,
-        )
-        return [GroupCount(by=group.pop("_id"), **group) for group in groups]
-
-    @database_call
-    async def stored(self) -> list[DataCount]:
-        """Count the training data of each status, and their tokens."""
-        fields = {
-            "count": {"$sum": 1},
-            "tokens": {"$sum": "$tokens"},
-            "trainable_tokens": {"$sum": "$trainable_tokens"},
-            "because": {"$max": "$problem"},
-        }
-        groups = await self._aggregate(DATA, {"$group": {"_id": "$status", **fields}})
-        return [DataCount(status=group.pop("_id"), **group) for group in groups]
-
-    @database_call
-    async def lengths(self) -> list[LengthBias]:
-        """Compare the lengths of the scored trajectories of each split with those of the trained ones."""
-        trained = {"$gt": ["$trained_count", 0]}
-        groups = await self._aggregate(
-            RECORD,
-            {"$match": {"score": {"$ne": None}}},
-            {
-                "$group": {
-                    "_id": "$split",
-                    "sampled": {"$sum": 1},
-                    "sampled_tokens": {"$avg": "$generated_tokens"},
-                    "trained": {"$sum": {"$cond": [trained, 1, 0]}},
-                    "trained_tokens": {"$avg": {"$cond": [trained, "$generated_tokens", None]}},
-                }
-            },
-            _BY_ID,
-        )
-        return [LengthBias(split=group.pop("_id"), **group) for group in groups]
-
-    @database_call
-    async def prompts(self) -> list[PromptTokens]:
-        """Add up the prompts of each split, and what engines had cached of them."""
-        fields = {"tokens": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
-        groups = await self._aggregate(
-            RECORD, {"$group": {"_id": "$split", **fields}}, {"$match": {"tokens": {"$gt": 0}}}, _BY_ID
-        )
-        return [PromptTokens(split=group.pop("_id"), **group) for group in groups]
-
-    @database_call
-    async def environments(self) -> list[EnvironmentCount]:
-        """Count the tasks of each environment, and average the scores of its finalized groups."""
-        is_done = {"$cond": [{"$eq": ["$status", TaskStatus.COMPLETED.value]}, 1, 0]}
-        groups = await self._aggregate(
-            TASK,
-            {"$match": {"environment": {"$ne": None}}},
-            {
-                "$group": {
-                    "_id": {"split": "$split", "environment": "$environment"},
-                    "tasks": {"$sum": 1},
-                    "finalized": {"$sum": is_done},
-                    "trajectories": {"$sum": "$group.scored"},
-                    "score": {"$avg": "$group.mean_score"},
-                    "pass_rate": {"$avg": "$group.pass_rate"},
-                }
-            },
-            _BY_ID,
-        )
-        return [EnvironmentCount(**group.pop("_id"), **group) for group in groups]
 
     async def _count(self, name: str, *fields: str) -> dict[tuple[Any, ...], int]:
         """Return the values of ``fields`` → documents. An index begins with them, in any order.

@@ -94,8 +94,7 @@ class Runs(Repository):
         An engine is alive while its heartbeat is not older than ``alive_seconds``.
         """
         client = self._connection.client
-        hello = await client.admin.command("hello")
-        at = hello["localTime"].replace(tzinfo=UTC)
+        at = await self._connection.server_time()
         reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
         names = sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES)
         limit = asyncio.Semaphore(_AT_A_TIME)
@@ -170,8 +169,7 @@ class Runs(Repository):
     @database_call
     async def holders(self, name: str, alive_seconds: float) -> list[str]:
         """Return who works on a run of any schema version: its trainer, samplers and live engines."""
-        hello = await self._connection.client.admin.command("hello")
-        at = hello["localTime"].replace(tzinfo=UTC)
+        at = await self._connection.server_time()
         database = self._connection.client[name]
         found = []
         for collection in (LEASE, RUN):

@@ -20,10 +20,10 @@ from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
-from agentrl.model.attention.compatibility import set_attention
-from agentrl.model.pixels import PixelReader
+from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
-from agentrl.weights.stored_dtype import stored_dtype
+from agentrl.model.vision import PixelReader
+from agentrl.weights.folder import stored_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from agentrl.data.forest_images import ForestImages, images_of_spans, rope_posit
 from agentrl.documents.images import Image, ImageSpan
 from agentrl.errors import ImageError
 from agentrl.inference.engines.local.cache import Slot
-from agentrl.model.pixels import PixelReader
-from agentrl.model.vision import image_features
+from agentrl.model.vision import PixelReader, image_features
 
 
 @dataclass(slots=True, eq=False)

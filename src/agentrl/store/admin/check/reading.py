@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from pymongo import ASCENDING
@@ -16,8 +15,8 @@ from agentrl.config.schema import GroupConfig
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.check.findings import Findings, Invariant, Problem
-from agentrl.store.admin.checkpoints import Checkpoint
+from agentrl.store.admin.check.report import Findings, Invariant, Problem
+from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.mechanics.connection import Connection, Json
 
 Projection = Mapping[str, Any]
@@ -96,13 +95,23 @@ async def snapshot(connection: Connection) -> AsyncIterator[Snapshot]:
         yield Snapshot(connection, session)
 
 
-async def server_time(connection: Connection) -> datetime:
-    """Return the time of the server's clock."""
-    moment: datetime = (await connection.client.admin.command("hello"))["localTime"]
-    return moment.replace(tzinfo=UTC)
+class Check(ABC):
+    """One part of the check of a run."""
+
+    def __init__(self, connection: Connection, options: CheckOptions) -> None:
+        self.connection = connection
+        self.options = options
+
+    @abstractmethod
+    async def scan(self, findings: Findings) -> None:
+        """Check everything."""
+
+    @abstractmethod
+    async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
+        """Check the documents of ``keys`` again."""
 
 
-class Section(ABC):
+class Section(Check):
     """Checks the documents of one collection page by page, each page with ``inspect``."""
 
     collection: str
@@ -110,9 +119,10 @@ class Section(ABC):
     page_size: ClassVar[int] = 500
     order: ClassVar[str] = "_id"
 
-    def __init__(self, connection: Connection, options: CheckOptions) -> None:
-        self.connection = connection
-        self.options = options
+    def __init__(self, connection: Connection, options: CheckOptions, collection: str | None = None) -> None:
+        super().__init__(connection, options)
+        if collection is not None:
+            self.collection = collection
 
     @abstractmethod
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
@@ -129,8 +139,7 @@ class Section(ABC):
                     await self._inspect(moment, [document], findings)
                 return
             key = page[0].get(self.order)
-            own = Findings()
-            own.add(Invariant.STATES, key, [_unreadable(f"{self.collection} {key}", error)])
+            own = _unreadable(key, f"{self.collection} {key}", error)
         findings.merge(own)
 
     async def scan(self, findings: Findings) -> None:
@@ -159,12 +168,8 @@ class Section(ABC):
                     await self._inspect(moment, page, findings)
 
 
-class Whole(ABC):
+class Whole(Check):
     """Checks a property of a whole collection, in one snapshot."""
-
-    def __init__(self, connection: Connection, options: CheckOptions) -> None:
-        self.connection = connection
-        self.options = options
 
     @abstractmethod
     async def inspect(self, moment: Snapshot, findings: Findings) -> None:
@@ -177,8 +182,7 @@ class Whole(ABC):
             async with snapshot(self.connection) as moment:
                 await self.inspect(moment, own)
         except MALFORMED as error:
-            own = Findings()
-            own.add(Invariant.STATES, None, [_unreadable(f"{type(self).__name__} as a whole", error)])
+            own = _unreadable(None, f"{type(self).__name__} as a whole", error)
         findings.merge(own)
 
     async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
@@ -186,9 +190,12 @@ class Whole(ABC):
         await self.scan(findings)
 
 
-def _unreadable(name: str, error: Exception) -> Problem:
-    found = f"{type(error).__name__}: {error}"
-    return Problem(name, "documents that can be read", "every field, of its type", found)
+def _unreadable(key: Any, name: str, error: Exception) -> Findings:
+    findings, found = Findings(), f"{type(error).__name__}: {error}"
+    findings.wrong(
+        Invariant.STATES, key, name, "documents that can be read", "every field, of its type", found
+    )
+    return findings
 
 
 def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:

@@ -9,16 +9,16 @@ from itertools import zip_longest
 from typing import ClassVar
 
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
-from agentrl.documents.training import DBRecordData
+from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
-from agentrl.store.admin.checkpoints import Checkpoint
+from agentrl.store.admin.check.report import Findings, Invariant, Problem
+from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.model_calls import read_model_calls
-from agentrl.store.names import DATA, RECORD, STEP, TASK, VERSION
+from agentrl.store.names import DATA, RECORD, STEP, TASK, TOKEN_STATISTICS, VERSION
 
 _RECORD_FIELDS = {
     "task": 1, "split": 1, "status": 1, "score": 1, "advantage": 1, "turn_advantages": 1,
@@ -53,18 +53,15 @@ class Data(Section):
             key = data["_id"]
             record = records.get(key)
             if record is None:
-                problem = Problem(f"DBRecordData {key}", "its Record", key, "none")
-                findings.add(Invariant.TRAINING, key, [problem])
+                findings.wrong(Invariant.TRAINING, key, f"DBRecordData {key}", "its Record", key, "none")
                 continue
-            findings.add(Invariant.TRAINING, key, origin_problems(data, record))
-            findings.add(
-                Invariant.TRAINING, key, count_problems(data, record, self.options.max_trained_count)
-            )
-            findings.add(Invariant.TRAINING, key, data_step_problems(data, steps))
+            counted = count_problems(data, record, self.options.max_trained_count)
+            for problems in (origin_problems(data, record), counted, data_step_problems(data, steps)):
+                findings.add(Invariant.TRAINING, key, problems)
             if self.options.is_final and data["status"] == DataStatus.PLANNED:
                 what = "no plan left at the end of the run"
-                problem = Problem(f"DBRecordData {key}", what, "another status", data["status"])
-                findings.add(Invariant.TRAINING, key, [problem])
+                name = f"DBRecordData {key}"
+                findings.wrong(Invariant.TRAINING, key, name, what, "another status", data["status"])
         await self._compare_tokens(moment, [item for item in page if item not in quarantined], findings)
 
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
@@ -81,9 +78,9 @@ class Data(Section):
                 difference = str(error)
             findings.count(Invariant.TRAINING, "tokens", document["tokens"])
             if difference is not None:
-                what = "the tokens of its model calls"
-                problem = Problem(f"DBRecordData {document['_id']}", what, "their conversion", difference)
-                findings.add(Invariant.TRAINING, document["_id"], [problem])
+                key, what = document["_id"], "the tokens of its model calls"
+                name = f"DBRecordData {key}"
+                findings.wrong(Invariant.TRAINING, key, name, what, "their conversion", difference)
 
 
 def origin_problems(data: Json, record: Json) -> Iterator[Problem]:
@@ -168,21 +165,20 @@ class StepData(Section):
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
-        pruned = await _pruned(moment, named - data.keys())
+        missing = {"_id": {"$in": list(named - data.keys())}, "pruned_at": {"$ne": None}}
+        pruned = await moment.find(RECORD, missing, {"_id": 1}) if named - data.keys() else []
         versions = await moment.ids(VERSION, {step["policy_version"] for step in page})
         findings.count(Invariant.TRAINING, "steps", len(page))
         for step in page:
-            findings.add(Invariant.TRAINING, step["_id"], step_problems(step, data, pruned))
+            findings.add(
+                Invariant.TRAINING,
+                step["_id"],
+                step_problems(step, data, {record["_id"] for record in pruned}),
+            )
             if step["policy_version"] not in versions:
-                what = "the policy version that it starts from"
-                problem = Problem(f"TrainStep {step['_id']}", what, step["policy_version"], "no such version")
-                findings.add(Invariant.TRAINING, step["_id"], [problem])
-
-
-async def _pruned(moment: Snapshot, missing: Collection[str]) -> set[str]:
-    """Return the missing data whose Records retention has pruned."""
-    query = {"_id": {"$in": list(missing)}, "pruned_at": {"$ne": None}}
-    return {record["_id"] for record in await moment.find(RECORD, query, {"_id": 1})} if missing else set()
+                name, what = f"TrainStep {step['_id']}", "the policy version that it starts from"
+                found = "no such version"
+                findings.wrong(Invariant.TRAINING, step["_id"], name, what, step["policy_version"], found)
 
 
 def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
@@ -286,3 +282,35 @@ def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final
             name = f"TrainStep {found or contained}"
             what = f"step {number} of {checkpoint.name}"
             yield Problem(name, what, contained or "no such step", found or "no committed step")
+
+
+class Statistics(Section):
+    """Checks that packed values have the length of their spans, inside the training data."""
+
+    collection = TOKEN_STATISTICS
+    fields: ClassVar = {}
+    page_size = 32
+
+    async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        items = [TokenStatistics.from_document(document) for document in page]
+        steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1})
+        data = await moment.by_id(DATA, {item.record for item in items}, {"tokens": 1})
+        findings.count(Invariant.TRAINING, "token statistics", len(items))
+        for item in items:
+            problem = _problem(item, steps.get(item.train_step), data.get(item.record))
+            if problem is not None:
+                what, expected = (
+                    "values of the tokens that its step trained",
+                    "two float16 for each token of its spans",
+                )
+                name = f"TokenStatistics {item.id}"
+                findings.wrong(Invariant.TRAINING, item.id, name, what, expected, problem)
+
+
+def _problem(item: TokenStatistics, step: Json | None, data: Json | None) -> str | None:
+    """Return what is wrong; None if nothing is, or if the step does not count."""
+    if step is None:
+        return f"no step {item.train_step}"
+    if step["status"] not in values(APPLIED_STEPS):
+        return None
+    return "no training data" if data is None else item.problem(data["tokens"])

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import record_key
-from agentrl.store.admin.check.findings import Findings, Invariant, Problem
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
+from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.mechanics.blobs import moved_fields
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import MODEL_CALL, RECORD, TASK
@@ -229,10 +229,8 @@ class _Parents(Section):
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         named = {document[self.order] for document in page}
         for key in sorted(named - await moment.ids(self.parents, named)):
-            problem = Problem(
-                f"{self.collection} of {key}", f"the {self.parents} that it belongs to", key, "none"
-            )
-            findings.add(Invariant.TRAJECTORIES, key, [problem])
+            name, what = f"{self.collection} of {key}", f"the {self.parents} that it belongs to"
+            findings.wrong(Invariant.TRAJECTORIES, key, name, what, key, "none")
 
 
 class RecordParents(_Parents):

@@ -1,1 +1,0 @@
-"""Context parallelism: a group of ranks splits the tokens of each forest."""

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: each rank of a group holds some of the model's layers."""

@@ -1,0 +1,244 @@
+"""Evaluate one policy: load its tasks, sample them, and store the results."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import (
+    AgentConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+)
+from agentrl.documents.run import Evaluation
+from agentrl.documents.status import EvaluationStatus
+from agentrl.errors import ENGINES, EngineError
+from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines
+from agentrl.evaluation.identity import evaluation_rules, read_unchanged
+from agentrl.evaluation.policy import Policy
+from agentrl.evaluation.report import evaluated_tasks, results_of
+from agentrl.observe.logging import describe_process_id
+from agentrl.observe.terminal import excerpt
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.housekeeping import collect_garbage_less_often
+from agentrl.rollout.load_tasks import load_read_tasks, probe
+from agentrl.rollout.sampler import Sampler
+from agentrl.rollout.setup import allow_configured_imports, open_worker, sampler_config
+from agentrl.scoring.evaluation import Prices
+from agentrl.store.mechanics.retry import log_store_errors
+
+if TYPE_CHECKING:
+    import logging
+
+    from agentrl.rollout.worker import Worker
+    from agentrl.store.client import Store
+
+
+_LOOK_SECONDS = 1.0
+_COUNT_SECONDS = 3.0
+
+
+class EvaluationRun:
+    """Samples the tasks of one evaluation after another, on the engines of ``PolicyEngines``."""
+
+    def __init__(
+        self,
+        store: Store,
+        configs: Configs,
+        engines: PolicyEngines,
+        progress: Progress,
+        logger: logging.Logger,
+    ) -> None:
+        self._store = store
+        self._configs = configs
+        self._engines = engines
+        self._progress = progress
+        self._logger = logger
+        self.waiting: Sequence[str] = ()
+        """Evaluations that will come later; they keep their weights from being deleted."""
+
+    async def evaluate(self, evaluation: Evaluation, policy: Policy) -> Evaluation:
+        """Sample what is missing and store the results; return the stored evaluation.
+
+        Trajectories that the same evaluation has scored before are not sampled again. Raises StoppedError at
+        a stop signal: claims are then released, and the evaluation is ``stopped``.
+        """
+        running = dataclasses.replace(evaluation, status=EvaluationStatus.RUNNING, by=describe_process_id())
+        await self._store.evaluations.begin(running)
+        results = None
+        try:
+            await self._progress.until("reading the tasks", self._load(evaluation))
+            counts = await self._store.evaluations.counts(evaluation.id)
+            if counts.left or not await self._is_finalized(evaluation.id):
+                await self._sample(evaluation, policy)
+            tasks = await evaluated_tasks(self._store, self._configs, evaluation)
+            results = await asyncio.to_thread(results_of, tasks, prices(self._configs))
+        finally:
+            with log_store_errors(self._logger, "the end of the evaluation is not stored", outages=True):
+                await self._store.evaluations.end(evaluation.id, results)
+        stored = await self._store.evaluations.get(evaluation.id)
+        return stored or evaluation
+
+    async def _load(self, evaluation: Evaluation) -> None:
+        await load_read_tasks(self._store, evaluation.file, await read_unchanged(self._configs, evaluation))
+
+    async def _is_finalized(self, split: str) -> bool:
+        return await self._store.tasks.unfinished(split) == 0
+
+    async def _sample(self, evaluation: Evaluation, policy: Policy) -> None:
+        flags = self._configs[EvaluationConfig]
+        where = "an engine of its own" if flags.eval_engine == "own" else "an engine"
+        await self._progress.until(f"waiting for {where} with {policy}", self._engines.serve(policy))
+        await self._progress.until("sampling", self._run_sampler(evaluation, policy))
+
+    async def _run_sampler(self, evaluation: Evaluation, policy: Policy) -> None:
+        configs, split = configs_of(self._configs, policy), evaluation.id
+        config = dataclasses.replace(sampler_config(configs, split, epochs=1), grace_seconds=0.0)
+        rules = await evaluation_rules(self._store, configs)
+        finalizer = GroupFinalizer(self._store, rules, split=split, seed=configs[RunConfig].seed)
+        ending = asyncio.Event()
+        await allow_configured_imports(self._store, configs)
+        opened = open_worker(
+            self._store, configs, live=self._engines.live, stop=ending,
+            wrap=lambda router: FixedVersionRouter(router, policy.token_version),
+        )  # fmt: skip
+        async with opened as (worker, _):
+            collect_garbage_less_often()
+            await probe(
+                self._store, worker.tools, configs[SamplingConfig], split, agent=configs[AgentConfig],
+                chat_format=worker.chat_format,
+            )  # fmt: skip
+            sampler = Sampler(self._store, worker, finalizer, config, _no_limit)
+            sampling = asyncio.create_task(sampler.run(ending))
+            watching = asyncio.create_task(self._watch(worker, split))
+            try:
+                done, _ = await asyncio.wait({sampling, watching}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ending.set()  # a sampler that is cancelled could lose a claim that is being granted
+                watching.cancel()
+                await asyncio.gather(sampling, watching, return_exceptions=True)
+            for task in done:
+                task.result()
+
+    async def _watch(self, worker: Worker, split: str) -> None:
+        """Report the progress. Raises EngineError if the engine ends or all are down for too long."""
+        limit = self._configs[SamplingConfig].engine_wait_seconds
+        counted_at = 0.0
+        while True:
+            if (ended := self._engines.own_has_ended) is not None:
+                raise EngineError(ended, hint="the same command goes on where this one stopped")
+            down = {breaker.dependency: breaker for breaker in worker.outages.open}
+            engines = down.get(ENGINES)
+            if engines is not None and time.monotonic() - (engines.down_since or 0.0) > limit:
+                raise EngineError(
+                    f"no engine has answered for {limit:g} s (--engine_wait_seconds): {engines.why}",
+                    hint="start it again, or give --eval_engine own; the same command then goes on",
+                )
+            if time.monotonic() - counted_at >= _COUNT_SECONDS:
+                counted_at = time.monotonic()
+                with log_store_errors(self._logger, "the progress cannot be read", outages=True):
+                    await self._report(split, [str(item) for item in down])
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _report(self, split: str, down: Sequence[str]) -> None:
+        await self._store.evaluations.beat([split, *self.waiting])
+        counts = await self._store.evaluations.counts(split)
+        failed = f", {counts.failed} failed" if counts.failed else ""
+        waits = f"; waiting for {', '.join(down)}" if down else ""
+        self._progress.tell(
+            f"{counts.scored} of {counts.total} scored{failed}, {counts.running} running{waits}"
+        )
+
+
+def prices(configs: Configs) -> Prices:
+    """Return the prices of tokens that the flags name."""
+    flags = configs[EvaluationConfig]
+    return Prices(input=flags.eval_input_price, output=flags.eval_output_price)
+
+
+def configs_of(configs: Configs, policy: Policy) -> Configs:
+    """Return the configuration with the model folder of ``policy``, if it is on this machine.
+
+    Engines are called directly, since a router in front of them may choose one with another version.
+    """
+    changed: dict[type, object] = {EngineConfig: dataclasses.replace(configs[EngineConfig], router_url=None)}
+    if policy.folder is not None:
+        changed[ModelConfig] = dataclasses.replace(configs[ModelConfig], model_name_or_path=policy.folder)
+    return Configs([changed.get(type(each), each) for each in configs], configs.given)
+
+
+async def _no_limit() -> None:
+    """Set no limit: an evaluation may begin any number of groups, and takes no part in admission."""
+    return
+
+
+T = TypeVar("T")
+
+WORD_SECONDS = 3.0
+"""Interval of lines."""
+_COLUMNS = 80
+
+
+class StoppedError(Exception):
+    """A signal asked the command to stop."""
+
+
+class Progress:
+    """Says on stderr what a command does, and for how long."""
+
+    def __init__(self, name: str, stop: asyncio.Event, out: TextIO | None = None) -> None:
+        self._name = name
+        self._stop = stop
+        self._out = out or sys.stderr
+        self._what = "starting"
+        self._since = time.monotonic()
+        self._detail = ""
+
+    def say(self, text: str) -> None:
+        """Print one line of at most 80 columns."""
+        print(excerpt(f"{self._name}: {text}", _COLUMNS), file=self._out, flush=True)
+
+    def tell(self, detail: str) -> None:
+        """Add ``detail`` to the next lines, until the current work ends."""
+        self._detail = detail
+
+    async def until(self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work``, which is described as ``what``. Raises StoppedError at a stop signal."""
+        self._what, self._since, self._detail = what, time.monotonic(), ""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                raise StoppedError(what)
+            return task.result()
+        finally:
+            for each in (task, stopped):
+                each.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+    @asynccontextmanager
+    async def lines(self) -> AsyncIterator[None]:
+        """Print a line every ``WORD_SECONDS`` inside the block."""
+        printing = asyncio.create_task(self._print())
+        try:
+            yield
+        finally:
+            printing.cancel()
+            await asyncio.gather(printing, return_exceptions=True)
+
+    async def _print(self) -> None:
+        while True:
+            await asyncio.sleep(WORD_SECONDS)
+            seconds = time.monotonic() - self._since
+            detail = f": {self._detail}" if self._detail else ""
+            self.say(f"{self._what} ({seconds:.0f} s){detail}")

@@ -1,0 +1,129 @@
+"""What an agent says about its trajectory: the branches to train, and its own reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
+from agentrl.documents.gateway import ReportedReward
+from agentrl.documents.model_call import (
+    Branch,
+    DispatchedSamplingTask,
+    branches_of,
+    main_branch,
+    role_problem,
+    same_agent,
+)
+from agentrl.errors import TrajectoryError
+from agentrl.gateway.errors import invalid
+from agentrl.gateway.request import kind_of, short
+from agentrl.registry import Registry
+from agentrl.user_code import contain_call, describe
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+
+TrainRule = Callable[[Sequence[Branch]], Sequence[int]]
+"""Returns the indexes of the model calls to train."""
+
+TRAIN_RULES: Registry[TrainRule] = Registry("train rule", group="agentrl.train_rules")
+
+
+@TRAIN_RULES.register("main")
+def train_main(branches: Sequence[Branch]) -> Sequence[int]:
+    """Train the main branch only: not titles, summaries, sub-agents, and not what an edit left behind."""
+    main = main_branch(branches)
+    return () if main is None else main.indexes
+
+
+@TRAIN_RULES.register("agent")
+def train_agent(branches: Sequence[Branch]) -> Sequence[int]:
+    """Train every branch with the system prompt and the tools of the main branch.
+
+    So an agent that replaces its history by a summary is trained before and after it.
+    """
+    return [index for branch in same_agent(branches) for index in branch.indexes]
+
+
+@TRAIN_RULES.register("all")
+def train_all(branches: Sequence[Branch]) -> Sequence[int]:
+    """Train every call."""
+    return [index for branch in branches for index in branch.indexes]
+
+
+def require_rule(name: str) -> TrainRule:
+    """Return a rule: main, agent, all, or module:function. Raises ConfigError."""
+    return TRAIN_RULES.get(name)
+
+
+def untrained(name: str, calls: Sequence[DispatchedSamplingTask]) -> list[int]:
+    """Return the indexes of the calls that the rule ``name`` leaves out. Raises TrajectoryError.
+
+    The rule chooses among the branches of each role.
+    """
+    rule = require_rule(name)
+    chosen: list[int] = []
+    for role in {call.role: None for call in calls}:
+        choose = partial(_chosen, rule, [call for call in calls if call.role == role])
+        chosen += contain_call(choose, f"train rule {name}", TrajectoryError)
+    known = {call.index for call in calls}
+    if not known.issuperset(chosen):
+        raise TrajectoryError(
+            f"train rule {name} returned {describe(chosen)}, and the calls are 0 to {len(known) - 1}",
+            hint="return indexes of model calls, as in Branch.indexes",
+        )
+    return sorted(known.difference(chosen))
+
+
+def _chosen(rule: TrainRule, calls: Sequence[DispatchedSamplingTask]) -> list[int]:
+    return list(rule(branches_of(calls)))
+
+
+_FIELDS = ("score", "call_rewards", "role_rewards", "details")
+
+
+async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> ReportedReward:
+    """Return the reward in ``body``: ``score``, ``call_rewards`` by answer id, ``role_rewards``, ``details``.
+
+    Raises GatewayError for a value that is not a finite number, and for the id of no answer.
+    """
+    unknown = sorted(set(body) - set(_FIELDS))
+    if unknown:
+        raise invalid(f"a reward has no field {short(unknown[0])}: {', '.join(_FIELDS)}", unknown[0])
+    details = body.get("details") or {}
+    rewards = body.get("call_rewards") or {}
+    roles = body.get("role_rewards") or {}
+    for name, value in (("details", details), ("call_rewards", rewards), ("role_rewards", roles)):
+        if not isinstance(value, dict):
+            raise invalid(f"{name} is {kind_of(value)}; it must be an object", name)
+        for key in value:
+            if replace_surrogates(key) != key:
+                raise invalid(f"{name} names {short(key)}, which has a lone surrogate", name)
+    by_answer = {key.rpartition("-")[2].rpartition("_")[2]: key for key in rewards}
+    calls = await store.gateways.by_answer(record_id, list(by_answer))
+    turn_rewards = {}
+    for answer_id, key in by_answer.items():
+        found = calls.get(answer_id)
+        if found is None or found.call is None:
+            raise invalid(
+                f"call_rewards names {short(key)}, which is not the id of an answer", "call_rewards"
+            )
+        turn_rewards[found.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
+    for role in roles:
+        if (problem := role_problem(role)) is not None:
+            raise invalid(problem, "role_rewards")
+    return ReportedReward(
+        score=_number(body.get("score"), "score"),
+        details=sanitize_bson(details),
+        turn_rewards=turn_rewards,
+        role_rewards={role: _number(value, f"role_rewards[{role}]") for role, value in roles.items()},
+    )
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not is_finite(value):
+        raise invalid(f"{name} is {short(value)}; it must be a finite number", name)
+    return float(value)

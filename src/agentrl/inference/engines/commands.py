@@ -1,0 +1,228 @@
+"""Build the command that starts the server of an engine: ``local``, SGLang or vLLM, on GPUs or on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.config.run import CPU_RUNNING_REQUESTS
+from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.errors import ConfigError
+from agentrl.extras import require
+from agentrl.shipped_files import clone, deploy_files
+from agentrl.weights.folder import stored_dtype
+
+ENGINES = ("local", "sglang", "vllm")
+_SGLANG_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+"""``SGLANG_RETURN_ORIGINAL_LOGPROB=0``: logprobs are those of logits / temperature."""
+_VLLM_CPU_BLOCK = 32
+"""Tokens per page of the KV cache on a CPU; only full pages are reused."""
+
+SHARED_MEMORY = 0.5
+"""Default fraction of a GPU's memory on GPUs that a trainer may use too."""
+_OWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_STREAM_INTERVAL = 16
+"""Tokens per event of a stream: an engine that dies loses fewer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """The command that starts a server; ``env`` is added to the environment.
+
+    ``instance`` is the name by which ``EngineClient.instance`` recognizes the server that this starts, and
+    ``weights`` the folder that it loads.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    instance: str | None = None
+    weights: str | None = None
+
+
+def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: int) -> EngineCommand:
+    """Return the command that serves the model in ``folder`` with ``config.engine``.
+
+    The engine is told the dtype of the weights: left to itself, SGLang makes float16 of float32. On a CPU,
+    SGLang and vLLM hold any weights in float32, which is exact. Each call chooses another random instance
+    name. Raises ConfigError if the engine cannot run here.
+    """
+    instance = secrets.token_hex(8)
+    if config.engine == "local":
+        return _local_command(folder, model, config, port=port, instance=instance)
+    if config.inf_tp_size != 1 and not has_gpu():
+        raise ConfigError(
+            f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", hint="set it to 1"
+        )
+    command = _sglang_command if config.engine == "sglang" else _vllm_command
+    return command(folder, model, config, port=port, instance=instance)
+
+
+def engine_venv(name: str) -> Path:
+    """Return the venv of an engine: for vLLM, ``AGENTRL_VLLM_VENV``, or ``.venv-vllm``.
+
+    That is a folder of the clone of the repository, or without a clone of the working folder.
+    """
+    return Path(os.environ.get(_venv_variable(name)) or (clone() or Path.cwd()) / f".venv-{name}")
+
+
+def engine_python(name: str) -> str:
+    """Return a Python interpreter that has the engine: that of its venv, or this one. Raises ConfigError."""
+    python = engine_venv(name) / "bin" / "python"
+    if python.is_file():
+        return str(python)
+    if not os.environ.get(_venv_variable(name)) and importlib.util.find_spec(name) is not None:
+        return sys.executable
+    raise ConfigError(f"{name} is not installed: there is no {python}", hint=install_hint(name))
+
+
+def install_hint(name: str) -> str:
+    """Return the hint that says how to install an engine."""
+    make = f"bash scripts/setup_{name}.sh"
+    if clone() is None:
+        make = f"python3 -m venv .venv-{name} && .venv-{name}/bin/pip install {name}"
+    return f"{make}, or set {_venv_variable(name)} to a venv that has it"
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA or AMD GPU."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def _local_command(
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
+) -> EngineCommand:
+    require("torch", "--engine local")
+    argv = [
+        *(sys.executable, "-m", "agentrl.inference.engines.local"),
+        *("--model_path", model_path, "--host", config.host, "--port", str(port)),
+        *("--dtype", _dtype(model_path), "--instance", instance),
+        *("--max_running_requests", str(config.max_running_requests or CPU_RUNNING_REQUESTS)),
+        *("--max_total_tokens", str(config.max_total_tokens)),
+        *_context("--max_model_len", model),
+    ]
+    env = {"OMP_NUM_THREADS": _omp_threads(), "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
+    return EngineCommand(argv, env, instance, model_path)
+
+
+def _sglang_command(
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
+) -> EngineCommand:
+    """Return the command of SGLang's server; the served model's name ends with the instance.
+
+    SGLang returns this name in ``/server_info``, so that a client can read the instance from it.
+    """
+    common = [
+        *("--model-path", model_path),
+        *("--host", config.host, "--port", str(port)),
+        *_limit("--max-running-requests", _running_requests(config)),
+        *_limit("--mem-fraction-static", _memory_fraction(config)),
+        *("--log-level", "warning"),
+        *_context("--context-length", model),
+        *("--incremental-streaming-output", "--stream-interval", str(_STREAM_INTERVAL)),
+    ]
+    python = engine_python("sglang")
+    further = [*shlex.split(config.engine_args), "--served-model-name", f"{model.model_name}@{instance}"]
+    if has_gpu():
+        dtype = _dtype(model_path)
+        argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
+        argv += ["--dtype", dtype]
+        if dtype == "float32":  # FlashAttention and FlashInfer, its defaults, have no float32
+            argv += ["--attention-backend", "triton"]
+        return EngineCommand([*argv, *further], dict(_SGLANG_ENV), instance, model_path)
+    cpu = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+        *("--max-total-tokens", str(config.max_total_tokens)),
+    ]
+    env = {
+        **_SGLANG_ENV,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": _omp_threads(),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    argv = [python, str(deploy_files() / "sglang" / "launch_cpu.py"), *cpu, *common, *further]
+    return EngineCommand(argv, env, instance, model_path)
+
+
+def _vllm_command(
+    model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
+) -> EngineCommand:
+    """Return the command of vLLM's server; its second model name ends with the instance.
+
+    Pausing and loading weights need vLLM's development mode, whose ``/collective_rpc`` calls any method of a
+    worker: let only trusted machines reach the port.
+    """
+    argv = [
+        *(engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model_path),
+        *("--host", config.host, "--port", str(port)),
+        *_limit("--max-num-seqs", _running_requests(config)),
+        *("--logprobs-mode", "processed_logprobs"),
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        *("--stream-interval", str(_STREAM_INTERVAL)),
+        *_context("--max-model-len", model),
+        "--disable-uvicorn-access-log",
+    ]
+    env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if has_gpu():
+        argv += ["--tensor-parallel-size", str(config.inf_tp_size)]
+        argv += ["--dtype", _dtype(model_path)]
+        argv += _limit("--gpu-memory-utilization", _memory_fraction(config))
+    else:
+        worker = deploy_files() / "vllm" / "packing_worker.py"
+        argv += ["--dtype", "float32", "--enforce-eager", "--block-size", str(_VLLM_CPU_BLOCK)]
+        argv += ["--num-gpu-blocks-override", str(config.max_total_tokens // _VLLM_CPU_BLOCK)]
+        argv += ["--worker-cls", f"{worker.stem}.PackingWorker"]
+        env |= {
+            "PYTHONPATH": str(worker.parent),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": _omp_threads(),
+        }
+    argv += [*shlex.split(config.engine_args), "--served-model-name", model.model_name]
+    argv.append(f"{model.model_name}@{instance}")
+    return EngineCommand(argv, env, instance, model_path)
+
+
+def _dtype(folder: str) -> str:
+    """Return the dtype of the weights in ``folder``; ConfigError if it cannot be read."""
+    try:
+        return stored_dtype(Path(folder))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is not a model folder: the dtype of its weights cannot be read: {error}",
+            hint="give a folder that save_pretrained wrote",
+        ) from error
+
+
+def _running_requests(config: EngineConfig) -> int | None:
+    """Return the limit for SGLang or vLLM; None lets it choose by its memory."""
+    return config.max_running_requests or (None if has_gpu() else CPU_RUNNING_REQUESTS)
+
+
+def _memory_fraction(config: EngineConfig) -> float | None:
+    """Return the fraction of memory for SGLang or vLLM; None lets it take what it takes by itself."""
+    has_own = has_gpu() and any(os.environ.get(name) for name in _OWN_GPUS)
+    return config.inf_mem_ratio or (None if has_own else SHARED_MEMORY)
+
+
+def _limit(flag: str, value: float | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def _context(flag: str, model: ModelConfig) -> list[str]:
+    """Return the engine's flag for ``--max_model_len``, if that is given."""
+    return _limit(flag, model.max_model_len)
+
+
+def _omp_threads() -> str:
+    return os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def _venv_variable(name: str) -> str:
+    return f"AGENTRL_{name.upper()}_VENV"

@@ -1,0 +1,122 @@
+"""Read what a model's folder holds, without torch: its files, architecture, dtype and size."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.schema import ModelConfig
+from agentrl.errors import ModelError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+_ARCHITECTURE_KEYS = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
+)  # fmt: skip
+
+
+CONFIG_FILE = "adapter_config.json"
+_IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_KEYS = ("dtype", "torch_dtype")
+
+
+def is_adapter(folder: Path) -> bool:
+    """Return whether ``folder`` holds an adapter instead of a model's weights."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the dtype of the model in ``folder``: float32, bfloat16 or float16.
+
+    It is the one that config.json names; if it names none of these, the one of most weights in safetensors
+    files; float32 without such files. Raises OSError or ValueError if a file cannot be read.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for part in (config, config.get("text_config") or {}):
+        for key in _KEYS:
+            named = str(part.get(key)).removeprefix("torch.")
+            if named in _IN_FILES.values():
+                return named
+    counts: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        for entry in read_header(file).values():
+            counts[entry["dtype"]] += math.prod(entry["shape"])
+    found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
+    return found[0] if found else "float32"
+
+
+def stored_bytes(folder: Path) -> int:
+    """Return the bytes of the files of weights in ``folder``. Raises OSError if it cannot be read."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+
+
+def write_dtype(folder: Path, dtype: str) -> None:
+    """Write ``dtype`` into config.json, also into the configurations of the model's parts."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = dtype
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        part.update(dict.fromkeys(part.keys() & set(_KEYS), dtype))
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Return {name: {dtype, shape, …}} of the tensors in a safetensors file.
+
+    Raises OSError if it cannot be read, and ValueError if it is not a safetensors file.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
+    except (struct.error, OverflowError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def base_folder(config: ModelConfig) -> Path:
+    """Return the folder of ``--model_name_or_path``; ModelError if it is missing or lacks a model's files."""
+    if config.model_name_or_path is None:
+        raise ModelError("no model is given", hint="give --model_name_or_path FOLDER")
+    folder = Path(config.model_name_or_path)
+    if not folder.is_dir():
+        raise ModelError(
+            f"--model_name_or_path {folder} is not a folder",
+            hint="give a local Hugging Face folder; `hf download NAME --local-dir FOLDER` fetches one",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})",
+            hint="copy the tokenizer's files into the folder",
+        )
+    if is_adapter(folder):
+        raise ModelError(
+            f"{folder} holds an adapter, not a model",
+            hint="give the folder of published weights, …/weights/v…",
+        )
+    return folder
+
+
+def require_folder(config: ModelConfig) -> None:
+    """Raise ModelError as ``base_folder`` does, if a folder is given. Call it before a run is begun."""
+    if config.model_name_or_path is not None:
+        base_folder(config)
+
+
+def architecture(folder: Path) -> dict[str, Any]:
+    """Return the keys of config.json that decide whether weights fit: type, sizes, tied embeddings."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}", hint="restore the file") from error
+    content |= content.get("text_config") or {}
+    return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}
