@@ -204,8 +204,8 @@ class DataStream:
                 settings.split, step=step, max_trained_count=settings.max_trained_count, old=old,
                 untrained=untrained,
             )  # fmt: skip
-            places = await self._store.tasks.sort_keys({member.task for member in members})
-            groups = choose_groups(members, count, places, self._avoid)
+            order = await self._store.tasks.sort_keys({member.task for member in members})
+            groups = choose_groups(members, count, order, self._avoid)
             if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):
                 break
         return groups

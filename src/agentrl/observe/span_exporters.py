@@ -10,7 +10,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -214,7 +213,7 @@ class MlflowExporter(SpanExporter):
         get = f"{self._url}{_API}/get-by-name?experiment_name={quote(self._experiment, safe='')}"
         with httpx2.Client(headers=self._headers, timeout=self._timeout, follow_redirects=True) as client:
             answer = client.get(get)
-            if answer.status_code == HTTPStatus.NOT_FOUND:
+            if answer.status_code == httpx2.codes.NOT_FOUND:
                 made = client.post(f"{self._url}{_API}/create", json={"name": self._experiment})
                 if made.is_success:
                     return str(made.json()["experiment_id"])

@@ -140,9 +140,9 @@ class Trainer:
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
         named = {image.sha256 for item in batch.data for image in item.images}
-        images = (await self.store.images.get(named),) if named else ()
+        images = await self.store.images.get(named) if named else {}
         began = time.time()
-        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, *images)
+        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
         trace_updates(span, began, result.metrics)
         if not result.is_finite:
             span.fail("not_finite")

@@ -63,7 +63,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         weights = found.model if found else None
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
-            checkpoint.restore(found, controller)
+            checkpoint.restore(found, controller.trainer)
         progress = await saving.roll_back(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )

@@ -160,7 +160,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
 
 async def test_versions_go_on_upwards_where_a_replay_ends_elsewhere(store: FakeStore, start: Start) -> None:
     trainer = await resumed_after_step_2(store, start)
-    trainer.controller.optimizer.param_groups[0]["lr"] *= 2
+    trainer.controller.trainer.optimizer.param_groups[0]["lr"] *= 2
     await trainer.run()
     assert sorted(store.versions) == [0, 1, 2, 3, 4]
     assert store.versions[3].status is VersionStatus.WITHDRAWN
