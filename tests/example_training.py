@@ -28,4 +28,4 @@ async def train_two_steps(store: Store, run: RunConfig, flags: Sequence[str], fo
         subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2

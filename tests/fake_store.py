@@ -26,18 +26,20 @@ class FakeStore:
         self.train_steps: dict[str, TrainStep] = {}
         self.versions: dict[int, PolicyVersion] = {}
         self.engines: list[InferenceService] = []
-        self.groups: dict[str, Task] = {}
+        self.group_tasks: dict[str, Task] = {}
         self.summaries: list[dict[str, Any]] = []
         self.counted: dict[str, int] = {}
         self.unfinished_groups = 0
         self.opened_epochs = [0]
         self.changed = asyncio.Event()
         self.tasks = _Tasks(self)
+        self.epochs = _Epochs(self)
         self.training = _Training(self)
+        self.steps = _Steps(self)
+        self.groups = _Groups(self)
         self.policy_versions = _PolicyVersions(self)
         self.services = _Services(self)
         self.evaluations = _Evaluations(self)
-        self.token_statistics = _TokenStatistics(self)
         self.statistics: dict[str, TokenStatistics] = {}
         self.needed_versions: set[int] = set()
         """Versions that evaluations need."""
@@ -49,6 +51,10 @@ class FakeStore:
     def add(self, *items: DBRecordData) -> None:
         self.data.update({item.id: item for item in items})
         self.changed.set()
+
+    def set_status(self, items: Sequence[DBRecordData], status: DataStatus) -> None:
+        for item in items:
+            self.data[item.id] = replace(item, status=status)
 
     def publish(self, steps: Mapping[int, int], withdrawn: Collection[int] = ()) -> None:
         """Versions without weights: {version: the step it was published at}."""
@@ -82,15 +88,12 @@ class _Evaluations(_Part):
         return set(self.store.needed_versions)
 
 
-class _TokenStatistics(_Part):
-    async def put(self, items: Sequence[TokenStatistics]) -> None:
-        self.store.statistics.update({item.id: item for item in items})
+class _Epochs(_Part):
+    async def next(self, split: str, epochs: int) -> int | None:
+        return next((epoch for epoch in range(epochs) if epoch not in self.store.opened_epochs), None)
 
 
 class _Tasks(_Part):
-    async def next_epoch(self, split: str, epochs: int) -> int | None:
-        return next((epoch for epoch in range(epochs) if epoch not in self.store.opened_epochs), None)
-
     async def unfinished(self, split: str) -> int:
         return self.store.unfinished_groups
 
@@ -98,7 +101,7 @@ class _Tasks(_Part):
         return {"running": self.store.unfinished_groups}
 
     async def get(self, task_id: str) -> Task | None:
-        return self.store.groups.get(task_id)
+        return self.store.group_tasks.get(task_id)
 
     async def sort_keys(self, ids: Collection[str]) -> dict[str, tuple[int, int]]:
         return {id: place for id, place in self.store.places.items() if id in ids}
@@ -132,7 +135,7 @@ class _Training(_Part):
         stale = [item for item in ready if _is_stale(item, old)]
         if old.spans == "any":
             stale = [item for item in ready if item.task in {other.task for other in stale}]
-        self._set(stale, DataStatus.STALE)
+        self.store.set_status(stale, DataStatus.STALE)
         return len(stale)
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
@@ -144,41 +147,8 @@ class _Training(_Part):
     async def quarantine(self, query: Mapping[str, str], problem: str, *, attempt: int | None = None) -> int:
         bad = [self.store.data[query["_id"]]]
         bad = [item for item in bad if item.status is DataStatus.READY]
-        self._set(bad, DataStatus.QUARANTINED)
+        self.store.set_status(bad, DataStatus.QUARANTINED)
         return len(bad)
-
-    async def plan_step(self, step: TrainStep, *, attempt: int) -> None:
-        self.store.check_attempt(attempt)
-        assert step.id not in self.store.train_steps
-        items = [self.store.data[id] for id in step.data]
-        assert all(item.status is DataStatus.READY for item in items)
-        self._set(items, DataStatus.PLANNED)
-        self.store.train_steps[step.id] = step
-
-    async def commit_step(
-        self, step_id: str, metrics: dict[str, Any], trained_ids: Sequence[str],
-        max_trained_count: int, retrained_interval: int, *, attempt: int, counted: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        self.store.check_attempt(attempt)
-        step = self.store.train_steps[step_id]
-        self.store.train_steps[step_id] = replace(step, status=StepStatus.COMMITTED, metrics=metrics)
-        self._set([self.store.data[id] for id in trained_ids], DataStatus.TRAINED)
-        for task in counted:
-            self.store.counted.setdefault(task, step.step)
-
-    async def revert_after(self, step: int, *, attempt: int) -> int:
-        self.store.check_attempt(attempt)
-        reopened = 0
-        for item in list(self.store.train_steps.values()):
-            if item.step > step and item.status is not StepStatus.REVERTED:
-                self.store.train_steps[item.id] = replace(item, status=StepStatus.REVERTED)
-                self._set([self.store.data[id] for id in item.data], DataStatus.READY)
-                reopened += len(item.data)
-        self.store.counted = {task: at for task, at in self.store.counted.items() if at <= step}
-        return reopened
-
-    async def steps(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
-        return [step for step in self.store.train_steps.values() if step.step > after]
 
     async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
         return 0.5 if tasks else None
@@ -192,15 +162,51 @@ class _Training(_Part):
         ]  # fmt: skip
         return sum(lengths) / len(lengths) if lengths else None
 
-    async def open_groups(self, split: str) -> int:
+    async def put_token_statistics(self, items: Sequence[TokenStatistics]) -> None:
+        self.store.statistics.update({item.id: item for item in items})
+
+
+class _Steps(_Part):
+    async def plan(self, step: TrainStep, *, attempt: int) -> None:
+        self.store.check_attempt(attempt)
+        assert step.id not in self.store.train_steps
+        items = [self.store.data[id] for id in step.data]
+        assert all(item.status is DataStatus.READY for item in items)
+        self.store.set_status(items, DataStatus.PLANNED)
+        self.store.train_steps[step.id] = step
+
+    async def commit(
+        self, step_id: str, metrics: dict[str, Any], trained_ids: Sequence[str],
+        max_trained_count: int, retrained_interval: int, *, attempt: int, counted: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self.store.check_attempt(attempt)
+        step = self.store.train_steps[step_id]
+        self.store.train_steps[step_id] = replace(step, status=StepStatus.COMMITTED, metrics=metrics)
+        self.store.set_status([self.store.data[id] for id in trained_ids], DataStatus.TRAINED)
+        for task in counted:
+            self.store.counted.setdefault(task, step.step)
+
+    async def revert_after(self, step: int, *, attempt: int) -> int:
+        self.store.check_attempt(attempt)
+        reopened = 0
+        for item in list(self.store.train_steps.values()):
+            if item.step > step and item.status is not StepStatus.REVERTED:
+                self.store.train_steps[item.id] = replace(item, status=StepStatus.REVERTED)
+                self.store.set_status([self.store.data[id] for id in item.data], DataStatus.READY)
+                reopened += len(item.data)
+        self.store.counted = {task: at for task, at in self.store.counted.items() if at <= step}
+        return reopened
+
+    async def find(self, after: int = 0, status: StepStatus | None = None) -> list[TrainStep]:
+        return [step for step in self.store.train_steps.values() if step.step > after]
+
+
+class _Groups(_Part):
+    async def count_open(self, split: str) -> int:
         return self.store.unfinished_groups
 
-    async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
+    async def uncounted(self, split: str) -> list[dict[str, Any]]:
         return [summary for summary in self.store.summaries if summary["task"] not in self.store.counted]
-
-    def _set(self, items: Sequence[DBRecordData], status: DataStatus) -> None:
-        for item in items:
-            self.store.data[item.id] = replace(item, status=status)
 
 
 def _is_stale(item: DBRecordData, old: StaleVersions) -> bool:

@@ -101,9 +101,9 @@ class History:
         """The next epoch of the training tasks."""
         epochs = await self.store.tasks.epochs("train")
         if epochs and not await self.store.tasks.any_with_status("train", TaskStatus.CREATED):
-            following = await self.store.tasks.next_epoch("train", max(epochs) + 2)
+            following = await self.store.epochs.next("train", max(epochs) + 2)
             if following is not None:
-                await self.store.tasks.open_epoch("train", following, 0, GENERATIONS)
+                await self.store.epochs.open("train", following, 0, GENERATIONS)
 
     async def claim(self) -> None:
         """A sampler claims a slot; it may die before it makes the Record."""
@@ -117,7 +117,7 @@ class History:
     async def claim_selected(self) -> None:
         """A sampler claims a slot, where new groups are begun by what is known of their tasks."""
         self.owners += 1
-        limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.training.open_groups("train")
+        limit = self.rng.randint(0, GROUPS_PER_STEP) + await self.store.groups.count_open("train")
         claim = await self.store.claims.claim(
             split="train", owner=f"sampler-{self.owners}", lease_seconds=600.0, max_attempts=MAX_ATTEMPTS,
             max_groups_open=limit, selection=Selection(MOST_EPOCHS),
@@ -252,14 +252,14 @@ class History:
         self.step = self.checkpoint.step if self.checkpoint else 0
         self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
         await self.store.policy_versions.withdraw_after(self.step, attempt=self.attempt)
-        await self.store.training.revert_after(self.step, attempt=self.attempt)
+        await self.store.steps.revert_after(self.step, attempt=self.attempt)
 
     async def train(self) -> None:
         """A step is planned and committed, and mostly published."""
         plan = await self._plan()
         if plan is None:
             return
-        await self.store.training.commit_step(plan.id, {"loss": 0.1}, plan.data, attempt=self.attempt)
+        await self.store.steps.commit(plan.id, {"loss": 0.1}, plan.data, attempt=self.attempt)
         self.step = plan.step
         self.contained.append(plan.id)
         if self.rng.random() < 0.8:
@@ -377,7 +377,7 @@ class History:
             id=f"{self.attempt}/{self.step + 1}", step=self.step + 1, policy_version=newest.id,
             data=tuple(data), owner="trainer",
         )  # fmt: skip
-        await self.store.training.plan_step(plan, attempt=self.attempt)
+        await self.store.steps.plan(plan, attempt=self.attempt)
         return plan
 
     async def _ready(self) -> Sequence[str]:

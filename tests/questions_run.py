@@ -134,11 +134,9 @@ async def _step(store: Store, weights: Path, step: int) -> None:
     """Train all that is ready and publish the version that comes of it."""
     key = f"1/{step}"
     data = tuple(meta.id for meta in await store.training.ready("train"))
-    await store.training.plan_step(
-        TrainStep(id=key, step=step, policy_version=step - 1, data=data, owner="trainer")
-    )
+    await store.steps.plan(TrainStep(id=key, step=step, policy_version=step - 1, data=data, owner="trainer"))
     metrics = {"loss": 0.1, "reward": 0.5, "staleness_mean": 0.25, "staleness_max": 1.0}
-    await store.training.commit_step(key, metrics, data)
+    await store.steps.commit(key, metrics, data)
     await publish(store, weights, step, step=step, train_step=key)
 
 

@@ -106,8 +106,8 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
     assert await finalizer.run_waiting() == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
     assert len(data) == 2
-    await store.training.plan_step(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
-    await store.training.commit_step(STEP, {"loss": 0.1}, data)
+    await store.steps.plan(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
+    await store.steps.commit(STEP, {"loss": 0.1}, data)
     await publish(store, weights, 1, step=1, train_step=STEP)
     await add_task(store, READY, 1)
     for value in (0.0, 1.0):

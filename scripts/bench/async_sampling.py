@@ -126,7 +126,7 @@ def train(mode: str, seed: int, options: argparse.Namespace, folder: Path, mongo
 async def read_curve(name: str, mongo: Path) -> Curve:
     """Read the steps of a run; its clock starts with the first Record."""
     async with await open_store(RunConfig(run_name=name, mongo_dir=str(mongo))) as store:
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         first = await store.database["Record"].find_one({}, sort=[("created_at", 1)])
         if first is None:
             raise RuntimeError(f"{name} has no Record")

@@ -83,7 +83,7 @@ async def trajectory(store: Store) -> bool:
     await store.records.advance(claim, RecordStatus.COMPLETED, final_answer="1889", stop_reason="answered")
     await store.records.advance(claim, RecordStatus.SCORING)
     if await store.attempts.score(claim, 1.0) is TaskStatus.WAITING:
-        await store.training.finalize_group(claim.task.id, decide)
+        await store.groups.finalize(claim.task.id, decide)
     return True
 
 

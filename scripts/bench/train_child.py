@@ -49,7 +49,6 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     from agentrl.train.memory import enable_checkpointing
     from agentrl.train.optimizer import build_optimizer
     from agentrl.train.step import forward_backward
-    from agentrl.train.step_loss import count_step
 
     model = load_model(wanted["model"])
     enable_checkpointing(model, wanted.get("checkpointing", "none"))
@@ -63,7 +62,6 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     def train(chosen: list[Any]) -> None:
         forward_backward(
             parallel, chosen, LossSettings(old_logprobs="recompute", token_level_loss=True),  # as TRL's dapo
-            denominators=count_step(forests),
         )  # fmt: skip
 
     def step() -> float:

@@ -183,7 +183,7 @@ async def _finish(store: Store, actors: Mapping[str, Actor]) -> bool:
 
 
 async def _has_trained(store: Store) -> bool:
-    return bool(await store.training.steps())
+    return bool(await store.steps.find())
 
 
 async def _remove_openings(store: Store) -> None:
@@ -195,7 +195,7 @@ async def _remove_openings(store: Store) -> None:
 
 
 async def _is_opening(store: Store) -> bool:
-    return await store.tasks.next_epoch(SPLIT, OPENINGS) is not None
+    return await store.epochs.next(SPLIT, OPENINGS) is not None
 
 
 async def _reach(condition: Callable[[], Awaitable[bool]], seconds: float, otherwise: str) -> None:

@@ -51,9 +51,9 @@ async def open_all(run: RunConfig, config: OpenerConfig) -> None:
         async with await open_store(run) as store:
             await store.tasks.load(result.tasks)
             while True:
-                epoch = await store.tasks.next_epoch(SPLIT, config.openings)
+                epoch = await store.epochs.next(SPLIT, config.openings)
                 if epoch is not None:
-                    opened = await store.tasks.open_epoch(SPLIT, epoch, run.seed, GENERATIONS)
+                    opened = await store.epochs.open(SPLIT, epoch, run.seed, GENERATIONS)
                     logger.info("epoch %d: %d tasks were missing", epoch, opened)
                 await asyncio.sleep(config.openings_pause)
 

@@ -77,7 +77,7 @@ async def examine(store: Store, logs: Path, report: Report) -> None:
     """
     records = await store.records.counts("train")
     report.scored = sum(records[status] for status in _KEPT)
-    report.steps = len(await store.training.steps())
+    report.steps = len(await store.steps.find())
     report.versions = len(await store.policy_versions.all())
     acknowledged = _read_logs(logs, report)
     report.acknowledged = len(acknowledged)

@@ -126,7 +126,7 @@ async def _reach_kill(
     while trainer.poll() is None and time.monotonic() < deadline:
         lease = await store.trainer_lease.read()
         if lease.pid == trainer.pid:
-            planned = await store.training.steps(after=after, status=None)
+            planned = await store.steps.find(after=after, status=None)
             if any(step.id.startswith(f"{lease.attempt}/") for step in planned):
                 break
         await asyncio.sleep(_POLL_SECONDS)
@@ -137,7 +137,7 @@ async def _reach_end(store: Store, trainer: subprocess.Popen[bytes], plan: Plan,
     """Wait until the trainer ends. Raises AgentRLError if it fails or makes no step for ``STEP_SECONDS``."""
     reached, moved_at = 0, time.monotonic()
     while trainer.poll() is None:
-        last = await store.training.last_step()
+        last = await store.steps.last()
         if last is not None and last.step != reached:
             reached, moved_at = last.step, time.monotonic()
         if time.monotonic() - moved_at > STEP_SECONDS:
@@ -152,7 +152,7 @@ async def _reach_end(store: Store, trainer: subprocess.Popen[bytes], plan: Plan,
 
 
 async def _read(store: Store) -> Trained:
-    steps = await store.training.steps()
+    steps = await store.steps.find()
     data = {item["_id"]: item async for item in store.database["DBRecordData"].find({}, _READ)}
     versions = await store.policy_versions.all()
     off_policy = [

@@ -82,7 +82,7 @@ async def test_an_epoch_whose_opening_was_frozen_is_completed_before_the_next(
     await store.tasks.load([task(name) for name in "abcdef"])
     FREEZE.pid = mongo.status().pid
     with pytest.raises(StoreUnavailableError):
-        await store.tasks.open_epoch("train", 1, 0, 2)
+        await store.epochs.open("train", 1, 0, 2)
     assert FREEZE.pid is not None
     os.kill(FREEZE.pid, signal.SIGCONT)
     FREEZE.pid = None

@@ -105,7 +105,7 @@ async def test_versions_are_evaluated_on_an_environment_beside_their_trainer(
             await asyncio.sleep(0.2)
     evaluation.send_signal(signal.SIGINT)
     await commands.end("eval", evaluation, 130)
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
     found = await store.evaluations.all()
     assert [(item.step, item.status) for item in found] == [
         (0, EvaluationStatus.FINISHED), (2, EvaluationStatus.FINISHED),

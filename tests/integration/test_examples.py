@@ -93,7 +93,7 @@ async def test_the_examples_sample_and_train_two_steps(
         code = None
     output = "".join((tmp_path / f"{name}.txt").read_text(errors="replace")[-3000:] for name in FLAGS)
     assert code == 0, output
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
     database = store.database
     records = [item async for item in database["Record"].find({"status": "ready"})]
     assert {item["score_details"]["scorer"] for item in records} == {"custom_scorer:close_number"}

@@ -107,8 +107,8 @@ async def test_what_a_killed_sampler_completed_is_finalized_by_another(
     else:
         await killed.claims.heartbeat([claim], 0.0)
         assert await killed.expired_leases.reap("train", max_attempts=1) == 1
-    assert await other.training.waiting_groups("train") == ["train/0/a"]
-    assert await other.training.waiting_groups("train", waiting_seconds=600.0) == []
+    assert await other.groups.waiting("train") == ["train/0/a"]
+    assert await other.groups.waiting("train", waiting_seconds=600.0) == []
     monkeypatch.setattr(housekeeping, "SWEEP_SECONDS", 0.2)
     await Setting(other, "<answer>3</answer>").run()
     finished = await other.tasks.get("train/0/a")

@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, ToolServerError
 from agentrl.rollout import breaker, outages
 from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
-from agentrl.tools.mcp import connector
+from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
 pytestmark = pytest.mark.integration
@@ -30,8 +30,8 @@ SERVER = str(Path(__file__).parent / "servers" / "misbehaving_server.py")
 
 @pytest.fixture(autouse=True)
 def probe_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
-    monkeypatch.setattr(connector, "_MAX_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "_MAX_BACKOFF_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
     monkeypatch.setattr(outages, "REPORT_SECONDS", 0.1)

@@ -18,7 +18,7 @@ from open_tools import open_tools
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Trajectory, schema_name
-from agentrl.tools.mcp import connector
+from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 
 pytestmark = pytest.mark.integration
@@ -142,7 +142,7 @@ async def test_tools_of_one_name_on_two_servers_are_prefixed(
 
 
 async def test_unreachable_servers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
     for entry, kind in (
         ({"url": f"http://127.0.0.1:{free_port()}/mcp"}, ToolServerError),
         ({"command": "/no/such/program"}, ToolServerConfigError),

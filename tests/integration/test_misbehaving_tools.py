@@ -20,7 +20,7 @@ from open_tools import open_tools
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory, schema_name
-from agentrl.tools.mcp import connector
+from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.session import ToolSession
 
@@ -226,14 +226,14 @@ async def test_one_reconnect_serves_all_callers_and_then_all_are_told_at_once(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts = []
-    original = connector.Connection.open
+    original = server.Connection.open
 
-    async def counted(connection: connector.Connection) -> None:
+    async def counted(connection: server.Connection) -> None:
         attempts.append(connection)
         await original(connection)
 
-    monkeypatch.setattr(connector.Connection, "open", counted)
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0, 0.05))
+    monkeypatch.setattr(server.Connection, "open", counted)
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0, 0.05))
     async with ToolPool(config_of(tmp_path, web.entry())) as pool, pool.session(trajectory()) as tools:
         web.stop()
         attempts.clear()
@@ -270,7 +270,7 @@ async def test_a_restarted_server_without_the_session_is_connected_again(tmp_pat
 async def test_a_server_that_admits_nobody_is_named(
     tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch, path: str, problem: str
 ) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
     with pytest.raises(ToolServerError, match=problem) as failed:
         await ToolPool(config_of(tmp_path, web.entry(path))).open()
     assert failed.value.outage == tool_server("misbehaving")
@@ -280,7 +280,7 @@ async def test_a_server_that_admits_nobody_is_named(
 async def test_any_other_manager_url_is_a_plain_server_with_the_token(
     web: Web, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
     config = ToolConfig(mcp_manager_url=f"http://127.0.0.1:{web.port}/private", mcp_server_name="search")
     monkeypatch.setenv("MCP_AUTH_TOKEN", "let me in")
     async with open_tools(config) as tools:

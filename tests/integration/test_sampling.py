@@ -293,7 +293,7 @@ async def test_an_epoch_that_another_opens_meanwhile_is_sampled_too(
     async def look_just_before(split: str, *statuses: TaskStatus) -> bool:
         found = await look(split, *statuses)
         if not found and TaskStatus.RUNNING in statuses:
-            await store.tasks.open_epoch("train", 1, 0, 2)
+            await store.epochs.open("train", 1, 0, 2)
         return found
 
     monkeypatch.setattr(store.tasks, "any_with_status", look_just_before)

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import ToolServerError
-from agentrl.tools.sandbox import landlock
-from agentrl.tools.sandbox.launcher_process import LAUNCHER
 from agentrl.tools.sandbox.limits import SandboxLimits
-from agentrl.tools.sandbox.local import LocalSandbox, namespace_problem
+from agentrl.tools.sandbox.linux import landlock_version
+from agentrl.tools.sandbox.local import LAUNCHER, LocalSandbox, namespace_problem
 
 pytestmark = pytest.mark.integration
 
@@ -94,7 +93,7 @@ async def test_files_stay_for_the_next_program_and_end_with_the_sandbox(sandbox:
         "import os\nopen('a.py', 'w').write('x = 41')\nos.mkdir('d')\nos.mkfifo('p')\nos.chmod('d', 0)"
     )
     assert (await sandbox.run("import a\nprint(a.x + 1)")).stdout == "42\n"
-    folder = await sandbox._directory()
+    folder = str(sandbox._folder)
     await sandbox.close()
     assert not _exists(folder)
     assert (await sandbox.run("import os\nprint(sorted(os.listdir()))")).stdout == "['main.py']\n"
@@ -171,7 +170,7 @@ async def test_a_flood_of_files_is_bounded(sandbox: LocalSandbox) -> None:
 
 async def test_sparse_files_do_not_fill_the_disk_of_the_host(sandbox: LocalSandbox) -> None:
     await sandbox.run("for i in range(50): open(str(i), 'wb').truncate(4 << 20)")
-    assert _size(await sandbox._directory()) < 64 << 20
+    assert _size(str(sandbox._folder)) < 64 << 20
 
 
 async def test_the_environment_and_the_descriptors_of_the_sampler_are_not_inherited(
@@ -327,7 +326,7 @@ async def test_an_interpreter_that_cannot_start_is_named(tmp_path: Path) -> None
 async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
     sandbox: LocalSandbox, tmp_path: Path
 ) -> None:
-    if sandbox._isolation == "limits" and landlock.version() == 0 and os.geteuid() != 0:
+    if sandbox._isolation == "limits" and landlock_version() == 0 and os.geteuid() != 0:
         pytest.skip("this kernel has no Landlock")
     secret = tmp_path / "key"
     secret.write_text("swordfish")
@@ -342,7 +341,7 @@ async def test_files_of_the_user_cannot_be_read_nor_those_of_other_processes(
 
 SAMPLER = """
 import asyncio, sys
-from agentrl.tools.sandbox.launcher_process import LAUNCHER
+from agentrl.tools.sandbox.local import LAUNCHER
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.local import LocalSandbox
 python = sys.argv[3] or None

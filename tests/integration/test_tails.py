@@ -48,7 +48,7 @@ async def test_the_last_trajectory_of_a_group_is_cut_or_carried_after_its_step(
     async def last_step() -> SimpleNamespace:
         return steps[-1]
 
-    monkeypatch.setattr(store.training, "last_step", last_step)
+    monkeypatch.setattr(store.steps, "last", last_step)
     await store.tasks.load([
         Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="1+2?", scorer="exact",
              answer="3", slots=tuple(Slot(traj_id=i) for i in range(3)))

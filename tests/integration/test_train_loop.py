@@ -57,14 +57,14 @@ import os, signal, sys
 from agentrl.cli.main import main
 from agentrl.store.mechanics import step_chunks
 step_chunks.CHUNK = 1
-count = step_chunks.StepChunks._train
+count = step_chunks.train
 seen = []
-async def count_and_die(self, number, pending, ids, session):
+async def count_and_die(connection, number, pending, ids, session):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
-    await count(self, number, pending, ids, session)
-step_chunks.StepChunks._train = count_and_die
+    await count(connection, number, pending, ids, session)
+step_chunks.train = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 OUT_OF_MEMORY_IN_STEP_2 = """
@@ -178,7 +178,7 @@ def told(steps: list[TrainStep]) -> list[tuple[int, tuple[str, ...], float]]:
 
 async def steps_of(run: Run, status: StepStatus | None = StepStatus.COMMITTED) -> list[TrainStep]:
     async with await run.open() as store:
-        return await store.training.steps(status=status)
+        return await store.steps.find(status=status)
 
 
 async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
@@ -186,7 +186,7 @@ async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
     code, output = run.launch()
     assert code == 0, output
     async with await run.open() as store:
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         assert [(step.step, step.policy_version) for step in steps] == [(1, 0), (2, 1), (3, 2)]
         assert (steps[0].metrics["reward"], steps[0].metrics["pass_rate"]) == (0.5, 0.5)
         versions = await store.policy_versions.all()
@@ -280,7 +280,7 @@ async def test_sigterm_saves_and_the_same_command_goes_on(run: Run) -> None:
     with run.start("--save_steps", "99") as process:
         async with await run.open() as store:
             deadline = time.monotonic() + 90
-            while len(await store.training.steps()) < 3 and time.monotonic() < deadline:
+            while len(await store.steps.find()) < 3 and time.monotonic() < deadline:
                 await store.wait_for_change("TrainStep", timeout=1.0)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
@@ -338,7 +338,7 @@ async def test_a_trainer_that_is_replaced_ends_and_says_so(run: Run) -> None:
     with run.start("--lease_seconds", "3") as process:
         async with await run.open() as store:
             deadline = time.monotonic() + 90
-            while len(await store.training.steps()) < 3 and time.monotonic() < deadline:
+            while len(await store.steps.find()) < 3 and time.monotonic() < deadline:
                 await store.wait_for_change("TrainStep", timeout=1.0)
             await store.database["TrainerLease"].update_one(
                 {"_id": "trainer"}, {"$set": {"owner": "another"}, "$inc": {"attempt": 1}}
@@ -414,7 +414,7 @@ async def test_a_full_disk_pauses_training_until_there_is_space(run: Run, small_
             await asyncio.to_thread(fill_disk, filler)
             log.append(await read_until(process, "training pauses at step"))
             async with await run.open() as store:
-                ahead = await store.training.last_step()
+                ahead = await store.steps.last()
                 newest = await store.policy_versions.latest()
             assert ahead is not None
             assert newest is not None

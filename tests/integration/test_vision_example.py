@@ -118,7 +118,7 @@ async def test_the_example_samples_and_trains_two_steps(
         subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
     latest = await store.policy_versions.latest()
     assert latest is not None
     assert (Path(latest.location) / "preprocessor_config.json").is_file()

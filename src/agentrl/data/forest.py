@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
-from agentrl.documents.model_call import unpack_floats, unpack_ids
-from agentrl.documents.training import DBRecordData, Node
+from agentrl.documents.images import ImageSpan
+from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Images = tuple[ImageSpan, ...]
 _MISMATCH = "another version wrote the document, or it was altered: convert its Record again"
 _VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
+
+
+LABELS = ("label", "advantage", "behavior_logprob", "version", "temperature", "age")
+"""The fields of a TokenForest with a value per trainable token that packing does not renumber."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,16 +94,6 @@ class TokenForest:
         return len(self.target)
 
     @cached_property
-    def root_starts(self) -> Ints:
-        """int64[trees], index of each root."""
-        return np.flatnonzero(self.parent < 0)
-
-    @cached_property
-    def tree_lengths(self) -> Ints:
-        """int64[trees], number of tokens of each tree."""
-        return np.diff(np.append(self.root_starts, self.tokens))
-
-    @cached_property
     def is_chains(self) -> bool:
         """Whether no tree branches."""
         follows = np.arange(self.tokens) - 1
@@ -113,26 +110,22 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
     tokens = np.cumsum([0] + [forest.tokens for forest in forests])
     rows = np.cumsum([0] + [forest.trajectories for forest in forests])
     placed = list(zip(forests, tokens, rows, strict=False))
+    unchanged = (*LABELS, "input_ids", "position_ids", "row_tokens")
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(forest, name) for forest in forests]) for name in unchanged
+    }
     return TokenForest(
-        input_ids=np.concatenate([forest.input_ids for forest in forests]),
-        position_ids=np.concatenate([forest.position_ids for forest in forests]),
+        **joined,
         parent=np.concatenate(
             [np.where(forest.parent < 0, -1, forest.parent + start) for forest, start, _ in placed]
         ),
         subtree_end=np.concatenate([forest.subtree_end + start for forest, start, _ in placed]),
         row=np.concatenate([forest.row + first for forest, _, first in placed]),
         target=np.concatenate([forest.target + start for forest, start, _ in placed]),
-        label=np.concatenate([forest.label for forest in forests]),
-        advantage=np.concatenate([forest.advantage for forest in forests]),
-        behavior_logprob=np.concatenate([forest.behavior_logprob for forest in forests]),
-        version=np.concatenate([forest.version for forest in forests]),
-        temperature=np.concatenate([forest.temperature for forest in forests]),
-        age=np.concatenate([forest.age for forest in forests]),
         owner=np.concatenate(
             [np.where(forest.owner < 0, -1, forest.owner + first) for forest, _, first in placed]
         ),
         trajectory=np.concatenate([forest.trajectory + first for forest, _, first in placed]),
-        row_tokens=np.concatenate([forest.row_tokens for forest in forests]),
         images=concatenate_images(
             [forest.images for forest in forests], [forest.tokens for forest in forests]
         ),
@@ -153,11 +146,12 @@ def forest_from_data(
     """Pack trajectories into one forest; trajectory i is row i.
 
     ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all ages are 0. Nodes
-    are put in depth-first order. Raises ForestError, with the document's id, for nodes that do not tile the
+    are put in depth-first  Raises ForestError, with the document's id, for nodes that do not tile the
     tokens or whose parent does not come first, spans that overlap or lie outside, a trainable root, lengths
     that disagree, values that are not finite, ids outside [0, ``vocab_size``), and versions without an age.
     """
-    _require_any(data)
+    if not data:
+        raise ForestError("a forest needs at least one trajectory; none was given", hint="give at least one")
     return concatenate([_one_trajectory(item, vocab_size, ages) for item in data])
 
 
@@ -173,19 +167,45 @@ def forest_from_sequences(
     ``trainable[i][j]`` marks token j of sequence i. The first token of a sequence cannot be trainable,
     because no token predicts it. All tokens have ``temperature``. Raises ForestError.
     """
-    _require_any(input_ids)
-    pairs = [
-        (np.asarray(ids, np.int64), np.asarray(mask, np.bool_))
-        for ids, mask in zip(input_ids, trainable, strict=True)
-    ]
-    return concatenate(
-        [_one_sequence(f"sequence {i}", *pair, vocab_size, temperature) for i, pair in enumerate(pairs)]
+    chains = []
+    for index, (ids, mask) in enumerate(zip(input_ids, trainable, strict=True)):
+        name = f"sequence {index}"
+        _require(len(ids) > 0, name, "it has no tokens", "drop empty sequences")
+        _require(
+            len(mask) == len(ids),
+            name,
+            f"{len(ids)} ids, but a mask of {len(mask)}",
+            "give one mask entry per id",
+        )
+        _require(
+            not mask[0],
+            name,
+            "its first token is trainable, and no token predicts it",
+            "mask only tokens that have a token before them",
+        )
+        chains.append(chain(name, np.asarray(ids, np.int64), np.asarray(mask, np.bool_), temperature))
+    return forest_from_data(chains, vocab_size=vocab_size)
+
+
+def chain(
+    name: str, ids: Ints, trainable: NDArray[np.bool_], temperature: float = 1.0, images: Images = ()
+) -> DBRecordData:
+    """Return a sequence as supervised training data: advantage 1, version 0 and behavior logprobs of 0.
+
+    Each run of ``trainable`` tokens is a span, as if one model call had generated it.
+    """
+    edges = np.flatnonzero(np.diff(trainable.astype(np.int8), prepend=0, append=0))
+    spans = tuple(
+        TrainableSpan(start=start, end=end, call=call, version=0, advantage=1.0, temperature=temperature)
+        for call, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
     )
-
-
-def _require_any(items: Sequence[object]) -> None:
-    if len(items) == 0:
-        raise ForestError("a forest needs at least one trajectory; none was given", hint="give at least one")
+    count = int(trainable.sum())
+    return DBRecordData(
+        id=name, record=name, task=name, split="sft", score=1.0, advantage=1.0, min_version=0, max_version=0,
+        tokens=len(ids), trainable_tokens=count, turns=len(spans), nodes=(Node(start=0, end=len(ids)),),
+        spans=spans, images=images, input_ids=pack_ids(ids.tolist()),
+        behavior_logprobs=pack_floats([0.0] * count),
+    )  # fmt: skip
 
 
 def _require(good: bool, name: str, message: str, hint: str = _MISMATCH) -> None:
@@ -201,38 +221,6 @@ def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
         _require(False, name, f"token id {outside[0]} is outside the vocabulary{size}", _VOCABULARY)
 
 
-def _one_sequence(
-    name: str, ids: Ints, mask: NDArray[np.bool_], vocab_size: int | None, temperature: float
-) -> TokenForest:
-    length = len(ids)
-    hint = "mask only tokens that have a token before them"
-    _require(length > 0, name, "it has no tokens", "drop empty sequences")
-    _require(
-        len(mask) == length, name, f"{length} ids, but a mask of {len(mask)}", "give one mask entry per id"
-    )
-    _require(not mask[0], name, "its first token is trainable, and no token predicts it", hint)
-    _check_vocabulary(name, ids, vocab_size)
-    target = np.flatnonzero(mask)
-    subtree_end = np.full(length, length)
-    return TokenForest(
-        input_ids=ids,
-        position_ids=np.arange(length),
-        parent=np.arange(length) - 1,
-        subtree_end=subtree_end,
-        row=np.zeros(len(target), np.int64),
-        target=target,
-        label=np.arange(len(target)),
-        advantage=np.ones(len(target), np.float32),
-        behavior_logprob=np.zeros(len(target), np.float32),
-        version=np.zeros(len(target), np.int64),
-        temperature=np.full(len(target), temperature, np.float32),
-        age=np.zeros(len(target), np.int64),
-        owner=at_or_below(target, subtree_end) - 1,
-        trajectory=np.zeros(1, np.int64),
-        row_tokens=np.array([len(target)]),
-    )
-
-
 def _one_trajectory(
     data: DBRecordData, vocab_size: int | None, ages: Mapping[int, int] | None
 ) -> TokenForest:
@@ -240,7 +228,7 @@ def _one_trajectory(
     _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
     _check_vocabulary(data.id, ids, vocab_size)
     _check_nodes(data)
-    layout = lay_out(data.nodes)
+    new_index, parent, position, subtree_end = _depth_first(data.nodes)
     target = _targets(data)
     per_span = np.array([span.end - span.start for span in data.spans], np.int64)
     advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
@@ -255,16 +243,16 @@ def _one_trajectory(
     _require(bool(np.isfinite(behavior).all()), data.id, "a behavior logprob is not finite")
     usable = np.isfinite(temperature) & (temperature > 0)
     _require(bool(usable.all()), data.id, f"temperature {temperature[~usable][:1]} is not a number above 0")
-    placed = layout.place[target]
-    roots = target[layout.parent[placed] < 0]
+    placed = new_index[target]
+    roots = target[parent[placed] < 0]
     _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: no token predicts it")
     laid_out = np.empty_like(ids)
-    laid_out[layout.place] = ids
+    laid_out[new_index] = ids
     return TokenForest(
         input_ids=laid_out,
-        position_ids=layout.position,
-        parent=layout.parent,
-        subtree_end=layout.subtree_end,
+        position_ids=position,
+        parent=parent,
+        subtree_end=subtree_end,
         row=np.zeros(len(target), np.int64),
         target=placed,
         label=np.arange(len(target)),
@@ -273,21 +261,21 @@ def _one_trajectory(
         version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
         temperature=temperature,
         age=np.repeat(_span_ages(data, ages), per_span),
-        owner=at_or_below(placed, layout.subtree_end) - 1,
+        owner=at_or_below(placed, subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
-        images=_images(data, target, layout.place),
+        images=_images(data, target, new_index),
     )
 
 
-def _images(data: DBRecordData, target: Ints, place: Ints) -> ForestImages | None:
+def _images(data: DBRecordData, target: Ints, index: Ints) -> ForestImages | None:
     """Return the images of a trajectory; none of their tokens is trainable."""
     try:
-        images = images_of_spans(data.images, data.tokens, place)
+        images = images_of_spans(data.images, data.tokens, index)
     except ValueError as error:
         raise ForestError(f"training data {data.id}: {error}", hint=_MISMATCH) from error
     if images is not None:
-        trained = target[images.image[place[target]] >= 0]
+        trained = target[images.image[index[target]] >= 0]
         _require(trained.size == 0, data.id, f"token {trained[:1]} of an image is trainable")
     return images
 
@@ -330,18 +318,11 @@ def _targets(data: DBRecordData) -> Ints:
     return target
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """New index of each stored token, and the tree arrays in the new order; int64[N] each."""
+def _depth_first(nodes: Sequence[Node]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Put nodes in depth-first order, children in their stored order.
 
-    place: Ints
-    parent: Ints
-    position: Ints
-    subtree_end: Ints
-
-
-def lay_out(nodes: Sequence[Node]) -> Layout:
-    """Put nodes in depth-first order, children in their stored order."""
+    Returns the new index of each stored token, and in the new order (parent, position, subtree_end).
+    """
     children: list[list[int]] = [[] for _ in nodes]
     for index, node in enumerate(nodes):
         if node.parent >= 0:
@@ -358,7 +339,7 @@ def lay_out(nodes: Sequence[Node]) -> Layout:
     for index in range(len(nodes) - 1, -1, -1):
         if nodes[index].parent >= 0:
             subtree[nodes[index].parent] += subtree[index]
-    place = np.concatenate(
+    new_index = np.concatenate(
         [np.arange(start, start + length) for start, length in zip(first, size, strict=True)]
     )
     parent, position, subtree_end = (np.zeros(cursor, np.int64) for _ in range(3))
@@ -371,4 +352,4 @@ def lay_out(nodes: Sequence[Node]) -> Layout:
         parent[start] = before
         position[here] = np.arange(depth, depth + length)
         subtree_end[here] = start + subtree[index]
-    return Layout(place, parent, position, subtree_end)
+    return new_index, parent, position, subtree_end

@@ -52,25 +52,25 @@ class ForestImages:
 
     image: Ints
     """int64[N], index into ``images``; −1: text."""
-    place: Ints
+    offset: Ints
     """int64[N], index among the tokens of its image; 0 for text."""
     images: tuple[ForestImage, ...]
 
     def select(self, tokens: NDArray[np.int64] | NDArray[np.bool_]) -> ForestImages | None:
         """Return the images of chosen tokens, in their order; None if none of them belongs to an image."""
-        image, place = self.image[tokens], self.place[tokens]
+        image, offset = self.image[tokens], self.offset[tokens]
         used = np.unique(image[image >= 0])
         if not used.size:
             return None
         number = np.full(len(self.images) + 1, -1)
         number[used] = np.arange(len(used))
         kept = tuple(self.images[index] for index in used.tolist())
-        return ForestImages(image=number[image], place=place, images=kept)
+        return ForestImages(image=number[image], offset=offset, images=kept)
 
     def keys(self) -> Ints:
-        """Return int64[N], equal for tokens of equal images at equal places; 0 for text."""
+        """Return int64[N], equal for tokens of equal images at equal offsets; 0 for text."""
         longest = max(image.tokens for image in self.images)
-        return np.where(self.image < 0, 0, 1 + self.image * longest + self.place)
+        return np.where(self.image < 0, 0, 1 + self.image * longest + self.offset)
 
     def with_pixels(self, pixels: Mapping[str, Floats]) -> ForestImages:
         """Return the images with the model's input of each, by hash."""
@@ -85,11 +85,11 @@ def concatenate_images(parts: Sequence[ForestImages | None], tokens: Sequence[in
     numbers: dict[str, int] = {}
     images: list[ForestImage] = []
     columns: list[Ints] = []
-    places: list[Ints] = []
+    offsets: list[Ints] = []
     for part, length in zip(parts, tokens, strict=True):
         if part is None:
             columns.append(np.full(length, -1))
-            places.append(np.zeros(length, np.int64))
+            offsets.append(np.zeros(length, np.int64))
             continue
         for image in part.images:
             if image.sha256 not in numbers:
@@ -97,12 +97,12 @@ def concatenate_images(parts: Sequence[ForestImages | None], tokens: Sequence[in
                 images.append(image)
         renumbered = np.array([*(numbers[image.sha256] for image in part.images), -1])
         columns.append(renumbered[part.image])
-        places.append(part.place)
-    return ForestImages(image=np.concatenate(columns), place=np.concatenate(places), images=tuple(images))
+        offsets.append(part.offset)
+    return ForestImages(image=np.concatenate(columns), offset=np.concatenate(offsets), images=tuple(images))
 
 
-def images_of_spans(spans: Sequence[ImageSpan], tokens: int, place: Ints) -> ForestImages | None:
-    """Return the images of one trajectory of ``tokens`` tokens; token i lies at ``place[i]`` of the forest.
+def images_of_spans(spans: Sequence[ImageSpan], tokens: int, index: Ints) -> ForestImages | None:
+    """Return the images of one trajectory of ``tokens`` tokens; token i lies at ``index[i]`` of the forest.
 
     Raises ValueError for spans that overlap, lie outside, or do not have the tokens of their grid.
     """
@@ -123,8 +123,8 @@ def images_of_spans(spans: Sequence[ImageSpan], tokens: int, place: Ints) -> For
             raise ValueError(f"the image {span.sha256[:12]}… has two sizes")
         image[here], inside[here] = numbers[span.sha256], np.arange(span.tokens)
     laid_out, laid_inside = np.empty_like(image), np.empty_like(inside)
-    laid_out[place], laid_inside[place] = image, inside
-    return ForestImages(image=laid_out, place=laid_inside, images=tuple(images))
+    laid_out[index], laid_inside[index] = image, inside
+    return ForestImages(image=laid_out, offset=laid_inside, images=tuple(images))
 
 
 def rope_positions(images: ForestImages, depth: Ints, subtree_end: Ints) -> Ints:
@@ -138,19 +138,19 @@ def rope_positions(images: ForestImages, depth: Ints, subtree_end: Ints) -> Ints
     sizes = np.array([image.tokens for image in images.images])
     extents = np.array([image.extent for image in images.images])
     columns = np.array([image.columns for image in images.images])
-    last = last[images.place[last] == sizes[images.image[last]] - 1]
+    last = last[images.offset[last] == sizes[images.image[last]] - 1]
     saved = sizes[images.image[last]] - extents[images.image[last]]
     change = np.zeros(tokens + 1, np.int64)
     np.add.at(change, last + 1, saved)
     np.add.at(change, subtree_end[last], -saved)
     text = depth - np.cumsum(change[:-1])
-    begin = text - images.place
+    begin = text - images.offset
     is_image = images.image >= 0
     width = np.where(is_image, columns[images.image], 1)
     return np.stack([
         begin * is_image + text * ~is_image,
-        np.where(is_image, begin + images.place // width, text),
-        np.where(is_image, begin + images.place % width, text),
+        np.where(is_image, begin + images.offset // width, text),
+        np.where(is_image, begin + images.offset % width, text),
     ])  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,30 +15,15 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.store.training import ReadyMember
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
-Place = tuple[int, ...]
+SortKey = tuple[int, ...]
 """Sort key of a Task: the order in which groups begin (number, epoch, order)."""
 EPSILON = 1e-8
 """Added to the standard deviation."""
 _NOISE = 1e-9
 """A standard deviation below this share of the largest advantage is rounding."""
-
-
-class GroupMember(Protocol):
-    """The fields of a DBRecordData by which groups are chosen."""
-
-    @property
-    def id(self) -> str:
-        """Its ``_id``."""
-
-    @property
-    def task(self) -> str:
-        """The Task that is its group."""
-
-    @property
-    def trained_count(self) -> int:
-        """Number of steps that trained it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +89,15 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
 
 
 def choose_groups(
-    members: Sequence[GroupMember],
+    members: Sequence[ReadyMember],
     count: int,
-    places: Mapping[str, Place] | None = None,
+    order: Mapping[str, SortKey] | None = None,
     avoid: Collection[str] = (),
 ) -> dict[str, list[str]]:
     """Return at most ``count`` whole groups, {task: [data id, …]}, in the order in which they began.
 
     A slow group comes before groups that began later, even if they were ready sooner. Trained groups
-    (``max_trained_count``) come after untrained ones. Among equals, groups without a place in ``places`` come
+    (``max_trained_count``) come after untrained ones. Among equals, groups without a key in ``order`` come
     last, in the order of ``members``. Groups with an id in ``avoid`` come after all others. The ids of a
     group are sorted, so the choice is deterministic.
     """
@@ -121,7 +106,7 @@ def choose_groups(
     for member in members:
         groups.setdefault(member.task, []).append(member.id)
         trained[member.task] = max(member.trained_count, trained.get(member.task, 0))
-    known = places or {}
+    known = order or {}
     last = (math.inf,)
 
     def rank(task: str) -> tuple[bool, int, tuple[float, ...]]:

@@ -204,8 +204,8 @@ class DataStream:
                 settings.split, step=step, max_trained_count=settings.max_trained_count, old=old,
                 untrained=untrained,
             )  # fmt: skip
-            places = await self._store.tasks.sort_keys({member.task for member in members})
-            groups = choose_groups(members, count, places, self._avoid)
+            order = await self._store.tasks.sort_keys({member.task for member in members})
+            groups = choose_groups(members, count, order, self._avoid)
             if len(groups) == count and self._avoid.isdisjoint(id for ids in groups.values() for id in ids):
                 break
         return groups
@@ -307,7 +307,7 @@ class DataStream:
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""
         split = self._settings.split
-        if await self._store.tasks.next_epoch(split, self._settings.num_epochs) is not None:
+        if await self._store.epochs.next(split, self._settings.num_epochs) is not None:
             return False
         return await self._store.tasks.unfinished(split) == 0
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.data.forest import Ints, TokenForest, at_or_below, concatenate
+from agentrl.data.forest import LABELS, Ints, TokenForest, at_or_below, concatenate
 from agentrl.errors import ConfigError
 
 
@@ -22,22 +23,18 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
     np.add.at(before, target + 1, 1)
     before = np.cumsum(before)
     kept = before[forest.subtree_end] > before[:-1]
-    place = np.append(0, np.cumsum(kept))
+    new_index = np.append(0, np.cumsum(kept))
     parent = forest.parent[kept]
     rows, row = np.unique(forest.row[labels], return_inverse=True)
+    chosen: dict[str, Any] = {name: getattr(forest, name)[labels] for name in LABELS}
     return TokenForest(
+        **chosen,
         input_ids=forest.input_ids[kept],
         position_ids=forest.position_ids[kept],
-        parent=np.where(parent < 0, -1, place[parent]),
-        subtree_end=place[forest.subtree_end[kept]],
+        parent=np.where(parent < 0, -1, new_index[parent]),
+        subtree_end=new_index[forest.subtree_end[kept]],
         row=row,
-        target=place[target],
-        label=forest.label[labels],
-        advantage=forest.advantage[labels],
-        behavior_logprob=forest.behavior_logprob[labels],
-        version=forest.version[labels],
-        temperature=forest.temperature[labels],
-        age=forest.age[labels],
+        target=new_index[target],
         owner=forest.owner[kept],
         trajectory=forest.trajectory[rows],
         row_tokens=forest.row_tokens[rows],
@@ -48,12 +45,12 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
 def join(parts: Sequence[TokenForest]) -> TokenForest:
     """Return one forest of at least one part of a step; parts of the same trajectory get one row."""
     forest = concatenate(parts)
-    numbers, first, place = np.unique(
+    numbers, first, row = np.unique(
         np.concatenate([part.trajectory for part in parts]), return_index=True, return_inverse=True
     )
     return replace(
         forest,
-        row=place[forest.row],
+        row=row[forest.row],
         owner=np.concatenate([part.owner for part in parts]),
         trajectory=numbers,
         row_tokens=forest.row_tokens[first],

@@ -50,7 +50,7 @@ def verifier(store: Store) -> Verify:
         problems: dict[str, str] = {}
         for task_id, items in by_task.items():
             try:
-                group = await store.training.stored_group(task_id)
+                group = await store.groups.stored(task_id)
                 problem = await asyncio.to_thread(group_problem, group, items)
             except StoreUnavailableError:
                 raise

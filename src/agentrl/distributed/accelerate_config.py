@@ -32,6 +32,21 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_OF_FSDP1 = "leave it out: it belongs to FSDP1"
+_FSDP = (
+    ("fsdp_version", "2", "set fsdp_version: 2, or: accelerate to-fsdp2 --config_file FILE"),
+    ("fsdp_sharding_strategy", "FULL_SHARD", f"{_OF_FSDP1}; HYBRID_SHARD is"
+     " parallelism_config_dp_replicate_size (--dp_replicate_size)"),
+    ("fsdp_forward_prefetch", "false", _OF_FSDP1),
+    ("fsdp_use_orig_params", "true", _OF_FSDP1),
+    ("fsdp_sync_module_states", "true", _OF_FSDP1),
+    ("fsdp_backward_prefetch", "BACKWARD_PRE", _OF_FSDP1),
+    ("fsdp_cpu_ram_efficient_loading", "true", "leave it out: the trainer decides what a rank loads"),
+    ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "leave it out, or set TRANSFORMER_BASED_WRAP"),
+    ("fsdp_min_num_params", "100000000", "leave it out: decoder layers are sharded, one by one"),
+)  # fmt: skip
+"""Settings of which the trainer has one value: (key, value, what to do with another value)."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -100,37 +115,15 @@ def _compilation() -> list[Setting]:
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     if backend == "NO":
         return []
-    _require("ACCELERATE_DYNAMO_BACKEND", "dynamo_backend", "INDUCTOR", "leave it out, or set INDUCTOR")
-    _require("ACCELERATE_DYNAMO_MODE", "dynamo_mode", "default", "leave it out")
-    _require("ACCELERATE_DYNAMO_USE_FULLGRAPH", "dynamo_use_fullgraph", "False", "leave it out")
+    _require("dynamo_backend", "INDUCTOR", "leave it out, or set INDUCTOR", prefix="ACCELERATE_")
+    _require("dynamo_mode", "default", "leave it out", prefix="ACCELERATE_")
+    _require("dynamo_use_fullgraph", "False", "leave it out", prefix="ACCELERATE_")
     return [Setting("dynamo_backend", backend, "torch_compile", True)]
 
 
 def _fsdp(model: ModelConfig) -> list[Setting]:
-    _require(
-        "FSDP_VERSION", "fsdp_version", "2", "set fsdp_version: 2, or: accelerate to-fsdp2 --config_file FILE"
-    )
-    hint = "leave it out: it belongs to FSDP1"
-    _require(
-        "FSDP_SHARDING_STRATEGY", "fsdp_sharding_strategy", "FULL_SHARD", f"{hint}; HYBRID_SHARD is"
-        " parallelism_config_dp_replicate_size (--dp_replicate_size)",
-    )  # fmt: skip
-    _require("FSDP_FORWARD_PREFETCH", "fsdp_forward_prefetch", "false", hint)
-    _require("FSDP_USE_ORIG_PARAMS", "fsdp_use_orig_params", "true", hint)
-    _require("FSDP_SYNC_MODULE_STATES", "fsdp_sync_module_states", "true", hint)
-    _require("FSDP_BACKWARD_PREFETCH", "fsdp_backward_prefetch", "BACKWARD_PRE", hint)
-    _require(
-        "FSDP_CPU_RAM_EFFICIENT_LOADING", "fsdp_cpu_ram_efficient_loading", "true",
-        "leave it out: the trainer decides what a rank loads",
-    )  # fmt: skip
-    _require(
-        "FSDP_AUTO_WRAP_POLICY", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP",
-        "leave it out, or set TRANSFORMER_BASED_WRAP",
-    )  # fmt: skip
-    _require(
-        "FSDP_MIN_NUM_PARAMS", "fsdp_min_num_params", "100000000",
-        "leave it out: decoder layers are sharded, one by one",
-    )  # fmt: skip
+    for key, only, hint in _FSDP:
+        _require(key, only, hint)
     # With it, transformers' from_pretrained leaves the weights empty on all ranks but 0: accelerate's prepare
     # would fill them.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
@@ -170,12 +163,7 @@ def _parallelism(sizes: ParallelismConfig) -> list[Setting]:
         raise _refused(
             "parallelism_config_sp_size", sizes.sp_size, "use parallelism_config_cp_size (--cp_size)"
         )
-    _require(
-        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        "parallelism_config_cp_comm_strategy",
-        "allgather",
-        "leave it out",
-    )
+    _require("parallelism_config_cp_comm_strategy", "allgather", "leave it out")
     return [
         Setting(f"parallelism_config_{name}", size, name, size)
         for name in ("dp_replicate_size", "tp_size", "cp_size")
@@ -214,9 +202,9 @@ def _parsed(section: str, parse: Callable[[], T]) -> T:
         ) from error
 
 
-def _require(variable: str, key: str, only: str, hint: str) -> None:
+def _require(key: str, only: str, hint: str, *, prefix: str = "") -> None:
     """Raise ConfigError if accelerate's setting has another value than the ``only`` one the trainer has."""
-    value = os.environ.get(variable, only)
+    value = os.environ.get(prefix + key.upper(), only)
     if value.lower() != only.lower():
         raise _refused(key, value, hint)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from agentrl.config.schema import TrainConfig
+from agentrl.config.schema import AdapterConfig, MemoryConfig, TrainConfig
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -88,6 +88,26 @@ def plan_layout(config: TrainConfig, world: int) -> Layout:
             hint=f"start a multiple of {taken} processes, or lower {' or '.join(larger)}",
         )
     return Layout(**sizes, dp_shard=world // taken)
+
+
+def check_flags(layout: Layout, adapter: AdapterConfig, memory: MemoryConfig) -> None:
+    """Raise ConfigError for flags that work in one process, or on layers that FSDP2 shards, alone."""
+    sizes = [
+        f"--{name}_size {getattr(layout, name)}" for name in ("tp", "pp", "ep") if getattr(layout, name) > 1
+    ]
+    for flag, value in (("lora_rank", adapter.lora_rank), ("torch_compile", memory.torch_compile)):
+        if value and sizes:
+            raise ConfigError(
+                f"--{flag} {value} with {' '.join(sizes)}: it works with layers that FSDP2 shards, not with"
+                " layers that are split",
+                hint="set these sizes to 1: FSDP2 shards the layers over those processes too; or leave out"
+                f" --{flag}",
+            )
+    if memory.activation_offload and layout.world > 1:
+        raise ConfigError(
+            "--activation_offload true: it has not been tested in several processes",
+            hint="leave it out, or train in one process",
+        )
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,6 @@ _CHECKPOINT_SHARE = 6
 
 
 @dataclass(frozen=True)
-class Command:
-    """What every rank executes next."""
-
-    name: str
-    arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
 class World:
     """The processes that torchrun or ``accelerate launch`` started; a single process is a world of one."""
 
@@ -60,13 +52,13 @@ class World:
     commands: dist.ProcessGroup | None = None
     """All ranks, over gloo, with a timeout as long as a command may take to come; None in a world of one."""
 
-    def broadcast(self, command: Command) -> None:
-        """Send ``command`` from rank 0 to every other rank."""
+    def broadcast(self, command: str, *arguments: Any) -> None:
+        """Send ``command`` and its arguments from rank 0 to every other rank."""
         if self.commands is not None:
-            dist.broadcast_object_list([command], src=0, group=self.commands)
+            dist.broadcast_object_list([(command, arguments)], src=0, group=self.commands)
 
-    def receive(self) -> Command:
-        """Wait for rank 0's next command. Raises TrainingError when rank 0 has gone."""
+    def receive(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for rank 0's next command and its arguments. Raises TrainingError when rank 0 has gone."""
         received: list[Any] = [None]
         try:
             dist.broadcast_object_list(received, src=0, group=self.commands)
@@ -75,8 +67,8 @@ class World:
                 f"rank {self.rank} lost the connection to rank 0: {str(error).splitlines()[0]}",
                 hint="see the log of rank 0, and start the trainer again: it resumes",
             ) from error
-        command: Command = received[0]
-        return command
+        name, arguments = received[0]
+        return name, arguments
 
     def use_device(self) -> None:
         """Make this rank's device the current one of the calling thread."""

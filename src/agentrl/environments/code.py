@@ -17,8 +17,7 @@ from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, TaskRequest, environment
 from agentrl.errors import TaskEnvironmentError, TaskFileError
-from agentrl.tools.sandbox.open import Sandbox, open_sandbox
-from agentrl.tools.sandbox.tool import output_text
+from agentrl.tools.sandbox.tool import Sandbox, open_sandbox, output_text
 
 _SYSTEM = (
     "Write the Python program that is asked for. Try programs with run_python. Give the whole final program"

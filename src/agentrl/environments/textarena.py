@@ -17,8 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agentrl.documents.task import Task
-from agentrl.environments.base import Environment, Observation, TaskRequest, environment
-from agentrl.environments.packages import import_package, require_package
+from agentrl.environments.base import (
+    Environment,
+    Observation,
+    TaskRequest,
+    environment,
+    import_package,
+    require_package,
+)
 from agentrl.errors import TaskEnvironmentError, TaskFileError
 
 T = TypeVar("T")

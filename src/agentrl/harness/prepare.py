@@ -11,8 +11,8 @@ from typing import Final
 from agentrl.errors import ConfigError
 from agentrl.harness.command import SYSTEM_PATH, find_program, folders_of
 from agentrl.harness.config import HarnessConfig, ScoreCommand
-from agentrl.harness.image import require_image
 from agentrl.harness.workspace import build_base, keep_until_exit
+from agentrl.tools.sandbox.docker import require_image
 
 _ETC: Final = ("/etc/ssl", "/etc/ca-certificates", "/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf")
 """What clients of HTTP servers read."""

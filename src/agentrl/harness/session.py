@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
@@ -25,10 +25,10 @@ from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
 from agentrl.processes import process_tree
-from agentrl.tools.sandbox import forward
 from agentrl.tools.sandbox.limits import Execution
-from agentrl.tools.sandbox.local import launch, namespace_problem
-from agentrl.tools.sandbox.namespaces import WORK
+from agentrl.tools.sandbox.local import launch, uses_namespaces
+from agentrl.tools.sandbox.namespaces import LOOPBACK, WORK
+from agentrl.tools.sandbox.program import Job
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +117,8 @@ class HarnessSession(Session):
         self._marker = f"{_MARKER}={uuid.uuid4().hex}"
 
     async def __aenter__(self) -> Self:
-        isolation = self._prepared.config.isolation
-        problem = None if isolation == "limits" else await asyncio.to_thread(namespace_problem)
-        if problem is not None and isolation == "namespaces":
-            raise ConfigError(
-                f"{self._prepared.config.source}: isolation is 'namespaces', and this machine has none:"
-                f" {problem}",
-                hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: auto",
-            )
-        self._namespaces = isolation != "limits" and problem is None
+        config = self._prepared.config
+        self._namespaces = await asyncio.to_thread(uses_namespaces, config.isolation, str(config.source))
         return await super().__aenter__()
 
     @property
@@ -145,7 +138,7 @@ class HarnessSession(Session):
                 hint="use network: host, or a gateway with an http:// URL",
             )
         self._gateway = (str(parts.hostname), parts.port or _HTTP_PORT)
-        return parts._replace(netloc=f"{forward.HOST}:{self._gateway[1]}").geturl()
+        return parts._replace(netloc=f"{LOOPBACK}:{self._gateway[1]}").geturl()
 
     @property
     def _has_own_network(self) -> bool:
@@ -162,14 +155,13 @@ class HarnessSession(Session):
     ) -> CommandRun:
         """Run a command in the sandbox; see ``Session.run``."""
         limits = dataclasses.replace(self._prepared.config.limits, seconds=seconds)
-        job = {
-            "code": "", "stdin": "", "python": "", "visible": self._prepared.visible,
-            "directory": str(self._folder), "namespaces": self._namespaces, "keep_files": True,
-            "limits": dataclasses.asdict(limits), "command": arguments_of(command), "cwd": WORKSPACE,
-            "environment": {**self._base_environment(), **environment}, "shown_bytes": SHOWN_BYTES,
-            "network": "gateway" if self._has_own_network else "host",
-            "gateway": self._gateway if calls_model and self._has_own_network else None,
-        }  # fmt: skip
+        job = Job(
+            visible=self._prepared.visible, directory=str(self._folder), namespaces=self._namespaces,
+            keep_files=True, limits=dataclasses.asdict(limits), command=arguments_of(command), cwd=WORKSPACE,
+            environment={**self._base_environment(), **environment}, shown_bytes=SHOWN_BYTES,
+            network="gateway" if self._has_own_network else "host",
+            gateway=self._gateway if calls_model and self._has_own_network else None,
+        )  # fmt: skip
         try:
             answer = await launch(job, limits)
         except ToolServerError:
@@ -178,7 +170,7 @@ class HarnessSession(Session):
         if answer.pop("kept"):
             with suppress(FileNotFoundError):
                 os.replace(self._folder / "files.new", self.archive)
-        return _command_run(Execution(**answer), secrets)
+        return command_run(Execution(**answer), secrets)
 
     def _base_environment(self) -> dict[str, str]:
         name, _, value = self._marker.partition("=")
@@ -195,10 +187,8 @@ class HarnessSession(Session):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
-    values: dict[str, Any] = {}
-    for name in ("stdout", "stderr"):
-        values[name] = hide(getattr(done, name), secrets)
+def command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
+    """Return what the Record shows of a command, without the values of secrets."""
     return CommandRun(
         ended=command_ending(done.exit_code) if done.exceeded is None else _LIMITS[done.exceeded],
         exit_code=done.exit_code,
@@ -206,7 +196,8 @@ def _command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
         memory_mb=done.memory_mb,
         stdout_bytes=done.stdout_bytes,
         stderr_bytes=done.stderr_bytes,
-        **values,
+        stdout=hide(done.stdout, secrets),
+        stderr=hide(done.stderr, secrets),
     )
 
 

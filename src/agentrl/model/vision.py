@@ -56,7 +56,7 @@ def _embeddings(model: Any, ids: Tensor, images: ForestImages) -> dict[str, Any]
     features, deep = image_features(model, images)
     starts = np.concatenate([[0], np.cumsum([image.tokens for image in images.images])])
     tokens = np.flatnonzero(images.image >= 0)
-    rows = torch.from_numpy(starts[images.image[tokens]] + images.place[tokens]).to(device)
+    rows = torch.from_numpy(starts[images.image[tokens]] + images.offset[tokens]).to(device)
     embeds = model.get_input_embeddings()(ids)
     places = torch.from_numpy(tokens).to(device)
     embeds = embeds[0].index_copy(0, places, features[rows].to(embeds.dtype))[None]

@@ -86,23 +86,18 @@ def estimate_step(
     )
     rate = cluster.gpu.tflops * 1e12 * mfu * layout.ranks_per_data
     compute = flops * _RECOMPUTED[checkpointing] / rate
-    once = StepTime(
-        compute=compute,
-        bubble=compute * (layout.pp - 1) / batches,
-        gather=_gather_seconds(
-            model, layout, cluster, batches, element_bytes, batches if reduces_always else 1, trained
-        ),
-        exchange=_exchange_seconds(model, layout, cluster, rank_tokens, recomputes=checkpointing == "full"),
-        optimizer=0.0,
-        launch=batches * model.shape.layers / layout.pp * _LAYER_SECONDS * _RECOMPUTED[checkpointing],
+    gather = _gather_seconds(
+        model, layout, cluster, batches, element_bytes, batches if reduces_always else 1, trained
     )
+    exchange = _exchange_seconds(model, layout, cluster, rank_tokens, recomputes=checkpointing == "full")
+    launch = batches * model.shape.layers / layout.pp * _LAYER_SECONDS * _RECOMPUTED[checkpointing]
     held = model.parameters / (layout.tp * layout.pp * layout.shard) * trained
     return StepTime(
-        compute=once.compute * work.passes,
-        bubble=once.bubble * work.passes,
-        gather=once.gather * work.passes,
-        exchange=once.exchange * work.passes,
-        launch=once.launch * work.passes,
+        compute=compute * work.passes,
+        bubble=compute * (layout.pp - 1) / batches * work.passes,
+        gather=gather * work.passes,
+        exchange=exchange * work.passes,
+        launch=launch * work.passes,
         optimizer=work.passes * held * element_bytes * 7 / (cluster.gpu.memory_gb_s * 1e9),
     )
 

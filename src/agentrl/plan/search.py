@@ -27,7 +27,7 @@ from agentrl.config.schema import (
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.fsdp import GradientReduction
-from agentrl.distributed.mesh import DIMENSIONS, Layout
+from agentrl.distributed.mesh import DIMENSIONS, Layout, check_flags
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages
 from agentrl.distributed.tensor_parallel import layer_styles
 from agentrl.errors import AgentRLError
@@ -225,9 +225,9 @@ def list_layouts(cluster: Cluster, configs: Configs) -> Iterator[Layout]:
 
 def refusal(module: Any, layout: Layout, cluster: Cluster, configs: Configs, max_tokens: int) -> str:
     """Return why the trainer refuses ``layout`` of a causal LM, and what would help; empty if it does not."""
-    if reason := _flag_refusal(layout, configs):
-        return reason
-    checks: list[Callable[[], object]] = []
+    checks: list[Callable[[], object]] = [
+        lambda: check_flags(layout, configs[AdapterConfig], configs[MemoryConfig])
+    ]
     if layout.tp > 1:
         checks.append(lambda: layer_styles(module, layout.tp))
     if layout.ep * layout.tp > 1:
@@ -243,18 +243,4 @@ def refusal(module: Any, layout: Layout, cluster: Cluster, configs: Configs, max
             return f"{error.message}; {error.hint}"
     if max(layout.tp, layout.ep) > cluster.per_node:
         return f"tensor and expert parallelism beyond one machine of {cluster.per_node} GPUs are not planned"
-    return ""
-
-
-def _flag_refusal(layout: Layout, configs: Configs) -> str:
-    split = [name for name in ("tp", "pp", "ep") if getattr(layout, name) > 1]
-    for flag, value in (
-        ("lora_rank", configs[AdapterConfig].lora_rank),
-        ("torch_compile", configs[MemoryConfig].torch_compile),
-    ):
-        if value and split:
-            sizes = ", ".join(f"--{name}_size {getattr(layout, name)}" for name in split)
-            return f"--{flag} {value} works with sharded layers, not with {sizes}; leave one of them out"
-    if configs[MemoryConfig].activation_offload and layout.world > 1:
-        return "--activation_offload needs a single process; leave it out"
     return ""

@@ -52,7 +52,7 @@ async def read_outcome(run_name: str, output: Path, mongo_dir: str) -> Outcome |
     from agentrl.store.client import open_store
 
     async with await open_store(RunConfig(run_name=run_name, mongo_dir=mongo_dir)) as store:
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         if not steps:
             return None
         plot = output / "curve.png"

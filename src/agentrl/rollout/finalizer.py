@@ -51,7 +51,7 @@ class GroupFinalizer:
         This covers groups whose process ended after their last score and before they were finalized.
         """
         done = 0
-        while waiting := await self._store.training.waiting_groups(self._split, _BATCH, waiting_seconds):
+        while waiting := await self._store.groups.waiting(self._split, _BATCH, waiting_seconds):
             finished = [await self.finalize(task_id) for task_id in waiting]
             done += sum(finished)
             if not any(finished):
@@ -65,7 +65,7 @@ class GroupFinalizer:
         Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.training.finalize_group(task_id, self._decide)
+            done = await self._store.groups.finalize(task_id, self._decide)
         except StoreUnavailableError:
             raise
         except Exception as error:
@@ -106,8 +106,8 @@ class GroupFinalizer:
             logger.exception("a failed attempt is not counted", extra={"task": task_id})
 
     async def _count(self, task_id: str, error: Exception) -> None:
-        training = self._store.training
+        groups = self._store.groups
         problem = failure_text(error)
-        attempts = await training.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
-        if attempts >= ATTEMPTS and await training.give_up_group(task_id, problem, self._rules.to_store()):
+        attempts = await groups.count_failed_attempt(task_id, problem, retry_seconds=RETRY_SECONDS)
+        if attempts >= ATTEMPTS and await groups.give_up(task_id, problem, self._rules.to_store()):
             logger.error("group given up", extra={"task": task_id, "attempts": attempts, "why": problem})

@@ -150,7 +150,7 @@ class Housekeeping:
         if following is None:
             return False
         plan = self._plan
-        opened = await self._store.tasks.open_epoch(
+        opened = await self._store.epochs.open(
             self._split, following, plan.seed, plan.num_generations, plan.shuffle
         )
         if opened:
@@ -159,7 +159,7 @@ class Housekeeping:
 
     async def _following_epoch(self) -> int | None:
         """Return the first epoch that does not hold every task; None if all epochs of the plan do."""
-        following = await self._store.tasks.next_epoch(self._split, self._plan.epochs)
+        following = await self._store.epochs.next(self._split, self._plan.epochs)
         if following == 0 and time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + LOAD_WARNING_SECONDS
             logger.warning(
@@ -200,7 +200,7 @@ class Tails:
         """Cut trajectories after each step, until cancelled; call ``freed`` when some were cut."""
         while True:
             with log_store_errors(logger, "steps cannot be read; no trajectory is cut"):
-                last = await self._store.training.last_step()
+                last = await self._store.steps.last()
                 self._step = 0 if last is None else last.step
                 if await self._cut():
                     freed()

@@ -64,7 +64,7 @@ class Admission:
         the earliest step decides: after a resume, that need not be the lowest number.
         """
         newest = await store.policy_versions.latest()
-        step = await store.training.last_step()
+        step = await store.steps.last()
         trained = 0 if step is None else step.step
         published = 0 if newest is None else newest.step
         served = published

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 from agentrl.tools.sandbox.limits import Execution
-from agentrl.tools.sandbox.open import Sandbox, open_sandbox
+from agentrl.tools.sandbox.tool import Sandbox, open_sandbox
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _SHOWN = 200

@@ -22,9 +22,11 @@ from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.attempts import Attempts
 from agentrl.store.claims import Claims
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
+from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
 from agentrl.store.expired_leases import ExpiredLeases
 from agentrl.store.gateways import Gateways
+from agentrl.store.groups import Groups
 from agentrl.store.images import Images
 from agentrl.store.labels import Labels
 from agentrl.store.mechanics.change_stream import Changes
@@ -37,9 +39,10 @@ from agentrl.store.records import Records
 from agentrl.store.schema import holds_run, open_schema
 from agentrl.store.services import OutageRecords, Services
 from agentrl.store.settings import Imports, Settings
+from agentrl.store.steps import Steps
 from agentrl.store.tasks import Tasks
 from agentrl.store.trainer_lease import TrainerLeases
-from agentrl.store.training import TokenStatisticsWrites, Training
+from agentrl.store.training import Training
 from agentrl.store.views.counts import Counts
 from agentrl.store.views.details import Details
 from agentrl.store.views.read import Views
@@ -56,13 +59,16 @@ class Store:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.run_name = connection.database.name
-        self.tasks = Tasks(connection)
+        self.epochs = Epochs(connection)
+        self.tasks = Tasks(connection, self.epochs)
         self.attempts = Attempts(connection)
         self.expired_leases = ExpiredLeases(connection, self.attempts.completed)
         self.claims = Claims(connection, self.expired_leases)
         self.records = Records(connection)
         self.model_calls = ModelCalls(connection)
+        self.groups = Groups(connection)
         self.training = Training(connection)
+        self.steps = Steps(connection)
         self.policy_versions = PolicyVersions(connection)
         self.services = Services(connection)
         self.trainer_lease = TrainerLeases(connection)
@@ -73,7 +79,6 @@ class Store:
         self.gateways = Gateways(connection)
         self.images = Images(connection)
         self.labels = Labels(connection)
-        self.token_statistics = TokenStatisticsWrites(connection)
         self.views = Views(connection)
         self.counts = Counts(connection)
         self.details = Details(connection)

@@ -56,8 +56,7 @@ class EpochLeases(Repository):
     @database_call
     async def by_split(self, split: str) -> dict[int, EpochOpening]:
         """Return the openings of a split by epoch."""
-        cursor = self._collection(EPOCH).find({"_id": id_prefix(f"{split}/")})
-        openings = [EpochOpening.from_document(document) async for document in cursor]
+        openings = await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{split}/")})
         numbered = {int(opening.id.rpartition("/")[2]): opening for opening in openings}
         return {number: each for number, each in numbered.items() if each.id == epoch_key(split, number)}
 
@@ -130,29 +129,31 @@ class Epochs(Repository):
         self._leases = EpochLeases(connection)
 
     @database_call
-    async def next_epoch(self, split: str, epochs: int) -> int | None:
+    async def next(self, split: str, epochs: int) -> int | None:
         """Return the lowest epoch to open, of the first ``epochs`` and those begun; None if all are open."""
         openings = await self._leases.by_split(split)
+        least = openings[0].tasks if 0 in openings else 0
         for epoch in range(max(epochs, max(openings, default=0) + 1)):
-            if not self._is_open(epoch, openings):
+            opening = openings.get(epoch)
+            if opening is None or opening.status is not EpochStatus.OPEN or opening.tasks < least:
                 return epoch
         return None
 
     @database_call
-    async def epoch_size(self, split: str) -> int:
+    async def size(self, split: str) -> int:
         """Return the number of tasks per epoch; during the first load, the number that it will have."""
         first = (await self._leases.by_split(split)).get(0)
         return await self._count(split, 0) if first is None else first.tasks
 
     @database_call
-    async def open_epoch(
+    async def open(
         self, split: str, epoch: int, seed: int, num_generations: int, shuffle: bool = True
     ) -> int:
         """Copy the tasks of epoch 0 to ``epoch``, in a new order; return how many were missing.
 
         Writes nothing while an earlier epoch is not open, or while another process opens this one.
         """
-        if epoch == 0 or await self.next_epoch(split, epoch + 1) != epoch:
+        if epoch == 0 or await self.next(split, epoch + 1) != epoch:
             return 0
         loaded = await self._count(split, 0)
         begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
@@ -217,8 +218,8 @@ class Epochs(Repository):
     async def _copy(self, split: str, epoch: int, held: EpochOpening) -> int:
         tasks = self._collection(TASK)
         cursor = tasks.find({"split": split, "epoch": 0}, {"_id": 0, "order": 1, "task_id": 1})
-        places = sorted([(task["order"], task["task_id"]) async for task in cursor])
-        ordered = [task_id for _, task_id in places]
+        loaded = sorted([(task["order"], task["task_id"]) async for task in cursor])
+        ordered = [task_id for _, task_id in loaded]
         if held.shuffle:
             random.Random(f"{held.seed}/{epoch}").shuffle(ordered)
         present = {
@@ -236,11 +237,11 @@ class Epochs(Repository):
         return len(missing)
 
     async def _copy_batch(
-        self, split: str, epoch: int, places: Sequence[tuple[int, str]], generations: int
+        self, split: str, epoch: int, ordered: Sequence[tuple[int, str]], generations: int
     ) -> None:
         """Copy tasks, given as (order, task_id), inside the server; tasks that exist are not changed."""
-        ids = [task_id for _, task_id in places]
-        orders = literal([order for order, _ in places])
+        ids = [task_id for _, task_id in ordered]
+        orders = literal([order for order, _ in ordered])
         new = Task(
             id="", task_id="", split=split, epoch=epoch, order=0, query="",
             slots=tuple(Slot(traj_id=number) for number in range(generations)),
@@ -259,13 +260,6 @@ class Epochs(Repository):
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         ]
         await (await self._collection(TASK).aggregate(pipeline)).to_list()
-
-    @staticmethod
-    def _is_open(epoch: int, openings: dict[int, EpochOpening]) -> bool:
-        opening, first = openings.get(epoch), openings.get(0)
-        if opening is None or opening.status is not EpochStatus.OPEN:
-            return False
-        return first is None or opening.tasks >= first.tasks
 
     async def _count(self, split: str, epoch: int) -> int:
         return await self._collection(TASK).count_documents({"split": split, "epoch": epoch})

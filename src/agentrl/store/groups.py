@@ -18,6 +18,7 @@ from agentrl.documents.task import Begin, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
+from agentrl.store.admission import GroupAdmission
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
@@ -69,7 +70,7 @@ class Groups(Repository):
     """The calls on groups: a Task, its Records and their training data."""
 
     @database_call
-    async def waiting_groups(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
+    async def waiting(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
         """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
         Excludes a group until ``finalising.retry_at`` after a failed attempt to finalize it.
@@ -83,13 +84,18 @@ class Groups(Repository):
         return [document["_id"] async for document in cursor]
 
     @database_call
-    async def stored_group(self, task_id: str) -> StoredGroup | None:
+    async def stored(self, task_id: str) -> StoredGroup | None:
         """Return a group with its model calls; None if the Task does not exist."""
         document = await self._collection(TASK).find_one({"_id": task_id})
         return None if document is None else await self._read_group(document)
 
     @database_call
-    async def finalize_group(self, task_id: str, decide: Decide) -> bool:
+    async def count_open(self, split: str) -> int:
+        """Return how many groups are open; see ``GroupAdmission``, which limits this number."""
+        return await GroupAdmission(self._connection).count(split)
+
+    @database_call
+    async def finalize(self, task_id: str, decide: Decide) -> bool:
         """Complete a WAITING Task and write its data and Records, in one transaction.
 
         Returns False if the group is not waiting or another process finalized it first. If ``decide`` raises,
@@ -145,7 +151,7 @@ class Groups(Repository):
         return 0 if task is None else int(task["finalising"]["attempts"])
 
     @database_call
-    async def give_up_group(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
+    async def give_up(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
         """Complete a WAITING group that cannot be finalized, with the outcome ``failed``.
 
         Its scored Records become ABANDONED because of ``problem``, and it gets no training data. ``rules``
@@ -175,10 +181,10 @@ class Groups(Repository):
         return await self._connection.transaction(write)
 
     @database_call
-    async def uncounted_groups(self, split: str) -> list[dict[str, Any]]:
+    async def uncounted(self, split: str) -> list[dict[str, Any]]:
         """Return ``Task.group`` and ``task`` of the finalized groups that no step has counted, oldest first.
 
-        ``commit_step`` counts groups in its transaction, so that each group is counted exactly once.
+        ``Steps.commit`` counts groups in its transaction, so that each group is counted exactly once.
         """
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "group.counted_at_step": None,

@@ -14,9 +14,10 @@ from agentrl.documents.base import plain
 from agentrl.documents.status import APPLIED_STEPS, StepStatus, values
 from agentrl.documents.training import PendingCommit, TrainStep
 from agentrl.errors import StoreError
+from agentrl.store.mechanics import step_chunks
 from agentrl.store.mechanics.blobs import seal
-from agentrl.store.mechanics.connection import Json, database_call
-from agentrl.store.mechanics.step_chunks import NotReadyError, StepChunk, StepChunks, chunks_of
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.step_chunks import NotReadyError, StepChunk, chunks_of
 from agentrl.store.names import STEP
 from agentrl.store.trainer_lease import fence
 
@@ -36,7 +37,7 @@ class _Change:
     """Runs in the last transaction."""
 
 
-class Steps(StepChunks):
+class Steps(Repository):
     """The calls on optimizer steps. A change is applied in chunks, so that a step may have any size.
 
     The first transaction decides: after it, the step counts or is reverted. An interrupted change continues
@@ -47,7 +48,7 @@ class Steps(StepChunks):
     """
 
     @database_call
-    async def plan_step(self, step: TrainStep, *, attempt: int | None = None) -> None:
+    async def plan(self, step: TrainStep, *, attempt: int | None = None) -> None:
         """Insert the next step and change its data to PLANNED. Idempotent.
 
         Raises StoreError, with all data unchanged, if some data are not READY or the step exists.
@@ -62,7 +63,7 @@ class Steps(StepChunks):
             return True
 
         async def mark(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._mark(step.step, chunk.data, session)
+            await step_chunks.mark(self._connection, step.step, chunk.data, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
@@ -92,7 +93,7 @@ class Steps(StepChunks):
             await self._revert(step, step.step - 1, attempt)
 
     @database_call
-    async def commit_step(
+    async def commit(
         self, step_id: str, metrics: Mapping[str, Any], trained_ids: Sequence[str],
         max_trained_count: int = 1, retrained_interval: int = 1, *, attempt: int | None = None,
         counted: Sequence[str] = (),
@@ -101,7 +102,7 @@ class Steps(StepChunks):
 
         Data below ``max_trained_count`` become ready again ``retrained_interval`` steps later; planned data
         that were not trained become ready at once. ``counted`` are the Tasks whose groups the metrics count;
-        ``Training.uncounted_groups`` excludes them from then on.
+        ``Groups.uncounted`` excludes them from then on.
         """
         step = await self._step(step_id)
         if step is None:
@@ -138,8 +139,8 @@ class Steps(StepChunks):
             return bool(now["status"] == StepStatus.COMMITTING)
 
         async def train(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._train(step.step, pending, chunk.data, session)
-            await self._count(step.step, chunk.tasks, session)
+            await step_chunks.train(self._connection, step.step, pending, chunk.data, session)
+            await step_chunks.count_groups(self._connection, step.step, chunk.tasks, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
@@ -161,9 +162,13 @@ class Steps(StepChunks):
             later = {"status": {"$in": _APPLIED}, "step": {"$gt": step}}
             query = {"$or": [later, {"status": {"$in": _PLANS}}]}
             fields = {"step": 1, "pruned_at": 1}
-            found = steps.find(query, fields, sort=[("step", DESCENDING)], session=session)
-            undone = [document async for document in found]
-            _require_unpruned(undone)
+            undone = await steps.find(query, fields, sort=[("step", DESCENDING)], session=session).to_list()
+            for document in undone:
+                if document.get("pruned_at") is not None:
+                    raise StoreError(
+                        f"step {document['step']} cannot be undone: data that it trained have been pruned",
+                        hint="resume from a checkpoint that contains it, or begin another run",
+                    )
             await steps.update_many(
                 {"_id": {"$in": [document["_id"] for document in undone]}},
                 {"$set": {"status": StepStatus.REVERTING.value, "pending": None}}, session=session,
@@ -177,8 +182,7 @@ class Steps(StepChunks):
 
     async def _finish_commits(self, attempt: int | None) -> None:
         """Finish the commits that were interrupted between two chunks."""
-        cursor = self._collection(STEP).find({"status": StepStatus.COMMITTING.value})
-        for step in [TrainStep.from_document(document) async for document in cursor]:
+        for step in await self._all(TrainStep, STEP, {"status": StepStatus.COMMITTING.value}):
             if step.pending is not None:
                 await self._commit(step, step.pending, {}, attempt)
 
@@ -186,18 +190,18 @@ class Steps(StepChunks):
         """Revert each REVERTING step, the last step first, to the state before the lowest of them."""
         query = {"status": StepStatus.REVERTING.value}
         cursor = self._collection(STEP).find(query, {"step": 1}, sort=[("step", DESCENDING)])
-        found = [(document["_id"], document["step"]) async for document in cursor]
-        if not found:
+        undone = [(document["_id"], document["step"]) async for document in cursor]
+        if not undone:
             return
-        after = found[-1][1] - 1
+        after = undone[-1][1] - 1
 
         async def uncount(session: AsyncClientSession) -> int:
             await fence(self._connection, attempt, session)
-            return await self._uncount_some(after, session)
+            return await step_chunks.uncount_some(self._connection, after, session)
 
         while await self._connection.transaction(uncount):
             continue
-        for step_id, _ in found:
+        for step_id, _ in undone:
             step = await self._step(step_id)
             if step is not None:
                 await self._revert(step, after, attempt)
@@ -207,7 +211,7 @@ class Steps(StepChunks):
             return True
 
         async def restore(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await self._restore(after, chunk.data, session)
+            await step_chunks.restore(self._connection, after, chunk.data, session)
 
         async def end(session: AsyncClientSession) -> None:
             await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)
@@ -244,37 +248,20 @@ class Steps(StepChunks):
             )
 
     async def _step(self, step_id: str) -> TrainStep | None:
-        document = await self._collection(STEP).find_one({"_id": step_id})
-        return None if document is None else TrainStep.from_document(document)
+        return await self._one(TrainStep, STEP, {"_id": step_id})
 
     @database_call
-    async def steps(
-        self, after: int = 0, status: StepStatus | None = StepStatus.COMMITTED
-    ) -> list[TrainStep]:
+    async def find(self, after: int = 0, status: StepStatus | None = StepStatus.COMMITTED) -> list[TrainStep]:
         """Return the steps above ``after`` in order; only those of ``status``, or all if it is None."""
         query: Json = {"step": {"$gt": after}}
         if status is not None:
             query["status"] = status.value
-        cursor = self._collection(STEP).find(query, sort=[("step", ASCENDING)])
-        return [TrainStep.from_document(document) async for document in cursor]
+        return await self._all(TrainStep, STEP, query, sort=[("step", ASCENDING)])
 
     @database_call
-    async def last_step(self) -> TrainStep | None:
+    async def last(self) -> TrainStep | None:
         """Return the last step whose update is in the weights: committing or committed."""
-        document = await self._collection(STEP).find_one(
-            {"status": {"$in": _APPLIED}}, sort=[("step", DESCENDING)]
-        )
-        return None if document is None else TrainStep.from_document(document)
-
-
-def _require_unpruned(undone: Sequence[Json]) -> None:
-    """Raise StoreError if data of one of these steps, newest first, have been pruned."""
-    for step in undone:
-        if step.get("pruned_at") is not None:
-            raise StoreError(
-                f"step {step['step']} cannot be undone: data that it trained have been pruned",
-                hint="resume from a checkpoint that contains it, or begin another run",
-            )
+        return await self._one(TrainStep, STEP, {"status": {"$in": _APPLIED}}, sort=[("step", DESCENDING)])
 
 
 def _cannot_commit(step_id: str) -> StoreError:

@@ -97,24 +97,24 @@ class TaskLoading(Repository):
 
     def __init__(self, connection: Connection, epochs: Epochs) -> None:
         super().__init__(connection)
-        self._epochs_of_run = epochs
+        self._epochs = epochs
 
     async def load(self, tasks: Sequence[Task], *, update: bool = False, append: bool = True) -> LoadResult:
         """Insert the missing tasks; see ``Tasks.load``. If a task is refused, nothing is written."""
         if not tasks:
             return LoadResult(0, 0)
         split, epoch = tasks[0].split, tasks[0].epoch
-        found = await self._compare(tasks, range(len(tasks)))
-        is_loaded = await self._epochs_of_run.is_loaded(split, epoch)
+        compared = await self._compare(tasks, range(len(tasks)))
+        is_loaded = await self._epochs.is_loaded(split, epoch)
         if is_loaded and not append:
-            found.refuse_missing(tasks)
+            compared.refuse_missing(tasks)
         if not update:
-            found.refuse_changed()
-        changed = found.changed[:]
+            compared.refuse_changed()
+        changed = compared.changed[:]
         inserted = 0
-        if found.missing or not is_loaded:
-            async with self._epochs_of_run.loading(split, epoch) as lease:
-                again = await self._compare(tasks, found.missing)  # another load may have ended
+        if compared.missing or not is_loaded:
+            async with self._epochs.loading(split, epoch) as lease:
+                again = await self._compare(tasks, compared.missing)  # another load may have ended
                 if not update:
                     again.refuse_changed()
                 changed.extend(again.changed)
@@ -131,21 +131,21 @@ class TaskLoading(Repository):
         return inserted
 
     async def _compare(self, tasks: Sequence[Task], indices: Sequence[int]) -> _Comparison:
-        found = _Comparison()
+        compared = _Comparison()
         if indices and not await self._call(self._has_tasks, tasks[indices[0]]):
-            found.missing.extend(indices)
-            return found
+            compared.missing.extend(indices)
+            return compared
         for batch in _batches(tasks, indices):
             stored = await self._call(self._stored, [task.id for _, task in batch])
             for index, task in batch:
-                found.add(index, task, stored.get(task.id))
-        return found
+                compared.add(index, task, stored.get(task.id))
+        return compared
 
     async def _update_all(self, tasks: Sequence[Task], changed: Sequence[int]) -> tuple[int, tuple[str, ...]]:
         """Update the tasks at ``changed``; return how many, and the ids of tasks that have been begun."""
         if not changed:
             return 0, ()
-        epochs = await self._call(self._epochs, tasks[changed[0]].split)
+        epochs = await self._call(self._begun_epochs, tasks[changed[0]].split)
         left: list[str] = []
         for batch in _batches(tasks, changed):
             left += await self._call(self._update, [task for _, task in batch], epochs)
@@ -159,7 +159,7 @@ class TaskLoading(Repository):
         query = {"split": task.split, "epoch": task.epoch}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
-    async def _epochs(self, split: str) -> list[int]:
+    async def _begun_epochs(self, split: str) -> list[int]:
         return sorted(await self._collection(TASK).distinct("epoch", {"split": split}))
 
     async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:

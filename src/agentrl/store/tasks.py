@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ASCENDING
-
 from agentrl.documents.status import TaskStatus
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.store.epochs import Epochs
-from agentrl.store.mechanics.connection import Json, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import TASK
-from agentrl.store.selection import sort_key
+from agentrl.store.selection import BY_ORDER, sort_key
 from agentrl.store.task_loading import LoadResult, TaskLoading
 
 _UNFINISHED = [status.value for status in TaskStatus if status is not TaskStatus.COMPLETED]
@@ -36,8 +34,12 @@ class TaskReferences:
     """A task that shows images."""
 
 
-class Tasks(Epochs):
+class Tasks(Repository):
     """The calls on whole Tasks; ``Claims`` has the calls on their slots."""
+
+    def __init__(self, connection: Connection, epochs: Epochs) -> None:
+        super().__init__(connection)
+        self._loading = TaskLoading(connection, epochs)
 
     async def load(self, tasks: Sequence[Task], *, update: bool = False, append: bool = True) -> LoadResult:
         """Insert the missing tasks. Idempotent.
@@ -47,13 +49,12 @@ class Tasks(Epochs):
         for another process that loads the split. Tasks that are added to epoch 0 are also added to every
         later epoch.
         """
-        return await TaskLoading(self._connection, self).load(tasks, update=update, append=append)
+        return await self._loading.load(tasks, update=update, append=append)
 
     @database_call
     async def get(self, task_id: str) -> Task | None:
         """Return the Task with this ``_id`` (split/epoch/id); None if it does not exist."""
-        document = await self._collection(TASK).find_one({"_id": task_id})
-        return None if document is None else Task.from_document(document)
+        return await self._one(Task, TASK, {"_id": task_id})
 
     @database_call
     async def find(
@@ -61,36 +62,26 @@ class Tasks(Epochs):
     ) -> list[Task]:
         """Return Tasks in sampling order; ``limit`` 0 returns all."""
         query: Json = {"split": split} if status is None else {"split": split, "status": status.value}
-        cursor = self._collection(TASK).find(
-            query, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit, skip=skip
-        )
-        return [Task.from_document(document) async for document in cursor]
+        return await self._all(Task, TASK, query, sort=BY_ORDER, limit=limit, skip=skip)
 
     @database_call
     async def counts(self, split: str, epoch: int | None = None) -> dict[TaskStatus, int]:
         """Return the number of Tasks per status; every status is a key."""
         match: dict[str, Any] = {"split": split} if epoch is None else {"split": split, "epoch": epoch}
-        counts = dict.fromkeys(TaskStatus, 0)
-        pipeline: list[Json] = [{"$match": match}, {"$group": {"_id": "$status", "count": {"$sum": 1}}}]
-        async for group in await self._collection(TASK).aggregate(pipeline):
-            counts[TaskStatus(group["_id"])] = group["count"]
-        return counts
+        counts = await self._count_by("status", TASK, match)
+        return {status: counts.get(status, 0) for status in TaskStatus}
 
     @database_call
     async def references(self, split: str) -> TaskReferences:
         """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
         fields = ("agent_name", "agent_cfg_path", "scorer", "answer_schema", "environment", "tools")
-        pipeline: list[Json] = [
-            {"$match": {"split": split, "status": {"$in": _UNFINISHED}}},
-            {
-                "$group": {
-                    "_id": {name: f"${name}" for name in fields},
-                    "task": {"$min": "$_id"},
-                    "slots": {"$min": {"$size": "$slots"}},
-                }
-            },
-        ]
-        groups = [group async for group in await self._collection(TASK).aggregate(pipeline)]
+        unfinished: Json = {"split": split, "status": {"$in": _UNFINISHED}}
+        kinds: Json = {
+            "_id": {name: f"${name}" for name in fields},
+            "task": {"$min": "$_id"},
+            "slots": {"$min": {"$size": "$slots"}},
+        }
+        groups = await self._aggregate(TASK, {"$match": unfinished}, {"$group": kinds})
         agents, scorer_names, schemas, environments = (
             {group["_id"][name]: group["task"] for group in groups if group["_id"].get(name) is not None}
             for name in ("agent_name", "scorer", "answer_schema", "environment")
@@ -106,9 +97,10 @@ class Tasks(Epochs):
             for group in groups
         }
         smallest = min((group["slots"] for group in groups), default=None)
-        shown = {"split": split, "status": {"$in": _UNFINISHED}, "images.0": {"$exists": True}}
-        found = await self._collection(TASK).find_one(shown, {"_id": 1})
-        images = None if found is None else str(found["_id"])
+        shows = await self._collection(TASK).find_one(
+            {**unfinished, "images.0": {"$exists": True}}, {"_id": 1}
+        )
+        images = None if shows is None else str(shows["_id"])
         return TaskReferences(agents, scorers, schemas, environments, tools, agent_files, smallest, images)
 
     @database_call

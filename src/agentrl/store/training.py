@@ -16,12 +16,9 @@ from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import StoreError, StoreUnavailableError
-from agentrl.store.admission import GroupAdmission
-from agentrl.store.groups import Groups
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS
-from agentrl.store.steps import Steps
 from agentrl.store.trainer_lease import fence
 
 Spans = Literal["any", "all"]
@@ -117,8 +114,8 @@ class ReadyMember:
     """The highest count among the members of its group."""
 
 
-class Training(Groups, Steps):
-    """The trainer's calls on training data, groups and steps."""
+class Training(Repository):
+    """The trainer's calls on training data; ``Groups`` makes them, and ``Steps`` trains them."""
 
     @database_call
     async def ready(self, split: str, *, limit: int = 0, step: int | None = None) -> list[DataMeta]:
@@ -293,26 +290,11 @@ class Training(Groups, Steps):
     @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:
         """Return the number of DBRecordData per status; every status is a key."""
-        counts = dict.fromkeys(DataStatus, 0)
-        pipeline: list[Json] = [
-            {"$match": {"split": split}},
-            {"$group": {"_id": "$status", "count": {"$sum": 1}}},
-        ]
-        async for group in await self._collection(DATA).aggregate(pipeline):
-            counts[DataStatus(group["_id"])] = group["count"]
-        return counts
+        counts = await self._count_by("status", DATA, {"split": split})
+        return {status: counts.get(status, 0) for status in DataStatus}
 
     @database_call
-    async def open_groups(self, split: str) -> int:
-        """Return how many groups are open; see ``GroupAdmission``, which limits this number."""
-        return await GroupAdmission(self._connection).count(split)
-
-
-class TokenStatisticsWrites(Repository):
-    """The trainer's calls on TokenStatistics; ``TokenReads`` reads them."""
-
-    @database_call
-    async def put(self, items: Sequence[TokenStatistics]) -> None:
+    async def put_token_statistics(self, items: Sequence[TokenStatistics]) -> None:
         """Store the statistics of a step, and replace those that exist. Idempotent."""
         writes = [ReplaceOne({"_id": item.id}, item.to_document(), upsert=True) for item in items]
         if writes:

@@ -1,14 +1,16 @@
-"""Define tools independently of any protocol: a server, and its session with one trajectory."""
+"""Define tools independently of any protocol: servers, their sessions with trajectories, and outages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
+from agentrl.errors import OutageError, ToolServerError, tool_server
 
 Schema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {name, description, parameters}}``."""
@@ -18,6 +20,7 @@ ENVIRONMENT = "environment"
 
 ROLES = "roles"
 """The name under which the rewards of roles are recorded beside ``state``."""
+_MAX_CAUSES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,3 +151,36 @@ def schema_name(schema: Mapping[str, Any]) -> str:
 def timeout_text(tool: str, seconds: float) -> str:
     """Return the text that the model reads after a timeout."""
     return f"{tool} was stopped: it did not answer within {seconds:g} s"
+
+
+@contextmanager
+def outages_of(server: str) -> Iterator[None]:
+    """Name ``server`` as what is down in each OutageError of the block."""
+    try:
+        yield
+    except OutageError as error:
+        error.outage = error.outage or tool_server(server)
+        raise
+
+
+@contextmanager
+def unreachable_is_outage(server: str) -> Iterator[None]:
+    """Make each ToolServerError of the block an outage of ``server`` if a connection or a time-out caused it.
+
+    Its cause is a ConnectionError or a TimeoutError, or an error that one of these led to.
+    """
+    try:
+        yield
+    except ToolServerError as error:
+        if error.outage is None and _is_unreachable(error):
+            error.outage = tool_server(server)
+        raise
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None or isinstance(cause, ConnectionError | TimeoutError):
+            return cause is not None
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False

@@ -1,12 +1,13 @@
-"""Read the MCP servers of a run from ``--mcp_servers_file`` and ``--mcp_manager_url``."""
+"""Read the tools of a run from ``--mcp_servers_file``, ``--mcp_manager_url`` and ``--tool_config_path``."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -18,13 +19,16 @@ from agentrl.errors import ConfigError
 from agentrl.settings_file import SettingsFile, read_settings
 from agentrl.tools.mcp.isolate import ServerSandbox, isolated
 from agentrl.tools.specs import WORKDIR, HttpSpec, ManagerSpec, McpSpec, Options, Scope, ServerSpec, StdioSpec
-from agentrl.validation import PlainText, Text, broken
+from agentrl.tools.stateful import StatefulTools
+from agentrl.validation import PlainText, Text, broken, wrong
 
-_HINT = (
+_SERVERS_HINT = (
     "write 'servers:' with entries 'NAME: {command, args, env, cwd, sandbox}' or 'NAME: {url, headers,"
     " headers_env}'; docs/tools.md lists every key"
 )
 _URL_HINT = "write http://HOST:PORT/PATH or https://…"
+_TOOLS_HINT = "write 'tools:' with a list of {class_name, config, tool_schema}, as in verl's examples"
+_OPTIONS = frozenset(item.name for item in dataclasses.fields(Options))
 
 
 def configured_servers(config: ToolConfig) -> list[ServerSpec]:
@@ -43,7 +47,7 @@ def load_servers(path: str | Path) -> list[McpSpec]:
     ``${VARIABLE}`` and ``${VARIABLE:-default}`` are replaced by environment variables; ``command: python``
     is the current interpreter. Raises ConfigError.
     """
-    file = read_settings(path, what="--mcp_servers_file", hint=_HINT)
+    file = read_settings(path, what="--mcp_servers_file", hint=_SERVERS_HINT)
     content = file.content if isinstance(file.content, dict) else {}
     for key, read in (("mcpServers", _foreign), ("servers", _own)):
         if isinstance(content.get(key), dict):
@@ -104,7 +108,6 @@ class _HttpEntry(Options):
                 )
 
 
-_OPTIONS = frozenset(item.name for item in dataclasses.fields(Options))
 _OWN = (
     frozenset(item.name for kind in (_StdioEntry, _HttpEntry) for item in dataclasses.fields(kind)) - _OPTIONS
 )
@@ -164,3 +167,88 @@ def _manager(config: ToolConfig, url: str) -> ServerSpec:
         return ManagerSpec(url=url, server=config.mcp_server_name, headers=headers)
     name = "mcp" if config.mcp_server_name == "all" else config.mcp_server_name
     return HttpSpec(name=name, url=url, headers=headers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredTools:
+    """The tools of one file."""
+
+    tools: tuple[StatefulTools, ...] = ()
+    servers: tuple[ServerSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mcp:
+    """The servers of an entry; keys that only verl reads are ignored, as in the whole file."""
+
+    mcp_servers_config_path: Text
+    tool_selected_list: tuple[PlainText, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A tool class with its settings, or MCP servers."""
+
+    class_name: Text | None = None
+    config: Mapping[str, Any] | None = None
+    tool_schema: Any = None
+    mcp: _Mcp | None = None
+
+    def __post_init__(self) -> None:
+        kind = (self.config or {}).get("type", "native")
+        if kind not in ("native", "mcp") and self.mcp is None:
+            raise wrong("native or mcp", "config", "type")
+        if kind == "mcp" and self.mcp is None:
+            raise broken("has no mcp_servers_config_path", "mcp", hint="give the path of a JSON file")
+        if kind == "native" and self.class_name is None:
+            raise broken("has no class_name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    tools: tuple[_Entry, ...]
+
+
+def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
+    """Return the tools of the file; none without a path. Raises ConfigError."""
+    if path is None:
+        return ConfiguredTools()
+    file = read_settings(path, what="--tool_config_path", hint=_TOOLS_HINT)
+    tools: list[StatefulTools] = []
+    servers: list[ServerSpec] = []
+    for place, entry in enumerate(file.check(_File, file.content).tools):
+        settings = dict(entry.config or {})
+        if settings.pop("type", "native") == "native":
+            where = f"{path}: tools[{place}]"
+            name = str(entry.class_name)
+            tools.append(
+                StatefulTools.load(
+                    _class(name, where), settings, entry.tool_schema, where=f"{where} ({name})",
+                    call_timeout=call_timeout,
+                )
+            )  # fmt: skip
+        elif entry.mcp is not None:
+            servers += _offered(entry.mcp)
+    return ConfiguredTools(tools=tuple(tools), servers=tuple(servers))
+
+
+def _offered(mcp: _Mcp) -> list[ServerSpec]:
+    """Return the servers, which offer only the tools that the entry selects."""
+    return [
+        spec
+        if mcp.tool_selected_list is None or isinstance(spec, ManagerSpec)
+        else replace(spec, options=replace(spec.options, offer=mcp.tool_selected_list))
+        for spec in load_servers(mcp.mcp_servers_config_path)
+    ]
+
+
+def _class(name: str, where: str) -> Any:
+    """Import ``module.Class`` or ``module:Class``."""
+    module, _, attribute = name.rpartition(":" if ":" in name else ".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        hint = "the path is module.Class; its file must lie in the working folder or on PYTHONPATH"
+        if module.partition(".")[0] == "verl":
+            hint = "install verl, or name another class: agentrl.tools.sandbox.tool.PythonSandbox"
+        raise ConfigError(f"{where}: class_name {name!r} cannot be imported: {error}", hint=hint) from error

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import httpx
+
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerConfigError
+from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
-from agentrl.tools.limits import CallGate
-from agentrl.tools.manager_client import ManagerAnswer, ManagerClient
-from agentrl.tools.mcp.content import image_items, images_in, is_content, json_text, render_content
-from agentrl.tools.specs import Limits, ManagerSpec, Options
+from agentrl.tools.mcp.content import (
+    MAX_MESSAGE_BYTES,
+    image_items,
+    images_in,
+    is_content,
+    json_text,
+    render_content,
+)
+from agentrl.tools.redact import redact_address, redact_secrets
+from agentrl.tools.specs import CallGate, Limits, ManagerSpec, Options
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_SECONDS = 30.0
+_END_SECONDS = 5.0
+_SPARE_CONNECTIONS = 8
+_EXCERPT = 300
+_LOGIN, _BUSY = (401, 403), (429, 503)
+TRAJECTORY_HEADER = "X-AgentRL-Trajectory"
+"""The header with the id of the trajectory that a request belongs to."""
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+_LOGIN_HINT = "check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names"
 
 
 class ManagedServer:
@@ -143,3 +166,149 @@ def _is_error(answer: ManagerAnswer) -> bool:
     code = answer.body.get("status_code") if isinstance(answer.body, Mapping) else None
     status = answer.body.get("status") if isinstance(answer.body, Mapping) else None
     return answer.status >= 400 or (isinstance(code, int) and code >= 400) or status == "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerAnswer:
+    """The manager's answer to a call: the HTTP status, and the JSON or text of its body."""
+
+    status: int
+    body: Any
+
+
+class ManagerClient:
+    """HTTP client of one manager. Its errors contain no token of its URL or its headers."""
+
+    def __init__(self, spec: ManagerSpec, *, connections: int) -> None:
+        """``connections`` calls may be in flight at a time."""
+        self._spec = spec
+        limits = httpx.Limits(
+            max_connections=connections + _SPARE_CONNECTIONS, max_keepalive_connections=connections
+        )
+        self._slots = asyncio.Semaphore(connections)
+        self._http = httpx.AsyncClient(
+            base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS, limits=limits
+        )
+        self._suspect = False
+        self._checking = asyncio.Lock()
+
+    async def get(self, path: str, server: str = "all") -> dict[str, Any]:
+        """Return the JSON object at ``path``, which ``server`` needs. Raises ToolServerError."""
+        try:
+            answer = await self._send("GET", path, server, None, _CONTROL_SECONDS, {})
+        except TimeoutError as error:
+            late = f"did not answer {path} within {_CONTROL_SECONDS:g} s"
+            raise self.error(late, server=server) from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error, server) from error
+        if answer.status != 200 or not isinstance(answer.body, dict):
+            shown = str(answer.body)[:_EXCERPT]
+            problem = f"answered {answer.status} to {path}: {shown}"
+            raise self.error(problem, hint=_LOGIN_HINT, server=server)
+        return answer.body
+
+    async def call(
+        self, server: str, tool: str, arguments: Mapping[str, Any], seconds: float, trajectory: str
+    ) -> ManagerAnswer:
+        """Call a tool. An answer that breaks off is an error of the call: it is not repeated.
+
+        Raises TimeoutError after ``seconds``, and ToolServerError if the manager refuses all calls now.
+        """
+        await self._check(server)
+        path, headers = f"/tool/{server}.{tool}", {TRAJECTORY_HEADER: trajectory}
+        async with self._slots:
+            try:
+                answer = await self._send("POST", path, server, dict(arguments), seconds, headers)
+            except _NOT_SENT as error:
+                raise self._unreachable(error, server) from error
+            except httpx.HTTPError as error:
+                self._suspect = True
+                lost = f"{tool} failed: the connection to its server broke ({type(error).__name__})"
+                return ManagerAnswer(500, f"{lost}; it may have taken effect")
+        said = isinstance(answer.body, Mapping) and {"detail", "content"} & set(answer.body)
+        if answer.status >= 500 and not said:
+            self._suspect = True
+            return ManagerAnswer(answer.status, f"{tool} failed: its server answered HTTP {answer.status}")
+        return answer
+
+    async def end(self, server: str, trajectory: str) -> None:
+        """End the trajectory's node of a server. The manager ends idle nodes itself, so errors are logged."""
+        path = f"/server/{server}/node"
+        try:
+            await self._send("DELETE", path, server, None, _END_SECONDS, {TRAJECTORY_HEADER: trajectory})
+        except (httpx.HTTPError, TimeoutError, ToolServerError) as error:
+            logger.warning(
+                "a node of the MCP manager is not ended", extra={"server": server, "why": str(error)}
+            )
+
+    def error(
+        self,
+        problem: str,
+        *,
+        hint: str | None = None,
+        server: str = "all",
+        retry_after: float | None = None,
+        kind: type[ToolServerError] = ToolServerError,
+    ) -> ToolServerError:
+        """Return an outage of this manager, without secrets; ``server`` is the server that a call needs."""
+        message = f"MCP manager {redact_address(self._spec)} {redact_secrets(problem, self._spec)}"
+        return kind(message, hint=hint, outage=tool_server(server), retry_after=retry_after)
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._http.aclose()
+
+    async def _check(self, server: str) -> None:
+        """Test the manager after a lost call, before the next one; one request serves all callers."""
+        if not self._suspect:
+            return
+        async with self._checking:
+            if self._suspect:
+                await self.get("/servers", server)
+                self._suspect = False
+
+    async def _send(
+        self, method: str, path: str, server: str, body: Any, seconds: float, headers: Mapping[str, str]
+    ) -> ManagerAnswer:
+        """Return the answer. Raises httpx.HTTPError, TimeoutError and ToolServerError."""
+        limits = httpx.Timeout(_CONTROL_SECONDS, read=seconds)
+        async with (
+            asyncio.timeout(seconds),
+            self._http.stream(method, path, json=body, timeout=limits, headers=dict(headers)) as response,
+        ):
+            content = bytearray()
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MAX_MESSAGE_BYTES:
+                    text = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped"
+                    return ManagerAnswer(500, {"detail": text})
+        return self._answer(response, bytes(content), path, server)
+
+    def _answer(self, response: httpx.Response, content: bytes, path: str, server: str) -> ManagerAnswer:
+        """Read the body. Raises ToolServerError for a login, an overload, and a page instead of JSON."""
+        text = content.decode("utf-8", "replace")
+        status = response.status_code
+        shown = " ".join(text[:_EXCERPT].split())
+        if status in _LOGIN:
+            problem = f"answered {status} to {path}: {shown}"
+            raise self.error(problem, hint=_LOGIN_HINT, server=server, kind=ToolServerConfigError)
+        if status in _BUSY:
+            after = response.headers.get("retry-after", "")
+            seconds = float(after) if after.isdecimal() else None
+            problem = f"is overloaded: it answered {status}: {shown}"
+            raise self.error(problem, server=server, retry_after=seconds)
+        try:
+            return ManagerAnswer(status, json.loads(text))
+        except (ValueError, RecursionError) as error:
+            if content.lstrip().startswith((b"{", b"[")):
+                return ManagerAnswer(500, {"detail": f"the result is not valid: {error}"})
+            if status < 500:
+                raise self.error(f"answered no JSON: {shown}", hint=_LOGIN_HINT, server=server) from error
+            return ManagerAnswer(status, text)
+
+    def _unreachable(self, error: httpx.HTTPError, server: str = "all") -> ToolServerError:
+        return self.error(
+            f"cannot be reached: {type(error).__name__}: {error}",
+            hint="start it, or correct --mcp_manager_url",
+            server=server,
+        )

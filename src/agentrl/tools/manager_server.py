@@ -25,14 +25,11 @@ from starlette.routing import Mount, Route
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
-from agentrl.tools.manager_client import TRAJECTORY_HEADER
-from agentrl.tools.mcp.content import render_item
-from agentrl.tools.mcp.dedicated import DedicatedServer
-from agentrl.tools.mcp.servers import mcp_server
-from agentrl.tools.mcp.shared import SharedServer
-from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
-from agentrl.tools.names import ToolNames
-from agentrl.tools.session import ToolSession
+from agentrl.tools.manager import TRAJECTORY_HEADER
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, render_item
+from agentrl.tools.mcp.dedicated import mcp_server
+from agentrl.tools.mcp.server import McpServer
+from agentrl.tools.session import ToolNames, ToolSession
 from agentrl.tools.specs import McpSpec
 
 logger = logging.getLogger(__name__)
@@ -41,8 +38,6 @@ _ANONYMOUS: Final = "anonymous"
 """The trajectory of clients that name none: they share its nodes."""
 _RETRY_SECONDS: Final = 5
 _LOOKS_PER_IDLE: Final = 4
-
-Server = SharedServer | DedicatedServer
 
 
 @dataclass
@@ -66,7 +61,7 @@ class Nodes:
         self, specs: Sequence[McpSpec], config: ToolConfig, *, idle_seconds: float, most: int
     ) -> None:
         """``most`` nodes may live at a time; one without a call for ``idle_seconds`` is ended."""
-        self.servers: dict[str, Server] = {spec.name: mcp_server(spec, config) for spec in specs}
+        self.servers: dict[str, McpServer] = {spec.name: mcp_server(spec, config) for spec in specs}
         self._config = config
         self._idle_seconds = idle_seconds
         self._most = most

@@ -19,14 +19,12 @@ from agentrl.tools.base import (
     schema_name,
 )
 from agentrl.tools.browse import BrowseAgent
-from agentrl.tools.config import configured_servers
+from agentrl.tools.config import configured_servers, load_tools
 from agentrl.tools.manager import managed_servers
-from agentrl.tools.mcp.servers import mcp_server
-from agentrl.tools.names import ToolNames
+from agentrl.tools.mcp.dedicated import mcp_server
 from agentrl.tools.python import python_servers
-from agentrl.tools.session import Condense, ToolSession
+from agentrl.tools.session import Condense, ToolNames, ToolSession
 from agentrl.tools.specs import ManagerSpec
-from agentrl.tools.tool_config_file import load_tools
 
 _ALL = "all"
 

@@ -12,8 +12,15 @@ from typing import Any, TypeVar
 
 from agentrl.errors import AgentRLError, FailureError, ToolServerError
 from agentrl.registry import Registry
-from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
-from agentrl.tools.outage import unreachable_is_outage
+from agentrl.tools.base import (
+    Reply,
+    Schema,
+    Trajectory,
+    function_schema,
+    schema_name,
+    timeout_text,
+    unreachable_is_outage,
+)
 from agentrl.tools.stateful import StatefulTools, is_stateful
 from agentrl.user_code import contain
 

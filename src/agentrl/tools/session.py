@@ -1,20 +1,48 @@
-"""List the tools of one trajectory, call them by name, and release their state at the end."""
+"""List the tools of one trajectory under unique names, call them, and release their state at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from agentrl.documents.model_call import Condensed
-from agentrl.tools.base import ROLES, Rewarding, Schema, ServerSession, ToolResult, schema_name
-from agentrl.tools.names import ToolNames
-from agentrl.tools.outage import outages_of
+from agentrl.tools.base import (
+    ROLES,
+    Rewarding,
+    Schema,
+    ServerSession,
+    ToolResult,
+    function_schema,
+    outages_of,
+    schema_name,
+)
 
 Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
 """Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""
+
+
+class ToolNames:
+    """The names under which the tools of several servers are offered."""
+
+    def __init__(self, tools: Mapping[str, Iterable[Schema]]) -> None:
+        """``tools`` holds each server's schemas, by the server's name."""
+        own = {(server, schema_name(schema)) for server, schemas in tools.items() for schema in schemas}
+        servers_with = Counter(tool for _, tool in own)
+        self._shared = {tool for tool, count in servers_with.items() if count > 1}
+
+    def offered(self, server: str, tool: str) -> str:
+        """Return the name that the model sees."""
+        return f"{server}.{tool}" if tool in self._shared else tool
+
+    def renamed(self, server: str, schema: Schema) -> Schema:
+        """Return ``schema`` under the name that the model sees."""
+        function = schema["function"]
+        name = self.offered(server, function["name"])
+        return function_schema(name, function["description"], function["parameters"])
 
 
 class ToolSession:

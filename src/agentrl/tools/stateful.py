@@ -17,8 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.documents.base import is_finite
 from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
-from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text
-from agentrl.tools.outage import unreachable_is_outage
+from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text, unreachable_is_outage
 from agentrl.user_code import contain, contain_call
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from agentrl.config.schema import (
 )
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import Mesh, build_mesh, plan_layout
+from agentrl.distributed.mesh import Mesh, build_mesh, check_flags, plan_layout
 from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
@@ -78,8 +78,14 @@ def build_trainer(
     world = world or single_process()
     precision = precision or step_precision(recipe.model, recipe.train, world)
     settings = LossSettings.of(recipe.loss)
-    _check_processes(recipe, world)
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if world.size == 1 and launched > 1:
+        raise ConfigError(
+            f"{launched} processes were launched, and this command runs in a single one",
+            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
+        )
     layout = plan_layout(recipe.train, world.size)
+    check_flags(layout, recipe.adapter, recipe.memory)
     set_seed(recipe.seed)
     is_shared = world.size > 1
     policy = load_policy(recipe.model, weights, recipe.adapter, precision, is_empty=is_shared)
@@ -188,38 +194,6 @@ def build_reference(
         load_shards(model, folder, device, config)
     logger.info("the policy is kept near %s (--kl_coef %g, %s)", folder, loss.kl_coef, loss.kl_estimator)
     return Reference(parallel.to(device))
-
-
-def _check_processes(recipe: Recipe, world: World) -> None:
-    """Raise ConfigError for what a single process can do and several cannot."""
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if world.size == 1:
-        if launched > 1:
-            raise ConfigError(
-                f"{launched} processes were launched, and this command runs in a single one",
-                hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
-            )
-        return
-    _check_splits(recipe, "lora_rank", recipe.adapter.lora_rank)
-    _check_splits(recipe, "torch_compile", recipe.memory.torch_compile)
-    if recipe.memory.activation_offload:
-        raise ConfigError(
-            "--activation_offload true: it has not been tested in several processes",
-            hint="leave it out, or train in one process",
-        )
-
-
-def _check_splits(recipe: Recipe, name: str, value: object) -> None:
-    """Raise ConfigError for a flag that works on sharded layers only, if the layers are split."""
-    for size in ("tp_size", "pp_size", "ep_size"):
-        ranks = getattr(recipe.train, size)
-        if value and ranks > 1:
-            raise ConfigError(
-                f"--{name} {value} with --{size} {ranks}: it works with layers that FSDP2 shards, not with"
-                " layers that are split",
-                hint=f"set --{size} 1: FSDP2 shards the layers over those processes too; or leave out"
-                f" --{name}",
-            )
 
 
 def _vocabulary(model: Any) -> int:

@@ -17,17 +17,19 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
+from agentrl.train.controller import Controller
+from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import load_optimizer
+from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
     SavableModel,
@@ -65,42 +67,6 @@ class CheckpointState:
     """Attempt of the lease of the trainer that wrote it."""
 
 
-class Fence(Protocol):
-    """Checks before a trainer changes checkpoints; both raise LeaseLostError if another has taken over."""
-
-    def check(self) -> None:
-        """Renew the trainer's lease."""
-
-    def discard(self, names: Sequence[str]) -> None:
-        """Record that these checkpoints are about to be deleted."""
-
-
-class Resumable(Protocol):
-    """What a checkpoint restores on one rank."""
-
-    @property
-    def policy(self) -> Policy:
-        """The model, and the base folder with its tokenizer."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, or this rank's part of it."""
-
-    @property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule."""
-
-
-class Savable(Resumable, Protocol):
-    """What a checkpoint stores besides its state."""
-
-    def kept(self) -> SavableModel:
-        """Return what is stored of the model: the adapter, or the whole model if there is none."""
-
-    def save_optimizer(self, folder: Path) -> None:
-        """Write the optimizer's state, and the weights that publication rounds."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A complete checkpoint on disk."""
@@ -117,10 +83,10 @@ class Checkpoint:
 def save(
     root: Path,
     state: CheckpointState,
-    trained: Savable,
+    controller: Controller,
     *,
     limit: int,
-    fence: Fence | None = None,
+    fence: ThreadFence,
     written: Path | None = None,
 ) -> Path:
     """Write ``root/checkpoint-000010`` atomically, then delete all but the newest ``limit`` checkpoints.
@@ -130,24 +96,20 @@ def save(
     model already: its files are linked. Raises PublishError, leaving nothing behind, if the disk is full;
     LeaseLostError if another trainer has taken over.
     """
-    policy, kept = trained.policy, trained.kept()
+    policy, kept = controller.policy, controller.kept()
     target = root / _folder_name(state)
     with atomic_model_folder(target, _needed_bytes(policy, kept)) as temporary:
         (temporary / "model").mkdir()
         save_model_files(kept, policy.base, temporary / "model", policy.chat_template, written)
-        trained.save_optimizer(temporary / _OPTIMIZER)
+        controller.save_optimizer(temporary / _OPTIMIZER)
         torch.save(
-            {
-                "scheduler": trained.scheduler.state_dict(),
-                "random": _random_states(),
-            },
+            {"scheduler": controller.trainer.scheduler.state_dict(), "random": _random_states()},
             temporary / _TRAINER,
         )
         (temporary / STATE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
-        if fence is not None:
-            fence.check()
+        fence.check()
     surplus = [item.folder for item in _lineage(root, state.train_steps, state.attempt)[:-limit]]
-    if surplus and fence is not None:
+    if surplus:
         fence.discard([folder.name for folder in surplus])
     for folder in surplus:
         shutil.rmtree(folder, ignore_errors=True)
@@ -211,13 +173,13 @@ def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> l
     return moved
 
 
-def restore(checkpoint: Checkpoint, trained: Resumable) -> None:
+def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
     """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``."""
     path = checkpoint.folder / _TRAINER
     try:
-        load_optimizer(checkpoint.folder / _OPTIMIZER, trained.policy.model, trained.optimizer)
+        load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
         content = torch.load(path, map_location="cpu", weights_only=True)
-        trained.scheduler.load_state_dict(content["scheduler"])
+        trainer.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(

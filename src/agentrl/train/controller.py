@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
 
-from agentrl.distributed.world import Command, World
+from agentrl.distributed.world import World
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
@@ -38,26 +37,12 @@ class Controller:
         """The model, of which this rank holds a part, and its tokenizer's folder."""
         return self.trainer.policy
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """This rank's part of the optimizer."""
-        return self.trainer.optimizer
-
-    @property
-    def scheduler(self) -> LRScheduler:
-        """The learning-rate schedule, equal on all ranks."""
-        return self.trainer.scheduler
-
     def train(
-        self,
-        data: Sequence[DBRecordData],
-        ages: Mapping[int, int] | None = None,
-        images: Mapping[str, Image] | None = None,
+        self, data: Sequence[DBRecordData], ages: Mapping[int, int] | None, images: Mapping[str, Image]
     ) -> StepResult:
         """Run ``PolicyTrainer.train`` on all ranks."""
-        shown = () if images is None else (images,)
-        self._broadcast("train", tuple(data), ages, *shown)
-        return self.trainer.train(data, ages, *shown)
+        self._broadcast("train", tuple(data), ages, images)
+        return self.trainer.train(data, ages, images)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state and the weights that publication rounds; each rank writes its part."""
@@ -89,13 +74,13 @@ class Controller:
 
     def _broadcast(self, name: str, *arguments: Any) -> None:
         self.world.use_device()
-        self.world.broadcast(Command(name, arguments))
+        self.world.broadcast(name, *arguments)
 
 
 def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> Controller:
     """Call ``build(*arguments)`` on all ranks, and return the controller; for rank 0."""
     world.use_device()
-    world.broadcast(Command("build", arguments))
+    world.broadcast("build", *arguments)
     trainer = build(*arguments)
     return Controller(trainer, world, take_inventory(trainer.policy))
 
@@ -103,7 +88,7 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
 def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     """Execute rank 0's commands until ``end``; for every other rank. The first command is ``build``."""
     world.use_device()
-    trainer = build(*world.receive().arguments)
+    trainer = build(*world.receive()[1])
     inventory = take_inventory(trainer.policy)
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,
@@ -112,8 +97,10 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     }
     if trainer.policy.adapter is not None:
         actions["send_adapter"] = partial(gather_adapter, trainer.policy.adapter)
-    while (command := world.receive()).name != "end":
-        actions[command.name](*command.arguments)
+    name, arguments = world.receive()
+    while name != "end":
+        actions[name](*arguments)
+        name, arguments = world.receive()
 
 
 @dataclass(frozen=True)

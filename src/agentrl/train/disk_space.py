@@ -12,12 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from agentrl.atomic_folder import TEMPORARY
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.folder import stored_dtype
+from agentrl.weights.folder import read_header, stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +115,8 @@ def amount(count: int) -> str:
 def _parameters(file: Path) -> int:
     """Return the number of parameters in a safetensors file; reads its header only."""
     try:
-        with safe_open(file, framework="numpy") as weights:
-            return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+        return sum(math.prod(entry["shape"]) for entry in read_header(file).values())
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} cannot be read as safetensors: {error}", hint="download the model again"
         ) from error

@@ -96,7 +96,12 @@ async def hold_lease(
     Raises LeaseHeldError, naming the holder, if the holder is alive, or when ``stop`` is set.
     """
     owner = f"{describe_process_id()}-{secrets.token_hex(3)}"
-    attempt = await _acquire(store, owner, seconds, stop or asyncio.Event())
+    own = identify(os.getpid())
+    attempt = await _until_free(
+        store,
+        lambda: store.trainer_lease.acquire(owner, socket.gethostname(), os.getpid(), seconds, own),
+        stop or asyncio.Event(),
+    )
     lease = TrainerLease(store, attempt, seconds, owner)
     every = seconds / RENEWALS_PER_LEASE
     keeper = asyncio.create_task(
@@ -115,16 +120,6 @@ async def hold_lease(
 async def require_no_trainer(store: Store) -> None:
     """Raise LeaseHeldError, naming the holder, if a trainer of this run is alive; waits as ``hold_lease``."""
     await _until_free(store, lambda: store.trainer_lease.require_free(socket.gethostname()), asyncio.Event())
-
-
-async def _acquire(store: Store, owner: str, seconds: float, stop: asyncio.Event) -> int:
-    """Acquire the lease; see ``hold_lease`` for when it waits."""
-    own = identify(os.getpid())
-    return await _until_free(
-        store,
-        lambda: store.trainer_lease.acquire(owner, socket.gethostname(), os.getpid(), seconds, own),
-        stop,
-    )
 
 
 async def _until_free(store: Store, call: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:

@@ -136,13 +136,13 @@ class Trainer:
 
     async def _compute(self, plan: TrainStep, batch: StepData, seconds_data: float, span: Span) -> None:
         progress = self.progress
-        await self.store.training.plan_step(plan, attempt=progress.attempt)
+        await self.store.steps.plan(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
         self._prefetch(plan.step)
         named = {image.sha256 for item in batch.data for image in item.images}
-        images = (await self.store.images.get(named),) if named else ()
+        images = await self.store.images.get(named) if named else {}
         began = time.time()
-        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, *images)
+        result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
         trace_updates(span, began, result.metrics)
         if not result.is_finite:
             span.fail("not_finite")
@@ -154,7 +154,7 @@ class Trainer:
             "stale_trajectories": self.stream.count_stale(),
             "quarantined_trajectories": self.stream.count_quarantined(),
             "groups": len(batch.groups),
-            "groups_open": await self.store.training.open_groups(self.split),
+            "groups_open": await self.store.groups.count_open(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1),
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
@@ -168,7 +168,7 @@ class Trainer:
         await self.saver.after_step()
 
     async def _commit(self, plan: TrainStep, metrics: dict[str, Any], counted: Sequence[str]) -> None:
-        await self.store.training.commit_step(
+        await self.store.steps.commit(
             plan.id,
             metrics,
             plan.data,
@@ -193,7 +193,7 @@ class Trainer:
             plan.step, metrics["loss"], metrics["grad_norm"], ", ".join(plan.data),
         )  # fmt: skip
         await self.stream.close()
-        await self.store.training.revert_after(self.progress.step, attempt=self.progress.attempt)
+        await self.store.steps.revert_after(self.progress.step, attempt=self.progress.attempt)
         self.stream.avoid(frozenset(plan.data))
         if self.skipped >= self.config.max_bad_steps:
             raise TrainingError(
@@ -287,7 +287,7 @@ class TokenWriter:
         with retry_outages(0):
             try:
                 documents = await asyncio.to_thread(to_documents, step, tokens)
-                await self._store.token_statistics.put(documents)
+                await self._store.training.put_token_statistics(documents)
             except AgentRLError as error:
                 logger.warning("step %d: its token statistics are not stored: %s", step.step, error.message)
 

@@ -78,7 +78,7 @@ async def roll_back(
     withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
-    reverted = await store.training.revert_after(step, attempt=attempt)
+    reverted = await store.steps.revert_after(step, attempt=attempt)
     if reverted:
         logger.info("%d steps after step %d are reverted; their data are ready again", reverted, step)
     newest = await store.policy_versions.latest()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from agentrl.chat.chat_format import ChatFormat, TokenizedConversation
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.conversation_file import read_conversations
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs
@@ -32,13 +32,13 @@ from agentrl.config.schema import (
 )
 from agentrl.config.training import SFTConfig
 from agentrl.data.convert import to_training_data
+from agentrl.data.forest import chain
 from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.distributed.world import World, launched_world
 from agentrl.documents.images import Image
-from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
-from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
 from agentrl.model.precision import Precision
 from agentrl.train.build import Recipe, build_trainer, step_precision
@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 CPU_MICRO_BATCH_TOKENS = 2048
 """Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
 _TOKENIZER = "tokenizer.json"
-_ADVANTAGE = 1.0
 Images = Mapping[str, Image]
 """The images of training data, by hash."""
 
@@ -127,7 +126,7 @@ def _fine_tune(configs: Configs, world: World) -> None:
     for step, chosen in zip(range(1, steps + 1), batches, strict=False):
         batch = [data[index] for index in chosen]
         named = {image.sha256 for item in batch for image in item.images}
-        result = controller.train(batch, None, {key: images[key] for key in named} or None)
+        result = controller.train(batch, None, {key: images[key] for key in named})
         if not result.is_finite:
             raise TrainingError(f"the loss of step {step} is not finite", hint="lower --learning_rate")
         if step % settings.log_steps == 0 or step in (1, steps):
@@ -205,7 +204,12 @@ def from_conversations(path: Path, chat_format: ChatFormat) -> tuple[list[DBReco
     TaskFileError names a line that is invalid.
     """
     conversations, images = read_conversations(path, chat_format)
-    chains = [_one_chain(f"{path.name}:{number}", each) for number, each in enumerate(conversations, 1)]
+    chains = []
+    for number, each in enumerate(conversations, 1):
+        name = f"{path.name}:{number}"
+        if not each.is_trainable.any():
+            raise TaskFileError(f"{name} has no text of the assistant", hint="check the chat template")
+        chains.append(chain(name, each.input_ids, each.is_trainable, images=each.images))
     return chains, images
 
 
@@ -236,24 +240,6 @@ async def from_records(
     return data, images
 
 
-def _one_chain(name: str, conversation: TokenizedConversation) -> DBRecordData:
-    length = len(conversation.input_ids)
-    edges = np.flatnonzero(np.diff(conversation.is_trainable.astype(np.int8), prepend=0, append=0))
-    if length == 0 or len(edges) == 0:
-        raise TaskFileError(f"{name} has no text of the assistant", hint="check the chat template")
-    spans = tuple(
-        TrainableSpan(start=start, end=end, call=index, version=0, advantage=_ADVANTAGE, temperature=1.0)
-        for index, (start, end) in enumerate(edges.reshape(-1, 2).tolist())
-    )
-    trainable = int(conversation.is_trainable.sum())
-    return DBRecordData(
-        id=name, record=name, task=name, split="sft", score=1.0, advantage=_ADVANTAGE, min_version=0,
-        max_version=0, tokens=length, trainable_tokens=trainable, turns=len(spans),
-        nodes=(Node(start=0, end=length),), spans=spans, images=conversation.images,
-        input_ids=pack_ids(conversation.input_ids.tolist()), behavior_logprobs=pack_floats([0.0] * trainable),
-    )  # fmt: skip
-
-
 async def _one_record(store: Store, record: Record) -> DBRecordData | None:
     calls = await store.model_calls.by_record(record.id)
     task = Task(
@@ -264,7 +250,7 @@ async def _one_record(store: Store, record: Record) -> DBRecordData | None:
         order=0,
         query=record.query,
     )
-    return to_training_data(task, record, calls, _ADVANTAGE, GroupConfig(), supervised=True)
+    return to_training_data(task, record, calls, 1.0, GroupConfig(), supervised=True)
 
 
 async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:

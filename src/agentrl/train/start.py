@@ -118,7 +118,7 @@ async def _resume(
 ) -> tuple[Controller, Checkpoint | None, Progress]:
     """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
     choice = configs[TrainConfig].resume_from_checkpoint
-    steps = await store.training.steps(status=None)
+    steps = await store.steps.find(status=None)
     total_steps = await _total_steps(store, configs)
     discarded = (await store.trainer_lease.read()).discarded
 
@@ -264,7 +264,7 @@ async def _total_steps(store: Store, configs: Configs) -> int | None:
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps
-    per_epoch = await store.tasks.epoch_size("train")
+    per_epoch = await store.epochs.size("train")
     if per_epoch == 0:
         return None
     return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
-from agentrl.losses.compute import Denominators
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
@@ -128,7 +128,7 @@ class PolicyTrainer:
         self,
         data: Sequence[DBRecordData],
         ages: Mapping[int, int] | None = None,
-        images: Mapping[str, Image] | None = None,
+        images: Mapping[str, Image] = MappingProxyType({}),
     ) -> StepResult:
         """Make a step's optimizer updates on ``data``. It blocks: call it in a worker thread.
 
@@ -168,7 +168,7 @@ class PolicyTrainer:
         self,
         data: Sequence[DBRecordData],
         ages: Mapping[int, int] | None = None,
-        images: Mapping[str, Image] | None = None,
+        images: Mapping[str, Image] = MappingProxyType({}),
     ) -> list[TokenForest]:
         """Plan the micro-batches of ``data`` over all ranks, and return this rank's.
 
@@ -182,7 +182,7 @@ class PolicyTrainer:
             rows=self.model.executor.rows,
         )  # fmt: skip
         own = planned[mesh.data_rank :: mesh.layout.data]
-        return [attach_pixels(forest, self.policy.pixels, images or {}) for forest in own]
+        return [attach_pixels(forest, self.policy.pixels, images) for forest in own]
 
     def _update(self, forests: Sequence[TokenForest], recorder: TokenRecorder | None) -> StepResult:
         """Make one optimizer update on this rank's ``forests``; the learning-rate schedule does not move."""
@@ -244,37 +244,29 @@ def forward_backward(
     settings: LossSettings,
     *,
     options: ForwardOptions | None = None,
-    denominators: Denominators | None = None,
     watch: Stopwatch | None = None,
     recorder: TokenRecorder | None = None,
 ) -> dict[str, Any]:
     """Add the gradients of one update's loss to ``model``, one micro-batch at a time, and report the update.
 
     ``forests`` are this rank's micro-batches. Loss and gradients are those of all ranks' forests in one
-    batch, however trajectories are merged, split and distributed. ``denominators`` replaces the counts of the
-    update's tokens and trajectories. ``watch`` gets the seconds of ``forward`` and ``backward``, ``recorder``
-    the values of single tokens.
+    batch, however trajectories are merged, split and distributed. ``watch`` gets the seconds of ``forward``
+    and ``backward``, ``recorder`` the values of single tokens.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, and everything in
     ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
     that does not exist, ModelError for a model that is not exact on the forests.
     """
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
-    loss = StepLoss.start(model, forests, settings, options, denominators)
-
-    def add(forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
-        if recorder is not None:
-            recorder.add(forest, logprobs, entropy)
-        return loss.add(forest, logprobs, entropy)
-
-    model.forward_backward(forests, options, add, watch or Stopwatch(model.model.device))
+    loss = StepLoss.start(model, forests, settings, options, recorder)
+    model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))
     report = model.mesh.sum_reports(loss.report())
     return {
         "loss": report.loss,
         "tokens": loss.tokens,
         "trainable_tokens": loss.whole.tokens,
         "trajectories": round(loss.whole.trajectories),
-        **report.metrics.report(),
+        **report.report(),
     }
 
 

@@ -16,21 +16,17 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ForestError
 from agentrl.losses.batch import TokenBatch, TrajectoryMeans
-from agentrl.losses.compute import Denominators, divergence, old_logprobs, reduce_losses, token_losses
-from agentrl.losses.metrics import TokenMetrics, measure
+from agentrl.losses.compute import (
+    Denominators,
+    TokenMetrics,
+    divergence,
+    measure,
+    old_logprobs,
+    reduce_losses,
+    token_losses,
+)
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
-
-
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """Loss and metrics of some forests; ``+`` sums those of different forests."""
-
-    loss: float = 0.0
-    metrics: TokenMetrics = field(default_factory=TokenMetrics)
-
-    def __add__(self, other: LossReport) -> LossReport:
-        return LossReport(self.loss + other.loss, self.metrics + other.metrics)
 
 
 @dataclass(slots=True)
@@ -48,6 +44,8 @@ class StepLoss:
     """Tokens of the whole update, over all ranks."""
     sums: TrajectorySums | None = None
     """Given if the loss reads whole trajectories and a forest holds parts of one."""
+    recorder: TokenRecorder | None = None
+    """Gets the values of single tokens."""
     _added: list[tuple[TokenForest, Tensor]] = field(default_factory=list)
     """Each forest with its part of the loss and its ``measure``."""
 
@@ -58,31 +56,32 @@ class StepLoss:
         forests: Sequence[TokenForest],
         settings: LossSettings,
         options: ForwardOptions,
-        denominators: Denominators | None = None,
+        recorder: TokenRecorder | None = None,
     ) -> StepLoss:
         """Count an update's tokens and trajectories over all ranks, and sum what it needs of trajectories.
 
-        ``forests`` are this rank's; ``denominators`` replaces the counts. Raises ForestError if no token is
-        trainable.
+        ``forests`` are this rank's. Raises ForestError if no token is trainable.
         """
         own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
         counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
         trainable_tokens, trajectories, tokens = model.mesh.sum(counts.to(model.model.device)).tolist()
-        whole = denominators or Denominators(round(trainable_tokens), trajectories)
+        whole = Denominators(round(trainable_tokens), trajectories)
         if whole.tokens == 0:
             raise ForestError(
                 "a step without a trainable token", hint="leave out data without trainable spans"
             )
-        return cls(settings, whole, round(tokens), sum_trajectories(model, forests, settings, options))
+        sums = sum_trajectories(model, forests, settings, options)
+        return cls(settings, whole, round(tokens), sums, recorder)
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Return the part of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
 
         With an entropy bonus, it has a gradient to its ``entropy`` (float32[T]) too.
         """
+        if self.recorder is not None:
+            self.recorder.add(forest, logprobs, entropy)
         means = None if self.sums is None else self.sums.means(forest)
-        batch = token_batch(forest, logprobs, self.settings, means)
-        batch = replace(batch, entropy=entropy)
+        batch = replace(token_batch(forest, logprobs, self.settings, means), entropy=entropy)
         result = token_losses(batch, self.settings)
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
@@ -91,12 +90,12 @@ class StepLoss:
         self._added.append((forest, torch.cat([part.detach().double()[None], measured])))
         return part
 
-    def report(self) -> LossReport:
-        """Return loss and metrics of the forests that were added; waits for the device."""
-        total = LossReport()
+    def report(self) -> TokenMetrics:
+        """Return the metrics of the forests that were added; waits for the device."""
+        total = TokenMetrics()
         values = torch.stack([values for _, values in self._added]).tolist() if self._added else []
         for (forest, _), (loss, *sums) in zip(self._added, values, strict=True):
-            total += LossReport(loss, TokenMetrics.of(sums, forest.age, forest.version))
+            total += TokenMetrics.of(loss, sums, forest.age, forest.version)
         return total
 
 

@@ -9,12 +9,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentrl.atomic_folder import atomic_folder, begin_folder
+from agentrl.atomic_folder import atomic_folder
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
 
@@ -26,6 +26,9 @@ _READABLE = 0o644
 _TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter")
 """Parts of the RuntimeError that ``torch.save`` raises instead of the operating system's error."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_SIGNS = ("os error 28", "os error 27", "os error 122", "no space")
+"""Parts of safetensors' error for a full disk."""
+_FREE_SPACE = "free space, lower --published_versions_kept or --save_total_limit, or move --output_dir"
 _FICLONE = 0x40049409
 """ioctl of Linux: share the blocks of two files until one of them is written (btrfs, XFS)."""
 MANIFEST = "manifest.json"
@@ -86,12 +89,6 @@ def atomic_model_folder(target: Path, needed_bytes: int) -> Iterator[Path]:
             yield temporary
 
 
-def begin_model_folder(target: Path, needed_bytes: int) -> Path:
-    """Create a temporary folder beside ``target``; PublishError if fewer than ``needed_bytes`` are free."""
-    require_space(target, needed_bytes)
-    return begin_folder(target)
-
-
 def require_space(target: Path, needed_bytes: int) -> None:
     """Raise PublishError unless the disk of ``target`` has ``needed_bytes`` free, and 16 MiB more."""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +108,18 @@ def explain_write_errors(target: Path, needed_bytes: int) -> Iterator[None]:
             f"{target} could not be written: {error.strerror or error}", hint="check the folder's permissions"
         ) from error
     except Exception as error:
+        text = str(error)
         if type(error).__name__ == "SafetensorError":
-            raise _safetensors_failed(target, needed_bytes, error) from error
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITER):
-            raise _torch_failed(target, error) from error
+            if any(sign in text.lower() for sign in _FULL_SIGNS):
+                raise _disk_full(target, needed_bytes) from error
+            raise PublishError(
+                f"{target} could not be written: {text}", hint="check the folder and its disk"
+            ) from error
+        if isinstance(error, RuntimeError) and any(sign in text for sign in _TORCH_WRITER):
+            raise PublishError(
+                f"{target} could not be written, most likely because the disk is full: {text}",
+                hint=_FREE_SPACE,
+            ) from error
         raise
 
 
@@ -156,22 +161,8 @@ def _disk_full(target: Path, needed_bytes: int) -> PublishError:
     free = shutil.disk_usage(target.parent).free
     return PublishError(
         f"the disk of {target.parent} is full: {target.name} needs {needed_bytes:,} bytes, {free:,} are free",
-        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
+        hint=_FREE_SPACE,
     )
-
-
-def _torch_failed(target: Path, error: RuntimeError) -> PublishError:
-    return PublishError(
-        f"{target} could not be written, most likely because the disk is full: {error}",
-        hint="free space, lower --published_versions_kept or --save_total_limit, or move --output_dir",
-    )
-
-
-def _safetensors_failed(target: Path, needed_bytes: int, error: Exception) -> PublishError:
-    text = str(error).lower()
-    if any(sign in text for sign in ("os error 28", "os error 27", "os error 122", "no space")):
-        return _disk_full(target, needed_bytes)
-    return PublishError(f"{target} could not be written: {error}", hint="check the folder and its disk")
 
 
 def checksums(folder: Path) -> tuple[FileChecksum, ...]:
@@ -180,7 +171,11 @@ def checksums(folder: Path) -> tuple[FileChecksum, ...]:
     Several files are read at a time, in chunks: hashing releases the interpreter lock.
     """
     try:
-        paths = sorted(path for path in folder.iterdir() if _belongs(path))
+        paths = sorted(
+            path
+            for path in folder.iterdir()
+            if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
+        )
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             return tuple(pool.map(_checksum, paths))
     except OSError as error:
@@ -214,17 +209,11 @@ def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
         if size != expected.bytes:
             raise _mismatch(folder, expected.name, f"{expected.bytes} bytes", f"{size} bytes")
     with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-        for expected, actual in zip(files, pool.map(_checksum, _paths(folder, files)), strict=True):
+        for expected, actual in zip(
+            files, pool.map(_checksum, (folder / file.name for file in files)), strict=True
+        ):
             if actual.sha256 != expected.sha256:
                 raise _mismatch(folder, expected.name, f"sha256 {expected.sha256}", f"sha256 {actual.sha256}")
-
-
-def _paths(folder: Path, files: Iterable[FileChecksum]) -> list[Path]:
-    return [folder / file.name for file in files]
-
-
-def _belongs(path: Path) -> bool:
-    return path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
 
 
 def _checksum(path: Path) -> FileChecksum:

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.atomic_folder import discard_folder, finish_folder
+from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
 from agentrl.documents.base import now
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.model_folder import (
     SavableModel,
-    begin_model_folder,
     checksums,
     explain_write_errors,
+    require_space,
     save_model_files,
     verify,
     weight_bytes,
@@ -88,8 +88,13 @@ async def publish(
         if twin is not None:
             document = await _reinstate(store, twin, target, temporary, train_step_id)
         else:
+            if reserved is not None and reserved.attempt == target.attempt:
+                location = reserved.location
+            else:
+                folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
+                location = str(folder.resolve())
             document = PolicyVersion(
-                id=number, step=step, location=_location(target, number, reserved), files=files,
+                id=number, step=step, location=location, files=files,
                 train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
             await store.policy_versions.reserve(document, attempt=target.attempt)
@@ -111,17 +116,12 @@ async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
     return 0 if newest is None else newest + 1, None
 
 
-def _location(target: PublishTarget, number: int, reserved: PolicyVersion | None) -> str:
-    if reserved is not None and reserved.attempt == target.attempt:
-        return reserved.location
-    folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
-    return str(folder.resolve())
-
-
 def withdrawn_twin(withdrawn: Sequence[PolicyVersion], files: Sequence[FileChecksum]) -> PolicyVersion | None:
     """Return the first of the ``withdrawn`` versions that has the same ``files``."""
-    wanted = sorted(files, key=_name)
-    return next((policy for policy in withdrawn if sorted(policy.files, key=_name) == wanted), None)
+    wanted = {file.name: file for file in files}
+    return next(
+        (policy for policy in withdrawn if {file.name: file for file in policy.files} == wanted), None
+    )
 
 
 async def _reinstate(
@@ -147,23 +147,15 @@ def _settle_folder(earlier: PolicyVersion, target: PublishTarget, temporary: Pat
     return place_version(temporary, own, earlier.id, earlier.files)
 
 
-def _name(file: FileChecksum) -> str:
-    return file.name
-
-
 async def publish_base(store: Store, folder: Path, attempt: int | None = None) -> PolicyVersion:
     """Publish the model folder that the run starts from as version 0, in place; idempotent."""
     known = await store.policy_versions.get(0)
     if known is not None:
         return known
-    document = await asyncio.to_thread(_describe_base, folder)
+    files, resolved = await asyncio.to_thread(lambda: (checksums(folder), folder.resolve()))
+    document = PolicyVersion(id=0, step=0, location=str(resolved), files=files, train_step=None)
     await store.policy_versions.publish(document, attempt=attempt)
     return document
-
-
-def _describe_base(folder: Path) -> PolicyVersion:
-    files = checksums(folder)
-    return PolicyVersion(id=0, step=0, location=str(folder.resolve()), files=files, train_step=None)
 
 
 async def _prune(store: Store, target: PublishTarget) -> None:
@@ -174,7 +166,12 @@ async def _prune(store: Store, target: PublishTarget) -> None:
     live = await store.services.live(LIVE_ENGINE_SECONDS)
     in_use = {service.policy_version for service in live if service.policy_version is not None}
     in_use.update(policy.id for policy in await store.policy_versions.published(target.keep))
-    in_use.update(policy.id for policy in known if _is_permanent(policy, target.keep_every))
+    if target.keep_every > 0:
+        in_use.update(
+            policy.id
+            for policy in known
+            if policy.id % target.keep_every == 0 and policy.status is VersionStatus.PUBLISHED
+        )
     in_use |= await store.evaluations.needed_versions()
     kept = kept_versions(folders.values(), in_use, keep=target.keep)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
@@ -182,10 +179,6 @@ async def _prune(store: Store, target: PublishTarget) -> None:
         await store.policy_versions.mark_pruned(pruned, attempt=target.attempt)
         await asyncio.to_thread(delete_folders, target.root, deleted)
         logger.debug("deleted %s", deleted)
-
-
-def _is_permanent(policy: PolicyVersion, every: int) -> bool:
-    return every > 0 and policy.id % every == 0 and policy.status is VersionStatus.PUBLISHED
 
 
 def version_folder(root: Path, version: int, attempt: int | None = None) -> Path:
@@ -216,7 +209,8 @@ def write_temporary(
     """
     needed = weight_bytes(model)
     with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
-        temporary = begin_model_folder(target, needed)
+        require_space(target, needed)
+        temporary = begin_folder(target)
         on_error.callback(discard_folder, temporary)
         save_model_files(model, base, temporary, chat_template, written)
         files = checksums(temporary)

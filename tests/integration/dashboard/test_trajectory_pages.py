@@ -184,7 +184,7 @@ async def test_tokens_that_drifted_and_uncertain_ones_are_coloured(
         spans=tuple(TokenSpan(start=span.start, end=span.end) for span in data.spans),
         log_ratios=pack_halves(values), entropies=pack_halves(1 + values),
     )  # fmt: skip
-    await store.token_statistics.put([item])
+    await store.training.put_token_statistics([item])
     text = await page(client, f"tokens/{TRAINED}?colour=ratio")
     box = text.partition('<div class="tokens"')[2].partition("</div>")[0]
     assert re.findall(r'class="token (\w+)"', box) == ["p0", "n2", "p3", "p4"]

@@ -123,7 +123,7 @@ async def test_an_unmodified_environment_is_sampled_scored_and_trained(
         subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.training.steps(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
 
 
 def test_its_page_is_short() -> None:

@@ -34,7 +34,7 @@ async def sample(store: Store, groups: int, *scores: float) -> list[int | None]:
     levels = []
     for _ in range(groups):
         for place in range(2):
-            limit = 1 + await store.training.open_groups("train") - bool(place)
+            limit = 1 + await store.groups.count_open("train") - bool(place)
             claimed = await take(store, limit, BY_LEVEL)
             assert claimed is not None
             await run.score(store, claimed, scores[place])

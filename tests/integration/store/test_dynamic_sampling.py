@@ -42,7 +42,7 @@ async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(s
             assert claimed.task.order == order
             await run.score(store, claimed, value)
         assert await finalizer.run_waiting() == 1
-        told.append(await store.training.open_groups("train"))
+        told.append(await store.groups.count_open("train"))
     assert told == [0, 0, 1]
     assert await take(store) is None
     assert {item.task for item in await store.training.ready("train")} == {task_key("train", 0, "2")}

@@ -143,11 +143,11 @@ async def problems(store: Store, *, is_final: bool = False) -> list[str]:
 async def test_four_openers_insert_each_task_once(four: list[Store]) -> None:
     await four[0].tasks.load(make_tasks(TASKS))
     INSERTED.times.clear()
-    opened = await asyncio.gather(*(store.tasks.open_epoch("train", 1, 0, 4) for store in four))
+    opened = await asyncio.gather(*(store.epochs.open("train", 1, 0, 4) for store in four))
     assert sorted(opened) == [0, 0, 0, TASKS]
     assert set(INSERTED.times.values()) == {1}
     assert len(INSERTED.times) == TASKS
-    assert await four[0].tasks.next_epoch("train", 2) is None
+    assert await four[0].epochs.next("train", 2) is None
 
 
 async def test_four_loads_insert_each_task_once(four: list[Store]) -> None:
@@ -161,23 +161,23 @@ async def test_a_killed_opening_is_taken_over_and_completed_in_its_order(
     store: Store, run_config: RunConfig
 ) -> None:
     await store.tasks.load(make_tasks(TASKS))
-    await die_in('store.tasks.open_epoch("train", 1, 7, 4)', run_config)
+    await die_in('store.epochs.open("train", 1, 7, 4)', run_config)
     begun = await names(store, 1)
     assert len(begun) == 2 * BATCH
-    assert await store.tasks.next_epoch("train", 1) == 1
-    assert await store.tasks.open_epoch("train", 1, 7, 4) == 0
-    assert await store.tasks.open_epoch("train", 2, 7, 4) == 0
+    assert await store.epochs.next("train", 1) == 1
+    assert await store.epochs.open("train", 1, 7, 4) == 0
+    assert await store.epochs.open("train", 2, 7, 4) == 0
     assert await problems(store) == []
     assert any("Epoch train/1" in text for text in await problems(store, is_final=True))
     await end_lease(store, "train/1")
-    assert await store.tasks.open_epoch("train", 1, 99, 2) == TASKS - 2 * BATCH
+    assert await store.epochs.open("train", 1, 99, 2) == TASKS - 2 * BATCH
     completed = await names(store, 1)
     assert completed[: len(begun)] == begun
     assert sorted(completed) == sorted(await names(store, 0))
     assert {len(task.slots) for task in await store.tasks.find("train") if task.epoch == 1} == {4}
     await store.database["Epoch"].delete_one({"_id": "train/1"})
     await store.database["Task"].delete_many({"epoch": 1})
-    await store.tasks.open_epoch("train", 1, 7, 4)
+    await store.epochs.open("train", 1, 7, 4)
     assert await names(store, 1) == completed
     assert await problems(store, is_final=True) == []
 
@@ -187,8 +187,8 @@ async def test_a_run_is_not_done_while_a_killed_load_is_not_completed(
 ) -> None:
     await die_in(f"store.tasks.load(make_tasks({TASKS}))", run_config)
     assert len(await names(store, 0)) == 2 * BATCH
-    assert await store.tasks.next_epoch("train", 1) == 0
-    assert await store.tasks.epoch_size("train") == TASKS
+    assert await store.epochs.next("train", 1) == 0
+    assert await store.epochs.size("train") == TASKS
     await store.database["Task"].update_many({}, {"$set": {"status": "completed"}})
     settings = StreamSettings(
         groups_per_step=1, num_epochs=1, freshness=Freshness(max_staleness=1),
@@ -197,36 +197,36 @@ async def test_a_run_is_not_done_while_a_killed_load_is_not_completed(
     assert not await DataStream(store, settings)._sampling_finished()
     await end_lease(store, "train/0")
     assert (await store.tasks.load(make_tasks(TASKS))).inserted == TASKS - 2 * BATCH
-    assert await store.tasks.next_epoch("train", 1) is None
+    assert await store.epochs.next("train", 1) is None
     assert await problems(store) == []
 
 
 async def test_tasks_that_are_loaded_late_join_every_epoch(store: Store) -> None:
     await store.tasks.load(make_tasks(5))
-    await store.tasks.open_epoch("train", 1, 0, 3)
+    await store.epochs.open("train", 1, 0, 3)
     await store.tasks.load(make_tasks(8))
-    assert await store.tasks.next_epoch("train", 2) == 1
+    assert await store.epochs.next("train", 2) == 1
     assert await problems(store) == []
-    assert await store.tasks.open_epoch("train", 1, 0, 2) == 3
-    assert await store.tasks.next_epoch("train", 2) is None
+    assert await store.epochs.open("train", 1, 0, 2) == 3
+    assert await store.epochs.next("train", 2) is None
     assert {len(task.slots) for task in await store.tasks.find("train") if task.epoch == 1} == {3}
     assert await problems(store, is_final=True) == []
 
 
 async def test_an_epoch_without_its_document_is_found(store: Store) -> None:
     await store.tasks.load(make_tasks(3))
-    await store.tasks.open_epoch("train", 1, 0, 2)
+    await store.epochs.open("train", 1, 0, 2)
     await store.database["Epoch"].delete_one({"_id": "train/1"})
     (problem,) = await problems(store)
     assert "Epoch train/1: its document: expected one, found none" in problem
-    assert await store.tasks.next_epoch("train", 2) == 1
-    assert await store.tasks.open_epoch("train", 1, 0, 5) == 0
+    assert await store.epochs.next("train", 2) == 1
+    assert await store.epochs.open("train", 1, 0, 5) == 0
     assert await problems(store) == []
 
 
 async def test_a_check_finds_what_an_open_epoch_should_not_hold(store: Store) -> None:
     await store.tasks.load(make_tasks(3))
-    await store.tasks.open_epoch("train", 1, 0, 2)
+    await store.epochs.open("train", 1, 0, 2)
     tasks = store.database["Task"]
     stray = await tasks.find_one({"epoch": 1})
     assert stray is not None
@@ -242,15 +242,15 @@ async def test_an_opener_that_lost_its_lease_leaves_the_rest_to_the_next(
 ) -> None:
     await store.tasks.load(make_tasks(TASKS))
     async with await open_store(run_config) as other:
-        copy_batch = store.tasks._copy_batch
+        copy_batch = store.epochs._copy_batch
 
         async def overtaken(*arguments: Any) -> None:
             await copy_batch(*arguments)
             monkeypatch.undo()
             await end_lease(store, "train/1")
-            assert await other.tasks.open_epoch("train", 1, 0, 2) == TASKS - BATCH
+            assert await other.epochs.open("train", 1, 0, 2) == TASKS - BATCH
 
-        monkeypatch.setattr(store.tasks, "_copy_batch", overtaken)
-        assert await store.tasks.open_epoch("train", 1, 0, 2) == 0
-    opening = (await store.tasks._leases.by_split("train"))[1]
+        monkeypatch.setattr(store.epochs, "_copy_batch", overtaken)
+        assert await store.epochs.open("train", 1, 0, 2) == 0
+    opening = (await store.epochs._leases.by_split("train"))[1]
     assert (opening.status, opening.tasks, opening.owner) == (EpochStatus.OPEN, TASKS, None)

@@ -116,7 +116,7 @@ async def test_attempts_are_counted_and_wait_longer_each_time(
         assert counted is not None
         assert counted["attempts"] == attempt
         waits.append((counted["retry_at"] - now()).total_seconds())
-        assert await store.training.waiting_groups("train") == []
+        assert await store.groups.waiting("train") == []
         assert await violations(store) == []
         await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalising.retry_at": None}})
     assert [round(wait / 1000) for wait in waits] == [1, 2, 4]

@@ -79,7 +79,7 @@ class OfEpoch(Kind):
 
 class OfSlot(Kind):
     async def take(self, owner: str, seconds: float) -> Claim | None:
-        if await self.store.tasks.count("train", 0) == 0:
+        if await self.store.epochs.count("train", 0) == 0:
             key = task_key("train", 0, "a")
             task = Task(
                 id=key, task_id="a", split="train", epoch=0, order=0, query="?", slots=(Slot(traj_id=0),)

@@ -29,7 +29,7 @@ async def test_trajectories_steps_and_tasks(store: AsyncStore, run_config: RunCo
         ready = notebook.trajectories(status="ready", limit=1)
         steps = notebook.steps(status="committed")
         tasks, groups = notebook.tasks(split="train"), notebook.groups()
-    assert sorted(row.id for row in trained) == sorted((await store.training.steps())[0].data)
+    assert sorted(row.id for row in trained) == sorted((await store.steps.find())[0].data)
     assert all(row.trained_at_steps == (1,) for row in trained)
     assert len(ready) == 1
     assert [row.step for row in steps] == [1]

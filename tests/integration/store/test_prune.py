@@ -33,7 +33,7 @@ async def prune(store: Store, *, last_step: int = 1, dry_run: bool = False, **li
 
 
 async def resume_before_step_1(store: Store) -> None:
-    assert await store.training.revert_after(0) == 1
+    assert await store.steps.revert_after(0) == 1
     await store.policy_versions.withdraw_after(0)
 
 
@@ -91,8 +91,8 @@ async def test_a_step_whose_data_are_gone_cannot_be_undone(store: Store, tmp_pat
     await run.build(store, tmp_path / "weights")
     await prune(store, older_than_days=0)
     with pytest.raises(StoreError, match=r"step 1 .* pruned"):
-        await store.training.revert_after(0)
-    assert await store.training.revert_after(1) == 0
+        await store.steps.revert_after(0)
+    assert await store.steps.revert_after(1) == 0
 
 
 async def test_stale_data_go_and_planned_data_stay(store: Store, tmp_path: Path) -> None:

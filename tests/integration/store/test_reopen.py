@@ -83,7 +83,7 @@ async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     records = await store.records.by_task(GROUP)
     assert [record.status for record in records] == [RecordStatus.FAILED] + [RecordStatus.SCORED] * 3
     assert {record.advantage for record in records} == {None}
-    assert await store.training.open_groups("train") == 1
+    assert await store.groups.count_open("train") == 1
     assert await violations(store) == []
     await run.score(store, await run.claim(store), 0.0)
     assert await finalize(store) == 1
@@ -96,10 +96,10 @@ async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Pa
     await group_of(store, "tool")
     assert await finalize(store) == 1
     data = tuple(meta.id for meta in await store.training.ready("train"))
-    await store.training.plan_step(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
+    await store.steps.plan(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
     reopening = Reopening(store.connection)
     assert (await reopening.reopen(["tool"])).left == {Blocker.TRAINED: 1}
-    await store.training.commit_step("1/1", {}, data)
+    await store.steps.commit("1/1", {}, data)
     done = await reopening.reopen()
     assert (done.slots, done.left) == (0, {Blocker.TRAINED: 1})
     assert (await task_of(store)).status is TaskStatus.COMPLETED

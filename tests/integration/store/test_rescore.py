@@ -182,11 +182,11 @@ async def test_a_step_planned_at_the_same_moment_wins_or_waits(store: Store, tmp
     await run.build(store, tmp_path / "weights")
     step = TrainStep(id="1/2", step=2, policy_version=1, data=(FIRST, SECOND), owner="t")
     planned, rescored = await asyncio.gather(
-        store.training.plan_step(step), apply(store, t0=1.0, t1=0.5), return_exceptions=True
+        store.steps.plan(step), apply(store, t0=1.0, t1=0.5), return_exceptions=True
     )
     assert isinstance(rescored, Rescored)
     if isinstance(planned, BaseException):
-        await store.training.plan_step(step)
+        await store.steps.plan(step)
     data = await store.training.fetch([FIRST, SECOND])
     assert {item.status for item in data} == {DataStatus.PLANNED}
     assert (data[0].advantage == 0.5) == rescored.decided_again

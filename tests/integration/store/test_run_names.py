@@ -49,8 +49,7 @@ def test_names_of_the_servers_own_databases_create_nothing(
 async def test_the_doctor_creates_nothing(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentrl.cli.doctor.database import database_checks
-    from agentrl.cli.doctor.services import service_checks
+    from agentrl.cli.doctor.services import database_checks, service_checks
 
     monkeypatch.chdir(tmp_path)
     before = await databases(store)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pymongo import MongoClient
 
-from agentrl.cli.doctor.database import database_checks
+from agentrl.cli.doctor.services import database_checks
 from agentrl.config.schema import RunConfig
 from agentrl.inference.engines.process import free_port
 from agentrl.processes import stop_child

@@ -123,7 +123,7 @@ async def require_no_violation(store: Store) -> None:
 async def begin_anew(store: Store) -> int:
     """What a trainer that starts without a checkpoint does."""
     attempt = await store.trainer_lease.acquire("me", "host", 1, 60)
-    await store.training.revert_after(0, attempt=attempt)
+    await store.steps.revert_after(0, attempt=attempt)
     return attempt
 
 
@@ -131,8 +131,8 @@ async def train(store: Store, attempt: int, number: int, data: list[str]) -> Non
     step = TrainStep(
         id=f"{attempt}/{number}", step=number, policy_version=0, data=tuple(data), owner="trainer"
     )
-    await store.training.plan_step(step, attempt=attempt)
-    await store.training.commit_step(
+    await store.steps.plan(step, attempt=attempt)
+    await store.steps.commit(
         step.id, {"loss": 0.5}, data, max_trained_count=2, attempt=attempt, counted=GROUPS
     )
 
@@ -142,7 +142,7 @@ async def require_untouched(store: Store, data: list[str]) -> None:
     assert {(item.status, item.trained_at_steps, item.planned_step) for item in items} == {
         (DataStatus.READY, (), None)
     }
-    assert len(await store.training.uncounted_groups("train")) == len(GROUPS)
+    assert len(await store.groups.uncounted("train")) == len(GROUPS)
     await require_no_violation(store)
 
 
@@ -154,12 +154,12 @@ async def test_a_trainer_killed_between_any_two_parts_leaves_what_the_next_one_f
     while True:
         attempt = await begin_anew(store)
         ended = await kill.run(transactions, partial(train, store, attempt, 1, data))
-        states |= {step.status for step in await store.training.steps(status=None)}
+        states |= {step.status for step in await store.steps.find(status=None)}
         await require_no_violation(store)
         if ended:
             break
         await kill.run(transactions % 4 + 1, partial(begin_anew, store))
-        states |= {step.status for step in await store.training.steps(status=None)}
+        states |= {step.status for step in await store.steps.find(status=None)}
         await require_no_violation(store)
         await begin_anew(store)
         await require_untouched(store, data)
@@ -168,7 +168,7 @@ async def test_a_trainer_killed_between_any_two_parts_leaves_what_the_next_one_f
     assert states == set(StepStatus)
     items = await store.training.fetch(data)
     assert {(item.status, item.trained_at_steps) for item in items} == {(DataStatus.READY, (1,))}
-    assert await store.training.uncounted_groups("train") == []
+    assert await store.groups.uncounted("train") == []
 
 
 async def test_an_undo_that_is_killed_between_any_two_parts_is_finished(
@@ -180,7 +180,7 @@ async def test_an_undo_that_is_killed_between_any_two_parts_is_finished(
         attempt = await begin_anew(store)
         await train(store, attempt, 1, data)
         await train(store, attempt, 2, data)
-        undo = partial(store.training.revert_after, after, attempt=attempt)
+        undo = partial(store.steps.revert_after, after, attempt=attempt)
         ended = await kill.run(transactions, undo)
         await require_no_violation(store)
         await undo()
@@ -198,13 +198,13 @@ async def test_a_commit_that_is_repeated_goes_on_where_it_was(
 ) -> None:
     attempt = await begin_anew(store)
     step = TrainStep(id="1/1", step=1, policy_version=0, data=tuple(data), owner="trainer")
-    await store.training.plan_step(step, attempt=attempt)
+    await store.steps.plan(step, attempt=attempt)
 
     async def commit() -> None:
-        await store.training.commit_step("1/1", {"loss": 0.5}, data[1:], attempt=attempt, counted=GROUPS)
+        await store.steps.commit("1/1", {"loss": 0.5}, data[1:], attempt=attempt, counted=GROUPS)
 
     assert not await kill.run(2, commit)
-    last = await store.training.last_step()
+    last = await store.steps.last()
     assert last is not None
     assert (last.status, last.metrics) == (StepStatus.COMMITTING, {"loss": 0.5})
     assert [member.id for member in await store.training.ready_members("train", step=2)] == data[:1]
@@ -227,7 +227,7 @@ async def test_a_plan_that_cannot_be_whole_marks_nothing(
         await train(store, attempt, 1, data)
     items = await store.training.fetch(data[:-1])
     assert {(item.status, item.planned_step) for item in items} == {(DataStatus.READY, None)}
-    assert {step.status for step in await store.training.steps(status=None)} == {StepStatus.REVERTED}
+    assert {step.status for step in await store.steps.find(status=None)} == {StepStatus.REVERTED}
 
 
 async def test_a_trainer_that_is_replaced_between_two_parts_writes_no_more(
@@ -237,7 +237,7 @@ async def test_a_trainer_that_is_replaced_between_two_parts_writes_no_more(
     assert not await kill.run(6, partial(train, store, old, 1, data))
     await begin_anew(store)
     with pytest.raises(LeaseLostError):
-        await store.training.commit_step(f"{old}/1", {}, data, attempt=old)
+        await store.steps.commit(f"{old}/1", {}, data, attempt=old)
     await require_untouched(store, data)
 
 
@@ -247,7 +247,7 @@ async def test_data_that_went_stale_are_ready_again_when_what_trained_them_is_un
     attempt = await begin_anew(store)
     await train(store, attempt, 1, data)
     assert await store.training.mark_stale("train", StaleVersions.below(1)) == len(data)
-    await store.training.revert_after(0, attempt=attempt)
+    await store.steps.revert_after(0, attempt=attempt)
     await require_untouched(store, data)
 
 
@@ -270,7 +270,7 @@ async def test_no_transaction_grows_with_the_step(run_config: RunConfig) -> None
         await train(store, attempt, 1, ids)
         counted = {"trained_count": 1, "last_trained_step": 1}
         assert await store.database["Record"].count_documents(counted) == MANY
-        assert await store.training.revert_after(0, attempt=attempt) == 1
+        assert await store.steps.revert_after(0, attempt=attempt) == 1
         assert (await store.training.counts("train"))[DataStatus.READY] == MANY
         assert await store.database["Record"].count_documents({"trained_count": 0}) == MANY
         assert UPDATED.largest == step_chunks.CHUNK

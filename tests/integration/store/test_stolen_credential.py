@@ -143,7 +143,7 @@ async def _score_without_a_slot(thief: Store, store: Store) -> None:
         {**document, "_id": f"{key}/0/9", "task": key, "attempt": 9, "score": 9.0}
     )
     with pytest.raises(StoreError, match="its slot is not scored by it"):
-        await store.training.finalize_group(key, lambda *_: pytest.fail("the group was decided"))
+        await store.groups.finalize(key, lambda *_: pytest.fail("the group was decided"))
 
 
 async def _forge_training_data(thief: Store, store: Store) -> None:
@@ -207,7 +207,7 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
     for value in (0.0, 1.0):
         await run.score(thief, await run.claim(thief), value)
     rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
-    assert await thief.training.finalize_group(key, rules.decide)
+    assert await thief.groups.finalize(key, rules.decide)
     ready = [item for item in await store.training.ready("train") if item.task == key]
     data = await store.training.fetch([item.id for item in ready])
     assert max(item.advantage for item in data) == 50.0

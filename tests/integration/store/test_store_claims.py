@@ -128,7 +128,7 @@ async def test_begun_groups_come_first_and_admission_limits_new_ones(store: Stor
     further = await take(store, limit=2)
     assert further is not None
     assert further.task.order == 1
-    assert await store.training.open_groups("train") == 2
+    assert await store.groups.count_open("train") == 2
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ async def crowd(store: Store, run_config: RunConfig) -> AsyncIterator[list[Store
 async def test_a_limit_that_was_worked_out_before_a_step_admits_nothing_after_it(store: Store) -> None:
     await store.tasks.load(make_tasks(3, generations=1))
     step = TrainStep(id="1/1", step=1, policy_version=0, data=(), owner="t")
-    await store.training.plan_step(step)
+    await store.steps.plan(step)
     assert await take(store, limit=GroupLimit(1, after_step=0)) is not None
-    await store.training.commit_step(step.id, {}, ())
+    await store.steps.commit(step.id, {}, ())
     assert await take(store, limit=GroupLimit(2, after_step=0)) is None
     assert await take(store, limit=GroupLimit(2, after_step=1)) is not None
 
@@ -152,8 +152,8 @@ async def test_a_limit_that_was_worked_out_before_a_step_admits_nothing_after_it
 async def commit(store: Store, step: int) -> None:
     """A step that trains nothing."""
     planned = TrainStep(id=f"1/{step}", step=step, policy_version=0, data=(), owner="t")
-    await store.training.plan_step(planned)
-    await store.training.commit_step(planned.id, {}, ())
+    await store.steps.plan(planned)
+    await store.steps.commit(planned.id, {}, ())
 
 
 async def unclaimed(store: Store) -> dict[str, int]:
@@ -166,7 +166,7 @@ async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
     await store.tasks.load(make_tasks(9, generations=2))
     assert await take(store, limit=6) is not None
     assert await unclaimed(store) == {"1": 2, "2": 3, "3": 4, "4": 5, "5": 6}
-    assert await store.training.open_groups("train") == 6
+    assert await store.groups.count_open("train") == 6
     counts = await store.tasks.counts("train")
     assert (counts[TaskStatus.RUNNING], counts[TaskStatus.CREATED]) == (6, 3)
 
@@ -174,7 +174,7 @@ async def test_one_admission_takes_groups_up_to_the_limit(store: Store) -> None:
 async def test_one_admission_takes_64_slots_at_most(store: Store) -> None:
     await store.tasks.load(make_tasks(9, generations=30))
     assert await take(store, limit=9) is not None
-    assert await store.training.open_groups("train") == 3
+    assert await store.groups.count_open("train") == 3
 
 
 async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Store) -> None:
@@ -189,7 +189,7 @@ async def test_a_claimer_with_a_lower_limit_claims_no_group_beyond_it(store: Sto
     assert await take(store, limit=0) is None
     assert len(await unclaimed(store)) == 4
     await score(store, first)
-    await store.training.finalize_group(first.task.id, lambda task, records, calls: GroupOutcome())
+    await store.groups.finalize(first.task.id, lambda task, records, calls: GroupOutcome())
     third = await take(store, limit=lagging)
     assert third is not None
     assert third.task.order == 2
@@ -255,7 +255,7 @@ async def test_16_claimers_never_open_more_groups_than_allowed(crowd: list[Store
                 await mine.wait_for_change("Task", timeout=0.02)
                 continue
             if await score(mine, claim) is TaskStatus.WAITING:
-                await mine.training.finalize_group(claim.task.id, lambda task, records, calls: GroupOutcome())
+                await mine.groups.finalize(claim.task.id, lambda task, records, calls: GroupOutcome())
             scored += 1
 
     async with asyncio.timeout(90):
@@ -276,7 +276,7 @@ async def test_an_opening_that_dies_before_its_commit_leaves_nothing(
         patched.setattr(GroupAdmission, "_admit", die)
         with pytest.raises(StoreError, match="killed"):
             await take(store, limit=1)
-    assert await store.training.open_groups("train") == 0
+    assert await store.groups.count_open("train") == 0
     assert await take(store, limit=1) is not None
 
 
@@ -486,7 +486,7 @@ async def test_a_group_waits_exactly_once_when_its_last_scores_race(store: Store
     statuses = await asyncio.gather(*(score(store, claim) for claim in claims))
     assert sorted(status.value for status in statuses) == ["running"] * 7 + ["waiting"]
     assert await store.attempts.score(claims[0], 1.0) is TaskStatus.WAITING
-    assert await store.training.waiting_groups("train") == ["train/0/0"]
+    assert await store.groups.waiting("train") == ["train/0/0"]
 
 
 async def test_states_move_along_edges_only(store: Store) -> None:

@@ -137,12 +137,12 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     await store.expired_leases.reap("train")
     await take_one(store, "dead", lease=0.0)
     assert await claims.claim(split="train", owner="b", lease_seconds=60, max_groups_open=0) is not None
-    await training.waiting_groups("train")
+    await store.groups.waiting("train")
     await tasks.any_with_status("train", TaskStatus.CREATED, TaskStatus.RUNNING, TaskStatus.WAITING)
     await tasks.unfinished("train")
     await tasks.epochs("train")
-    await training.open_groups("train")
-    await training.uncounted_groups("train")
+    await store.groups.count_open("train")
+    await store.groups.uncounted("train")
     for ranges in (((0, -1),), ((-4, -3), (-1, -1))):
         for spans in ("any", "all"):
             old = StaleVersions(ranges, spans)
@@ -156,9 +156,9 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
     attempt = await store.trainer_lease.acquire("t", "host", os.getpid(), 60)
     await store.trainer_lease.renew(attempt, 60)
     ids, counted = [meta.id for meta in ready], [meta.task for meta in ready]
-    await training.plan_step(make_step(1, ids, str(attempt)), attempt=attempt)
-    await training.commit_step(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
-    await training.last_step()
+    await store.steps.plan(make_step(1, ids, str(attempt)), attempt=attempt)
+    await store.steps.commit(f"{attempt}/1", {}, ids, attempt=attempt, counted=counted)
+    await store.steps.last()
     await store.policy_versions.latest()
     await store.policy_versions.newest_id()
     await store.policy_versions.steps_above(-1)
@@ -178,8 +178,8 @@ async def test_every_query_that_runs_in_a_loop_uses_an_index(watched: Store) -> 
     await watched.tasks.load(make_tasks(40)[3:])
     await watched.trainer_lease.acquire("t", "host", os.getpid(), 60)  # the first one reads earlier steps
     COMMANDS.record(watched)
-    for task_id in await watched.training.waiting_groups("train"):
-        await watched.training.finalize_group(task_id, decide)
+    for task_id in await watched.groups.waiting("train"):
+        await watched.groups.finalize(task_id, decide)
     await everything_that_runs_in_a_loop(watched)
     explained = set()
     for query in queries(COMMANDS.stop(watched)):

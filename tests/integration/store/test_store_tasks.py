@@ -42,9 +42,9 @@ async def test_loading_is_idempotent(store: Store) -> None:
 
 async def test_an_epoch_is_opened_once_by_eight_racers(store: Store) -> None:
     await store.tasks.load([make_task(number) for number in range(30)])
-    opened = await asyncio.gather(*(store.tasks.open_epoch("train", 1, 0, 4) for _ in range(8)))
+    opened = await asyncio.gather(*(store.epochs.open("train", 1, 0, 4) for _ in range(8)))
     assert sum(opened) == 30
-    assert await store.tasks.open_epoch("train", 1, 0, 4) == 0
+    assert await store.epochs.open("train", 1, 0, 4) == 0
     assert await store.tasks.epochs("train") == [0, 1]
     epoch = [task for task in await store.tasks.find("train") if task.epoch == 1]
     assert [task.order for task in epoch] == list(range(30))
@@ -125,7 +125,7 @@ async def test_an_update_changes_tasks_that_nobody_has_begun_in_every_epoch(stor
     await store.database["Task"].update_one({"_id": handed_back.task.id}, {"$set": {"order": 9}})
     claim = await store.claims.claim(split="train", owner="a", lease_seconds=60)
     assert claim is not None
-    await store.tasks.open_epoch("train", 1, 0, 2)
+    await store.epochs.open("train", 1, 0, 2)
     done = await store.tasks.load([with_text(number, query="new") for number in range(4)], update=True)
     assert (done.inserted, done.existing, done.updated) == (1, 3, 2)
     assert done.left == (claim.task.id,)

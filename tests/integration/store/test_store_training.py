@@ -91,7 +91,7 @@ def decide(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
 
 async def ready_data(store: Store, count: int) -> list[str]:
     for number in range(count):
-        assert await store.training.finalize_group(await complete(store, number), decide)
+        assert await store.groups.finalize(await complete(store, number), decide)
     return [meta.id for meta in await store.training.ready("train")]
 
 
@@ -126,7 +126,7 @@ async def test_a_call_larger_than_a_document_goes_to_gridfs(store: Store) -> Non
 
 async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     task_id = await complete(store)
-    outcomes = await asyncio.gather(*(store.training.finalize_group(task_id, decide) for _ in range(8)))
+    outcomes = await asyncio.gather(*(store.groups.finalize(task_id, decide) for _ in range(8)))
     assert sorted(outcomes) == [False] * 7 + [True]
     task = await store.tasks.get(task_id)
     assert task is not None
@@ -134,11 +134,11 @@ async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     assert (task.status, task.group["outcome"]) == (TaskStatus.COMPLETED, "trained")
     states = [record.status for record in await store.records.by_task(task_id)]
     assert states == [RecordStatus.READY, RecordStatus.ABANDONED]
-    summaries = await store.training.uncounted_groups("train")
+    summaries = await store.groups.uncounted("train")
     assert [(summary["task"], summary["mean_score"]) for summary in summaries] == [(task_id, 0.5)]
     data = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
     assert data[0].input_ids == pack_ids([1, 2])
-    assert await store.training.open_groups("train") == 1
+    assert await store.groups.count_open("train") == 1
 
 
 async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
@@ -150,81 +150,79 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 
     with pytest.raises(StoreError, match="1 of 3 Records"):
-        await store.training.finalize_group(task_id, wrong)
+        await store.groups.finalize(task_id, wrong)
     assert await store.training.ready("train") == []
-    assert await store.training.waiting_groups("train") == [task_id]
+    assert await store.groups.waiting("train") == [task_id]
     states = {record.status for record in await store.records.by_task(task_id)}
     assert states == {RecordStatus.SCORED}
-    assert await store.training.finalize_group(task_id, decide)
+    assert await store.groups.finalize(task_id, decide)
 
 
 async def test_steps_plan_commit_and_revert(store: Store) -> None:
     one, two, three = await ready_data(store, 3)
     training = store.training
-    await training.plan_step(make_step(1, [one, two]))
-    await training.plan_step(make_step(1, [one, two]))
+    await store.steps.plan(make_step(1, [one, two]))
+    await store.steps.plan(make_step(1, [one, two]))
     assert [meta.id for meta in await training.ready("train")] == [three]
     with pytest.raises(StoreError, match="planned already"):
-        await training.plan_step(make_step(1, [three], attempt="b"))
+        await store.steps.plan(make_step(1, [three], attempt="b"))
     with pytest.raises(StoreError, match="only 1 of them"):
-        await training.plan_step(make_step(2, [one, three]))
+        await store.steps.plan(make_step(2, [one, three]))
     assert (await training.counts("train"))[DataStatus.READY] == 1
     for _ in range(2):
-        await training.commit_step("a/1", {"loss": 0.1}, [one], 1, 1)
+        await store.steps.commit("a/1", {"loss": 0.1}, [one], 1, 1)
     assert [meta.id for meta in await training.ready("train")] == [two, three]
     record = await store.records.get(one)
     assert record is not None
     assert (record.trained_count, record.last_trained_step) == (1, 1)
-    await training.plan_step(make_step(2, [two]))
-    await training.commit_step("a/2", {}, [two])
-    await training.plan_step(make_step(3, [three]))
-    assert await training.revert_after(1) == 2
+    await store.steps.plan(make_step(2, [two]))
+    await store.steps.commit("a/2", {}, [two])
+    await store.steps.plan(make_step(3, [three]))
+    assert await store.steps.revert_after(1) == 2
     assert [meta.id for meta in await training.ready("train")] == [two, three]
     assert (await training.fetch([two]))[0].trained_at_steps == ()
-    last = await training.last_step()
+    last = await store.steps.last()
     assert last is not None
     assert (last.step, last.metrics) == (1, {"loss": 0.1})
     with pytest.raises(StoreError, match="cannot be committed"):
-        await training.commit_step("a/3", {}, [three])
-    await training.plan_step(make_step(2, [two, three], attempt="b"))
-    assert [step.step for step in await training.steps(status=StepStatus.PLANNED)] == [2]
+        await store.steps.commit("a/3", {}, [three])
+    await store.steps.plan(make_step(2, [two, three], attempt="b"))
+    assert [step.step for step in await store.steps.find(status=StepStatus.PLANNED)] == [2]
 
 
 async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Store) -> None:
-    training = store.training
-
     async def uncounted() -> list[str]:
-        return [group["task"] for group in await training.uncounted_groups("train")]
+        return [group["task"] for group in await store.groups.uncounted("train")]
 
     async def commit(step: int, *counted: str) -> None:
-        await training.plan_step(make_step(step, []))
-        await training.commit_step(f"a/{step}", {}, [], counted=counted)
+        await store.steps.plan(make_step(step, []))
+        await store.steps.commit(f"a/{step}", {}, [], counted=counted)
 
     early, late = [await complete(store, number) for number in range(2)]
-    await training.finalize_group(early, decide)
+    await store.groups.finalize(early, decide)
     await commit(1, early)
-    await training.finalize_group(late, decide)
+    await store.groups.finalize(late, decide)
     before = {"group.finalised_at": datetime(2020, 1, 1, tzinfo=UTC)}
     await store.database["Task"].update_one({"_id": late}, {"$set": before})
     assert await uncounted() == [late]
     await commit(2, early, late)
     assert await uncounted() == []
-    await training.revert_after(1)
+    await store.steps.revert_after(1)
     assert await uncounted() == [late]
-    await training.revert_after(0)
+    await store.steps.revert_after(0)
     assert await uncounted() == [late, early]
 
 
 async def test_data_trained_twice_rest_in_between(store: Store) -> None:
     (one,) = await ready_data(store, 1)
-    await store.training.plan_step(make_step(1, [one]))
-    await store.training.commit_step("a/1", {}, [one], max_trained_count=2, retrained_interval=2)
+    await store.steps.plan(make_step(1, [one]))
+    await store.steps.commit("a/1", {}, [one], max_trained_count=2, retrained_interval=2)
     assert await store.training.ready("train", step=2) == []
     assert [meta.trained_count for meta in await store.training.ready("train", step=3)] == [1]
-    await store.training.plan_step(make_step(3, [one]))
-    await store.training.commit_step("a/3", {}, [one], max_trained_count=2, retrained_interval=2)
+    await store.steps.plan(make_step(3, [one]))
+    await store.steps.commit("a/3", {}, [one], max_trained_count=2, retrained_interval=2)
     assert (await store.training.counts("train"))[DataStatus.TRAINED] == 1
-    assert await store.training.revert_after(1) == 1
+    assert await store.steps.revert_after(1) == 1
     (data,) = await store.training.fetch([one])
     assert (data.status, data.trained_count, data.trained_at_steps) == (DataStatus.READY, 1, (1,))
 
@@ -283,7 +281,7 @@ async def test_versions_are_found_without_reading_them_all(store: Store) -> None
 
 async def test_views_read_well(store: Store) -> None:
     (one,) = await ready_data(store, 1)
-    await store.training.plan_step(make_step(1, [one]))
+    await store.steps.plan(make_step(1, [one]))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
     turn = await store.database["audit_turns"].find_one({"record": one})
     step = await store.database["audit_steps"].find_one({"step": 1})

@@ -52,7 +52,7 @@ async def admit_one_by_one(store: Store, scores: Mapping[str, tuple[float, float
     begun = []
     for _ in range(groups):
         for place in range(2):
-            claimed = await take(store, 1 + await store.training.open_groups("train") - bool(place))
+            claimed = await take(store, 1 + await store.groups.count_open("train") - bool(place))
             assert claimed is not None
             await run.score(store, claimed, scores.get(claimed.task.task_id, (1.0, 1.0))[place])
             await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
@@ -89,12 +89,12 @@ async def test_a_task_with_spread_is_begun_again_before_the_next_unknown_one(sto
 async def test_an_epoch_begun_early_is_opened_with_what_is_missing(store: Store) -> None:
     await load(store, 4)
     await admit_one_by_one(store, {"1": (0.0, 1.0)}, 5)
-    assert await store.tasks.next_epoch("train", 3) == 1
+    assert await store.epochs.next("train", 3) == 1
     assert not [text for text in await violations(store, is_final=True) if "Epoch" in text]
-    assert await store.tasks.open_epoch("train", 1, 0, 2) == 3
-    assert await store.tasks.next_epoch("train", 3) == 2
-    assert await store.tasks.open_epoch("train", 2, 0, 2) == 4
-    assert await store.tasks.next_epoch("train", 3) is None
+    assert await store.epochs.open("train", 1, 0, 2) == 3
+    assert await store.epochs.next("train", 3) == 2
+    assert await store.epochs.open("train", 2, 0, 2) == 4
+    assert await store.epochs.next("train", 3) is None
     assert await violations(store) == []
     while claimed := await take(store, 100):
         await run.score(store, claimed, 1.0)
@@ -116,7 +116,7 @@ async def test_claimers_at_once_begin_each_copy_once(store: Store, run_config: R
             while claimed := await take(own, 5):
                 taken.append(claimed)
 
-        await asyncio.gather(*(work(own) for own in stores), store.tasks.open_epoch("train", 1, 0, 2))
+        await asyncio.gather(*(work(own) for own in stores), store.epochs.open("train", 1, 0, 2))
     slots = Counter((claimed.task.id, claimed.traj_id) for claimed in taken)
     assert set(slots.values()) == {1}
     assert len({claimed.task.id for claimed in taken}) == 3, (
@@ -129,7 +129,7 @@ async def test_claimers_at_once_begin_each_copy_once(store: Store, run_config: R
 
 async def test_a_task_whose_copy_was_begun_by_order_is_no_candidate(store: Store) -> None:
     await load(store, 1)
-    await store.tasks.open_epoch("train", 1, 0, 2)
+    await store.epochs.open("train", 1, 0, 2)
     for _ in range(2):
         for value in (0.0, 1.0):
             claimed = await take(store, 5)
@@ -208,7 +208,7 @@ async def test_tasks_that_need_what_is_down_are_neither_begun_nor_begun_again(st
     assert (await admit_one_by_one(store, {"1": (0.0, 1.0)}, 4))[-1] == "0/3 order"
     begun = []
     for without in (Needs(frozenset({"search"})), Needs(known=frozenset({"calc"})), Needs()):
-        limit = 1 + await store.training.open_groups("train")
+        limit = 1 + await store.groups.count_open("train")
         for _ in range(2):
             claimed = await store.claims.claim(
                 split="train", owner="s", lease_seconds=60.0, max_groups_open=limit, selection=EPOCHS,

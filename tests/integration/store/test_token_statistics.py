@@ -40,10 +40,10 @@ async def data_of(store: Store) -> DBRecordData:
 async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     item = statistics(await data_of(store))
-    await store.token_statistics.put([item])
-    await store.token_statistics.put([item])
+    await store.training.put_token_statistics([item])
+    await store.training.put_token_statistics([item])
     undone = replace(item, id=statistics_key(item.record, "0/1"), train_step="0/1")
-    await store.token_statistics.put([undone])
+    await store.training.put_token_statistics([undone])
     read = await store.tokens.trajectory(TRAINED)
     assert read is not None
     first, second = read.calls
@@ -51,7 +51,7 @@ async def test_values_are_read_at_their_tokens_for_the_steps_that_count(store: S
     assert first.values[1].log_ratios.tolist() == [0.0, 0.25, 0.5, 0.75]
     assert second.values[1].entropies.tolist() == [2.0, 2.25, 2.5, 2.75]
 
-    await store.token_statistics.put([statistics(await data_of(store), spans=1)])
+    await store.training.put_token_statistics([statistics(await data_of(store), spans=1)])
     read = await store.tokens.trajectory(TRAINED)
     assert read is not None
     assert read.calls[0].values[1].log_ratios.tolist() == [0.0, 0.25, 0.5, 0.75]
@@ -66,13 +66,13 @@ async def test_a_reverted_step_shows_no_values_and_a_check_finds_values_that_do_
 ) -> None:
     await run.build(store, tmp_path / "weights")
     item = statistics(await data_of(store))
-    await store.token_statistics.put([replace(item, log_ratios=b"\0" * 6)])
+    await store.training.put_token_statistics([replace(item, log_ratios=b"\0" * 6)])
     assert "8 tokens have [6, 16] packed bytes" in str(await violations(store))
     read = await store.tokens.trajectory(TRAINED)
     assert read is not None
     assert read.calls[0].values == {}
-    await store.token_statistics.put([item])
-    assert await store.training.revert_after(0) == 1
+    await store.training.put_token_statistics([item])
+    assert await store.steps.revert_after(0) == 1
     await store.policy_versions.withdraw_after(0)
     assert await violations(store) == []
     read = await store.tokens.trajectory(TRAINED)
@@ -86,7 +86,7 @@ async def test_an_import_restores_them_and_prune_deletes_them_with_their_traject
     await run.build(store, tmp_path / "weights")
     item = statistics(await data_of(store))
     kept = replace(item, id="other", record=f"{run.READY}/1/1")
-    await store.token_statistics.put([item, kept])
+    await store.training.put_token_statistics([item, kept])
     await Transfer(store.connection).export(tmp_path / "exported")
     retention = Retention(store.connection)
     limits = await retention.limits(last_step=1, older_than_days=0)

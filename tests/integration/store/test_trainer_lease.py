@@ -116,21 +116,20 @@ async def test_a_dead_process_elsewhere_is_replaced_when_its_lease_runs_out(stor
 
 
 async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> None:
-    training = store.training
     first = await acquire(store, "first", lease=0.0)
-    await training.plan_step(step(first, 1), attempt=first)
-    await training.commit_step("1/1", {}, [], attempt=first)
-    await training.plan_step(step(first, 2), attempt=first)
+    await store.steps.plan(step(first, 1), attempt=first)
+    await store.steps.commit("1/1", {}, [], attempt=first)
+    await store.steps.plan(step(first, 2), attempt=first)
     second = await acquire(store, "second")
     with pytest.raises(LeaseLostError):
-        await training.plan_step(step(first, 3), attempt=first)
+        await store.steps.plan(step(first, 3), attempt=first)
     with pytest.raises(LeaseLostError):
-        await training.commit_step("1/2", {}, [], attempt=first)
+        await store.steps.commit("1/2", {}, [], attempt=first)
     with pytest.raises(LeaseLostError):
-        await training.revert_after(0, attempt=first)
+        await store.steps.revert_after(0, attempt=first)
     policies = store.policy_versions
     for refused in (
-        lambda: training.quarantine({"task": "t"}, "why", attempt=first),
+        lambda: store.training.quarantine({"task": "t"}, "why", attempt=first),
         lambda: policies.reserve(version(0), attempt=first),
         lambda: policies.publish(version(0), attempt=first),
         lambda: policies.withdraw_after(0, attempt=first),
@@ -142,18 +141,18 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
             await refused()
     assert await policies.all() == []
     assert (await store.trainer_lease.read()).discarded == ()
-    assert [item.id for item in await training.steps()] == ["1/1"]
-    assert await training.revert_after(1, attempt=second) == 1
-    await training.plan_step(step(second, 2), attempt=second)
+    assert [item.id for item in await store.steps.find()] == ["1/1"]
+    assert await store.steps.revert_after(1, attempt=second) == 1
+    await store.steps.plan(step(second, 2), attempt=second)
 
 
 async def test_a_takeover_and_a_commit_do_not_pass_each_other(store: Store) -> None:
     first = await acquire(store, "first", lease=0.0)
-    await store.training.plan_step(step(first, 1), attempt=first)
+    await store.steps.plan(step(first, 1), attempt=first)
     commit, second = await asyncio.gather(
-        store.training.commit_step("1/1", {}, [], attempt=first), acquire(store, "second"),
+        store.steps.commit("1/1", {}, [], attempt=first), acquire(store, "second"),
         return_exceptions=True,
     )  # fmt: skip
     assert second == 2
     assert commit is None or isinstance(commit, LeaseLostError)
-    assert len(await store.training.steps()) == (commit is None)
+    assert len(await store.steps.find()) == (commit is None)

@@ -113,7 +113,7 @@ async def test_a_sampler_samples_and_does_no_more(
 ) -> None:
     async with await open_store(users["sampler"]) as store:
         await run.add_task(store, MORE, 5)
-        assert await store.tasks.open_epoch("train", 1, 0, 2) > 0
+        assert await store.epochs.open("train", 1, 0, 2) > 0
         claim = await run.claim(store)
         assert await store.claims.heartbeat([claim], 60) == []
         await store.attempts.release(claim)
@@ -133,7 +133,7 @@ async def test_a_sampler_samples_and_does_no_more(
         step = TrainStep(id="1/2", step=2, policy_version=1, data=data[:2], owner="s")
         database = store.database
         await refused(
-            lambda: store.training.plan_step(step),
+            lambda: store.steps.plan(step),
             lambda: store.policy_versions.withdraw_after(0),
             lambda: store.training.mark_stale("train", StaleVersions.below(9)),
             lambda: database["Record"].delete_many({}),
@@ -159,15 +159,15 @@ async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tm
         data = tuple(meta.id for meta in await store.training.ready("train"))
         step = TrainStep(id=f"{attempt}/2", step=2, policy_version=1, data=data, owner="t")
         await store.training.fetch(data)
-        await store.training.plan_step(step, attempt=attempt)
-        await store.training.commit_step(step.id, {"loss": 0.1}, data, attempt=attempt, counted=[run.READY])
+        await store.steps.plan(step, attempt=attempt)
+        await store.steps.commit(step.id, {"loss": 0.1}, data, attempt=attempt, counted=[run.READY])
         await run.publish(store, tmp_path / "more", 2, step=2, train_step=step.id)
         values = TokenStatistics(
             id="x", record=data[0], train_step=step.id, step=2, spans=(), log_ratios=b"", entropies=b""
         )
         for _ in range(2):
-            await store.token_statistics.put([values])
-        await store.training.revert_after(1, attempt=attempt)
+            await store.training.put_token_statistics([values])
+        await store.steps.revert_after(1, attempt=attempt)
         await store.policy_versions.withdraw_after(1)
         await store.training.mark_stale("train", StaleVersions(((0, -1),)))
         await store.trainer_lease.release(attempt)

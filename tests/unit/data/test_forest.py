@@ -73,7 +73,6 @@ def test_a_chain_with_a_context_reset() -> None:
     ])  # fmt: skip
     assert_well_formed(forest)
     assert forest.is_chains
-    assert forest.tree_lengths.tolist() == [5, 2, 2]
     assert forest.input_ids.tolist() == list(range(1, 10))
     assert forest.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1]
     assert forest.parent.tolist() == [-1, 0, 1, 2, 3, -1, 5, -1, 7]

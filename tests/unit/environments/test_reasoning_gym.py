@@ -10,7 +10,7 @@ import pytest
 from environment_packages import needs_packages
 
 from agentrl.documents.task import Task
-from agentrl.environments import packages
+from agentrl.environments import base
 from agentrl.environments.reasoning_gym import ReasoningGym
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError, ScorerError, TaskFileError
@@ -98,7 +98,7 @@ def test_a_mixture_file_in_the_packages_format(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(base.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         read_task_source("env:reasoning_gym?families=gcd")
     assert "pip install 'agentrl[environments]'" in str(caught.value)

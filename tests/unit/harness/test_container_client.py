@@ -10,7 +10,8 @@ import pytest
 
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.container import OWN_TO_DOCKER, _kill, _start, run_arguments
+from agentrl.harness.container import run_arguments
+from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, kill_client, start_client
 
 CONFIG = HarnessConfig(
     source=Path("harness.yml"),
@@ -61,7 +62,7 @@ async def test_variables_of_dockers_client_keep_their_value_for_it(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("HOME", "/home/sampler")
-    process = await _start(["run"], given)
+    process = await start_client(["run"], given)
     said, _ = await process.communicate()
     assert said == b"/home/sampler policy\n"
 
@@ -73,17 +74,17 @@ async def test_a_client_that_prints_without_end_is_killed(
     program.write_text("#!/bin/sh\nexec yes\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    process = await _start(["run"], {})
+    process = await start_client(["run"])
     assert process.stdout is not None
     for _ in range(1000):
         if process.stdout._paused:  # type: ignore[attr-defined]
             break
         await asyncio.sleep(0.01)
-    await asyncio.wait_for(_kill(process), 20)
+    await asyncio.wait_for(kill_client(process), 20)
     assert process.returncode == -9
 
 
 async def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(ToolServerError, match="PATH has none"):
-        await _start(["run"], {})
+    with pytest.raises(ToolServerError, match="none on PATH"):
+        await start_client(["run"])

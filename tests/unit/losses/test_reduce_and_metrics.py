@@ -11,8 +11,7 @@ from token_batches import random_batch, three_tokens, token_metrics
 
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch
-from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
-from agentrl.losses.metrics import TokenMetrics
+from agentrl.losses.compute import Denominators, TokenMetrics, old_logprobs, reduce_losses, token_losses
 from agentrl.losses.registry import LOSSES
 from agentrl.losses.settings import LossSettings
 

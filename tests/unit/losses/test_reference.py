@@ -12,8 +12,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.losses.batch import TokenBatch
-from agentrl.losses.compute import WEIGHT_CAP, reference_kl, token_losses
-from agentrl.losses.metrics import TokenMetrics
+from agentrl.losses.compute import WEIGHT_CAP, TokenMetrics, reference_kl, token_losses
 from agentrl.losses.settings import LossSettings
 
 

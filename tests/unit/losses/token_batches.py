@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from agentrl.losses.batch import TokenBatch, TokenLosses
-from agentrl.losses.metrics import TokenMetrics, measure
+from agentrl.losses.compute import TokenMetrics, measure
 
 
 def random_batch(
@@ -62,4 +62,4 @@ def three_tokens(
 def token_metrics(batch: TokenBatch, result: TokenLosses, entropy: torch.Tensor) -> TokenMetrics:
     """Return the metrics of a batch, as a step reads them at its end."""
     ages, versions = batch.age[batch.mask].numpy(), batch.version[batch.mask].numpy()
-    return TokenMetrics.of(measure(batch, result, entropy).tolist(), ages, versions)
+    return TokenMetrics.of(0.0, measure(batch, result, entropy).tolist(), ages, versions)

@@ -109,7 +109,7 @@ def plain(model: PreTrainedModel, forest: TokenForest, reader: PixelReader) -> t
         ids = torch.from_numpy(forest.input_ids[path])[None]
         more = {}
         if forest.images is not None:
-            starts = [t for t in path if forest.images.image[t] >= 0 and forest.images.place[t] == 0]
+            starts = [t for t in path if forest.images.image[t] >= 0 and forest.images.offset[t] == 0]
             shown = [by_hash[forest.images.images[forest.images.image[t]].sha256] for t in starts]
             if shown:
                 read = [reader.read(image) for image in shown]

@@ -81,8 +81,8 @@ def test_the_text_says_what_is_estimated(folder: Path, capsys: pytest.CaptureFix
         (("--tp_size", "8"), "4 attention heads, which --tp_size 8 does not divide"),
         (("--pp_size", "8"), "the model has 4 layers"),
         (("--ep_size", "2"), "no experts"),
-        (("--tp_size", "2", "--lora_rank", "8"), "--lora_rank 8 works with sharded layers"),
-        (("--activation_offload", "true", "--activation_checkpointing", "full"), "single process"),
+        (("--tp_size", "2", "--lora_rank", "8"), "it works with layers that FSDP2 shards"),
+        (("--activation_offload", "true", "--activation_checkpointing", "full"), "several processes"),
     ],
 )
 def test_says_why_a_layout_is_refused(

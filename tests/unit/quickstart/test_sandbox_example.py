@@ -13,7 +13,7 @@ from agentrl.cli.launch import _default_servers
 from agentrl.config.load import parse
 from agentrl.config.schema import TaskConfig, ToolConfig
 from agentrl.documents.task_file import read_tasks
-from agentrl.tools.tool_config_file import load_tools
+from agentrl.tools.config import load_tools
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "assets" / "examples" / "sandbox"

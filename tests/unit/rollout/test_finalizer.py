@@ -41,14 +41,14 @@ def group(name: str, params: dict[str, Any]) -> tuple[Task, list[Record], dict[s
     return task, records, {call.record: [call] for call in calls}
 
 
-class Training:
+class Groups:
     """Decides the groups that it was given, and keeps their summaries."""
 
     def __init__(self, groups: Sequence[tuple[Task, list[Record], dict[str, list[Any]]]]) -> None:
         self.groups = {task.id: (task, records, calls) for task, records, calls in groups}
         self.summaries: dict[str, Any] = {}
 
-    async def finalize_group(self, task_id: str, decide: Any) -> bool:
+    async def finalize(self, task_id: str, decide: Any) -> bool:
         """As the store's."""
         self.summaries[task_id] = decide(*self.groups[task_id]).summary
         return True
@@ -56,7 +56,7 @@ class Training:
 
 async def test_a_parameter_that_masks_calls_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     penalized = {"temperature": 0.5, "presence_penalty": 1.5}
-    training = Training(
+    groups = Groups(
         [
             group("a", {"temperature": 0.5}),
             group("b", penalized),
@@ -65,12 +65,12 @@ async def test_a_parameter_that_masks_calls_is_logged_once(caplog: pytest.LogCap
         ]
     )
     finalizer = GroupFinalizer(
-        cast("Store", SimpleNamespace(training=training)), GroupConfig(), split="train", seed=0
+        cast("Store", SimpleNamespace(groups=groups)), GroupConfig(), split="train", seed=0
     )
     with caplog.at_level(logging.WARNING):
         for name in "abcd":
             assert await finalizer.finalize(name)
-    masked = [summary["masked_calls"] for summary in training.summaries.values()]
+    masked = [summary["masked_calls"] for summary in groups.summaries.values()]
     assert masked == [
         [],
         [{"because": "presence_penalty 1.5", "calls": 2}],

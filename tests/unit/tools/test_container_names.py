@@ -14,7 +14,7 @@ from agentrl.harness.config import HarnessConfig
 from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.workspace import build_base
-from agentrl.tools.sandbox import container_names
+from agentrl.tools.sandbox import docker
 from agentrl.tools.sandbox.docker import DockerSandbox
 from agentrl.tools.sandbox.limits import SandboxLimits
 
@@ -51,7 +51,7 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(DOCKER.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    container_names._remove_containers_of_ended.cache_clear()
+    docker._remove_containers_of_ended.cache_clear()
     (tmp_path / "containers").mkdir()
     return tmp_path / "containers"
 
@@ -101,4 +101,4 @@ async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Pat
         with pytest.raises(ToolServerError, match="docker run failed"):
             await session.run("true", {}, seconds=20)
     assert names(containers) == set()
-    assert container_names.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")
+    assert docker.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")

@@ -11,7 +11,7 @@ from docker_here import IMAGE, docker_problem
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox.docker import DockerSandbox
 from agentrl.tools.sandbox.limits import SandboxLimits
-from agentrl.tools.sandbox.open import open_sandbox
+from agentrl.tools.sandbox.tool import open_sandbox
 
 DOCKER = """#!{python}
 import ctypes, os, subprocess, sys

@@ -6,7 +6,7 @@ import pytest
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools.mcp import connector
+from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.redact import redact_address, redact_secrets
 from agentrl.tools.specs import HttpSpec, ManagerSpec, StdioSpec
@@ -45,7 +45,7 @@ def test_a_command_is_shown_without_its_arguments() -> None:
 async def test_a_server_that_cannot_be_reached_is_named_without_its_tokens(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector, "RECONNECT_DELAYS", (0.0,))
+    monkeypatch.setattr(server, "RECONNECT_DELAYS", (0.0,))
     file = tmp_path_factory.mktemp("mcp") / "servers.yml"
     address = f"http://127.0.0.1:9/{SECRET}"
     for entry in (f"{{command: /no/such, args: [--token, {SECRET}]}}", f"{{url: '{address}?t={SECRET}'}}"):

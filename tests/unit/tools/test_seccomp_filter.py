@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from agentrl.tools.sandbox.seccomp import _NUMBERS, filter_code
+from agentrl.tools.sandbox.seccomp import _ARCHITECTURES, filter_code, numbers_of
 
 ALLOW = 0x7FFF0000
 DENY = 0x00050000 | errno.EPERM
@@ -16,10 +16,10 @@ OWN = 4321
 
 def decide(machine: str, call: str | int, *arguments: int, namespaces: bool, architecture: int = 0) -> int:
     """Return what the filter returns for one system call."""
-    own, numbers = _NUMBERS[machine]
+    numbers = numbers_of(machine)
     number = numbers[call] if isinstance(call, str) else call
     padded = [*arguments, 0, 0, 0, 0, 0, 0][:6]
-    data = struct.pack("=iIQ6Q", number, architecture or own, 0, *padded)
+    data = struct.pack("=iIQ6Q", number, architecture or _ARCHITECTURES[machine], 0, *padded)
     code = filter_code(machine, namespaces=namespaces, own_pid=OWN)
     steps = list(struct.iter_unpack("=HBBI", code))
     value = at = 0
@@ -35,7 +35,7 @@ def decide(machine: str, call: str | int, *arguments: int, namespaces: bool, arc
             at += yes if holds else no
 
 
-@pytest.fixture(params=sorted(_NUMBERS))
+@pytest.fixture(params=sorted(_ARCHITECTURES))
 def machine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -15,10 +15,10 @@ import pytest
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, FailureError, OutageError, ToolServerError, tool_server
 from agentrl.tools.base import Trajectory
+from agentrl.tools.config import load_tools
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.specs import StdioSpec
 from agentrl.tools.stateful import StatefulTool, StatefulTools
-from agentrl.tools.tool_config_file import load_tools
 
 SCHEMA = {
     "type": "function",

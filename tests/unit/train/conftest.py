@@ -54,7 +54,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         lease = TrainerLease(
             cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
         )
-        steps = await store.training.steps()
+        steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
         recipe = Recipe(
             model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
@@ -63,7 +63,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         weights = found.model if found else None
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
-            checkpoint.restore(found, controller)
+            checkpoint.restore(found, controller.trainer)
         progress = await saving.roll_back(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )

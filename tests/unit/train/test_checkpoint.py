@@ -3,9 +3,10 @@ from __future__ import annotations
 import random
 import shutil
 from collections import namedtuple
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
+from agentrl.train.controller import Controller
+from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import build_optimizer, build_scheduler, save_optimizer
 from agentrl.weights.folder import architecture, stored_dtype, write_dtype
 from agentrl.weights.model_folder import SavableModel
@@ -29,6 +32,8 @@ Usage = namedtuple("Usage", "total used free")
 
 @dataclass
 class Trained:
+    """As much of a PolicyTrainer, and of the Controller above it, as a checkpoint needs."""
+
     policy: Policy
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler
@@ -39,6 +44,10 @@ class Trained:
         config = OptimConfig(learning_rate=1e-2, lr_scheduler_type="linear")
         optimizer = build_optimizer(policy.model, config)
         return cls(policy, optimizer, build_scheduler(optimizer, config, 10))
+
+    @property
+    def trainer(self) -> Trained:
+        return self
 
     def kept(self) -> SavableModel:
         return self.policy.kept
@@ -61,21 +70,14 @@ def base(tmp_path: Path) -> Path:
     return write_tiny_policy(tmp_path / "base")
 
 
-class LostFence:
-    """A lease that is lost when ``call`` is made."""
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-
-    def check(self) -> None:
-        self._raise("check")
-
-    def discard(self, names: Sequence[str]) -> None:
-        self._raise("discard")
-
-    def _raise(self, call: str) -> None:
-        if call == self.call:
-            raise LeaseLostError("replaced")
+def save(
+    root: Path, saved: CheckpointState, trained: Trained, *, limit: int, lost_at: str | None = None
+) -> Path:
+    """Save; with ``lost_at``, the lease is lost when that call of its fence is made."""
+    fence = Mock(spec=ThreadFence)
+    if lost_at is not None:
+        getattr(fence, lost_at).side_effect = LeaseLostError("replaced")
+    return checkpoint.save(root, saved, cast("Controller", trained), limit=limit, fence=fence)
 
 
 def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) -> CheckpointState:
@@ -106,7 +108,7 @@ def find(
 def test_a_checkpoint_of_reverted_steps_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (2, 4):
-        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+        save(tmp_path, state(base, step), trained, limit=2)
     steps = committed(2, reverted=2)
     found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
     assert found is not None
@@ -120,10 +122,10 @@ def test_a_checkpoint_of_reverted_steps_is_not_resumed_from(tmp_path: Path, base
 def test_checkpoints_of_reverted_steps_are_renamed(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (2, 4):
-        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+        save(tmp_path, state(base, step), trained, limit=2)
     standing = state(base, 2).train_steps
     assert checkpoint.rename_reverted(tmp_path, standing, 1) == [tmp_path / "undone-checkpoint-000004"]
-    checkpoint.save(tmp_path, state(base, 3), trained, limit=1)
+    save(tmp_path, state(base, 3), trained, limit=1)
     assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000003"]
 
 
@@ -134,9 +136,9 @@ def names(root: Path) -> list[str]:
 @pytest.mark.parametrize("call", ["check", "discard"])
 def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, call: str) -> None:
     trained = Trained.load(base)
-    checkpoint.save(tmp_path, state(base, 1), trained, limit=1)
+    save(tmp_path, state(base, 1), trained, limit=1)
     with pytest.raises(LeaseLostError):
-        checkpoint.save(tmp_path, state(base, 2), trained, limit=1, fence=LostFence(call))
+        save(tmp_path, state(base, 2), trained, limit=1, lost_at=call)
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"][: 1 + (call == "discard")]
     assert not list(tmp_path.glob(".tmp-*"))
 
@@ -144,9 +146,9 @@ def test_a_replaced_trainer_deletes_no_checkpoint(tmp_path: Path, base: Path, ca
 def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     successor = replace(state(base, 2, attempt=3), train_steps=("1/1", "3/2"))
-    checkpoint.save(tmp_path, state(base, 1), trained, limit=2)
-    checkpoint.save(tmp_path, successor, trained, limit=2)
-    checkpoint.save(tmp_path, state(base, 2), trained, limit=1)
+    save(tmp_path, state(base, 1), trained, limit=2)
+    save(tmp_path, successor, trained, limit=2)
+    save(tmp_path, state(base, 2), trained, limit=1)
     assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000002-3"]
     steps = [*committed(1, reverted=1), replace(committed(2)[1], id="3/2")]
     found = find(tmp_path, "auto", run_name="run", base=base, steps=steps)
@@ -161,7 +163,7 @@ def test_two_trainers_never_write_one_checkpoint(tmp_path: Path, base: Path) -> 
 def test_a_checkpoint_that_is_being_deleted_is_not_resumed_from(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (1, 2):
-        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+        save(tmp_path, state(base, step), trained, limit=2)
     found = checkpoint.find(
         tmp_path, "auto", committed(2), run_name="run", base=base, discarded=["checkpoint-000002"]
     )
@@ -173,7 +175,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -
     torch.manual_seed(1)
     trained = Trained.load(base)
     trained.step()
-    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained, limit=2)
     expected = [trained.step(), trained.step(), random.random(), np.random.rand()]
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
@@ -188,7 +190,7 @@ def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, ba
     write_dtype(base, "bfloat16")
     trained = Trained.load(base)
     trained.step()
-    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained, limit=2)
     assert stored_dtype(folder / "model") == "bfloat16"
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
@@ -207,7 +209,7 @@ def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, ba
 def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     trained.step()
-    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained, limit=2)
     write_dtype(base, "bfloat16")
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
@@ -219,14 +221,14 @@ def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_pat
 
 
 def test_the_model_part_is_a_hugging_face_folder(tmp_path: Path, base: Path) -> None:
-    folder = checkpoint.save(tmp_path, state(base), Trained.load(base), limit=2)
+    folder = save(tmp_path, state(base), Trained.load(base), limit=2)
     assert load_policy(ModelConfig(model_name_or_path=str(folder / "model"))).tokenizer.chat_template
 
 
 def test_only_the_newest_are_kept_and_auto_takes_the_newest_whole_one(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
     for step in (1, 2, 10):
-        checkpoint.save(tmp_path, state(base, step), trained, limit=2)
+        save(tmp_path, state(base, step), trained, limit=2)
     (tmp_path / ".tmp-checkpoint-000011-1").mkdir()
     (tmp_path / "checkpoint-000012").mkdir()
     assert sorted(path.parent.name for path in tmp_path.glob("*/state.json")) == [
@@ -238,7 +240,7 @@ def test_only_the_newest_are_kept_and_auto_takes_the_newest_whole_one(tmp_path: 
 
 
 def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
-    folder = checkpoint.save(tmp_path, state(base), Trained.load(base), limit=2)
+    folder = save(tmp_path, state(base), Trained.load(base), limit=2)
     named = find(tmp_path / "other", str(folder), run_name="run", base=base)
     assert named is not None
     assert find(tmp_path, "none", run_name="run", base=base) is None
@@ -248,13 +250,13 @@ def test_choices_other_than_auto(tmp_path: Path, base: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, base: Path) -> None:
-    checkpoint.save(tmp_path, state(base, run_name="other"), Trained.load(base), limit=2)
+    save(tmp_path, state(base, run_name="other"), Trained.load(base), limit=2)
     with pytest.raises(ConfigError, match="of run 'other', and this run is 'run'"):
         find(tmp_path, "auto", run_name="run", base=base)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path: Path, base: Path) -> None:
-    checkpoint.save(tmp_path, state(base), Trained.load(base), limit=2)
+    save(tmp_path, state(base), Trained.load(base), limit=2)
     wider = write_tiny_policy(tmp_path / "wider", hidden_size=64)
     with pytest.raises(ModelError, match="hidden_size 32, not 64"):
         find(tmp_path, "auto", run_name="run", base=wider)
@@ -264,10 +266,10 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = Trained.load(base)
-    checkpoint.save(tmp_path, state(base, 1), trained, limit=1)
+    save(tmp_path, state(base, 1), trained, limit=1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 90, 10))
     with pytest.raises(PublishError, match="is full"):
-        checkpoint.save(tmp_path, state(base, 2), trained, limit=1)
+        save(tmp_path, state(base, 2), trained, limit=1)
     monkeypatch.undo()
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
@@ -276,7 +278,7 @@ def test_a_full_disk_leaves_the_checkpoints_that_are_there(
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, base: Path) -> None:
     trained = Trained.load(base)
-    folder = checkpoint.save(tmp_path, state(base), trained, limit=2)
+    folder = save(tmp_path, state(base), trained, limit=2)
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     for name in ("trainer.pt", "optimizer/.metadata"):

@@ -42,15 +42,10 @@ def add_gradients(
         count_step(batches),
         sum(forest.tokens for forest in batches),
         TrajectorySums(*torch.zeros(3, len(DATA), dtype=torch.float64, device=device)) if parts else None,
+        TokenRecorder(DATA, [item.id for item in DATA], device),
     )
-    recorder = TokenRecorder(DATA, [item.id for item in DATA], device)
-
-    def add(forest: TokenForest, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        recorder.add(forest, logprobs, entropy)
-        return loss.add(forest, logprobs, entropy)
-
     options = ForwardOptions(entropy_gradient=settings.entropy_coef > 0)
-    ParallelModel(model, executor=executor).forward_backward(batches, options, add, Stopwatch(device))
+    ParallelModel(model, executor=executor).forward_backward(batches, options, loss.add, Stopwatch(device))
     assert all(parameter.grad is not None for parameter in model.parameters())
     return loss
 

@@ -160,7 +160,7 @@ async def test_a_replayed_step_with_equal_weights_is_the_version_that_it_was(
 
 async def test_versions_go_on_upwards_where_a_replay_ends_elsewhere(store: FakeStore, start: Start) -> None:
     trainer = await resumed_after_step_2(store, start)
-    trainer.controller.optimizer.param_groups[0]["lr"] *= 2
+    trainer.controller.trainer.optimizer.param_groups[0]["lr"] *= 2
     await trainer.run()
     assert sorted(store.versions) == [0, 1, 2, 3, 4]
     assert store.versions[3].status is VersionStatus.WITHDRAWN
@@ -190,7 +190,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 
 CRASHES: dict[str, Any] = {
     "planned": ("agentrl.train.loop", "step_window"),
-    "computed": ("fake_store", "_Training.commit_step"),
+    "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "save"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import Recipe, build_trainer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
+from agentrl.train.lease import ThreadFence
 from agentrl.train.saving import Saver
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import save_model_files
@@ -44,15 +46,15 @@ def parameters(trained: Controller) -> list[torch.Tensor]:
 def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:
     base = write_tiny_policy(tmp_path / "base")
     trained = controller(base)
-    trained.train(DATA)
+    trained.train(DATA, None, {})
     state = CheckpointState(
         run_name="run", step=1, policy_version=0, train_steps=("1/1",), architecture=architecture(base)
     )
-    folder = checkpoint.save(tmp_path, state, trained, limit=2)
+    folder = checkpoint.save(tmp_path, state, trained, limit=2, fence=Mock(spec=ThreadFence))
     assert not (folder / "model" / "model.safetensors").exists()
     again = controller(base, folder / "model")
-    checkpoint.restore(checkpoint.Checkpoint(folder, state), again)
-    first, second = trained.train(DATA).metrics, again.train(DATA).metrics
+    checkpoint.restore(checkpoint.Checkpoint(folder, state), again.trainer)
+    first, second = trained.train(DATA, None, {}).metrics, again.train(DATA, None, {}).metrics
     assert [first[name] for name in COMPARED] == [second[name] for name in COMPARED]
     assert all(map(torch.equal, parameters(trained), parameters(again)))
     with pytest.raises(ModelError, match="holds an adapter"):
@@ -63,7 +65,7 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
     base = write_tiny_policy(tmp_path / "base")
     trained = controller(base)
     for _ in range(3):
-        trained.train(DATA)
+        trained.train(DATA, None, {})
     published = tmp_path / "published"
     published.mkdir()
     save_model_files(trained.policy.published, base, published)

@@ -92,7 +92,7 @@ def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str,
 def finalized(store: FakeStore, task: str, mean: float, scored: int, minute: int) -> None:
     store.summaries.append(summary(mean, scored, minute, task))
     group = {key: value for key, value in store.summaries[-1].items() if key != "task"}
-    store.groups[task] = Task(
+    store.group_tasks[task] = Task(
         id=task, task_id=task, split="train", epoch=0, order=0, query="q", group=group
     )  # fmt: skip
 

@@ -55,12 +55,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     trained: Seen = {}
     train = PolicyTrainer.train
 
-    def watch(self: PolicyTrainer, data: Any, ages: Any) -> Any:
+    def watch(self: PolicyTrainer, data: Any, ages: Any, images: Any) -> Any:
         trained[self.scheduler.last_epoch + 1] = [
             (item.id, [ages[span.version] for span in item.spans], [span.advantage for span in item.spans])
             for item in data
         ]
-        return train(self, data, ages)
+        return train(self, data, ages, images)
 
     monkeypatch.setattr(PolicyTrainer, "train", watch)
     return trained
@@ -96,7 +96,7 @@ async def test_ages_are_those_of_a_run_left_in_peace(
         shutil.rmtree(output / f"checkpoint-{step:06d}")
     choice = "auto" if replays else str(output / f"checkpoint-{KEPT:06d}")
     trainer = await start(choice, max_steps=STEPS + 1, **flags)
-    trainer.controller.optimizer.param_groups[0]["lr"] *= 2
+    trainer.controller.trainer.optimizer.param_groups[0]["lr"] *= 2
     await trainer.run()
     withdrawn = [v.id for v in store.versions.values() if v.status is VersionStatus.WITHDRAWN]
     assert (withdrawn, max(store.versions)) == ([3, 4, 5], 9)

@@ -129,18 +129,6 @@ def test_a_capped_weight_is_reported() -> None:
     assert (report["masked_fraction"], report["clipped_fraction"]) == (0.0, 0.0)
 
 
-def test_two_ranks_with_the_steps_denominators_add_up() -> None:
-    model = tiny_model("llama")
-    settings = LossSettings(loss_calculater="CISPO")
-    first, second = packed(DATA[:2]), packed(DATA[2:])
-    whole, expected = run(model, [first, second], settings)
-    total = count_step([first]) + count_step([second])
-    a, grad_a = run(model, [first], settings, denominators=total)
-    b, grad_b = run(model, [second], settings, denominators=total)
-    assert a["loss"] + b["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    assert_gradients({name: grad_a[name] + grad_b[name] for name in grad_a}, expected, 1e-5)
-
-
 def test_a_step_without_trainable_tokens_is_refused_and_an_empty_forest_is_skipped() -> None:
     model = tiny_model("llama")
     empty = forest_from_sequences([[1, 2]], [[False, False]])

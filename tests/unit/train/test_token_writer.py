@@ -58,7 +58,7 @@ def test_packed_halves_keep_missing_values_and_three_digits() -> None:
 
 
 async def test_a_failed_write_is_a_warning(store: FakeStore, caplog: pytest.LogCaptureFixture) -> None:
-    store.token_statistics.put = failing(StoreUnavailableError("the database is gone"))  # type: ignore[method-assign]
+    store.training.put_token_statistics = failing(StoreUnavailableError("the database is gone"))  # type: ignore[method-assign]
     writes = writer(store)
     writes.start(STEP, VALUES)
     await writes.close()
@@ -71,7 +71,7 @@ async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
     async def hangs(items: Sequence[TokenStatistics]) -> None:
         await asyncio.Event().wait()
 
-    store.token_statistics.put = hangs  # type: ignore[method-assign]
+    store.training.put_token_statistics = hangs  # type: ignore[method-assign]
     monkeypatch.setattr(loop, "CLOSE_SECONDS", 0.01)
     writes = writer(store)
     writes.start(STEP, VALUES)
@@ -85,14 +85,14 @@ async def test_a_slow_write_is_never_waited_for_longer_than_the_end_of_the_run(
 async def test_a_run_stores_the_tokens_of_each_step_whose_write_succeeds(
     store: FakeStore, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put = store.token_statistics.put
+    put = store.training.put_token_statistics
 
     async def fails_once(items: Sequence[TokenStatistics]) -> None:
         if items[0].step == 1:
             raise StoreUnavailableError("gone")
         await put(items)
 
-    monkeypatch.setattr(store.token_statistics, "put", fails_once)
+    monkeypatch.setattr(store.training, "put_token_statistics", fails_once)
     await (await start(save_steps=9, publish_steps=9)).run()
     assert store.with_status(DataStatus.TRAINED) == list(store.data)
     steps = list(store.train_steps.values())

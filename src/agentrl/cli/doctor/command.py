@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from agentrl.cli.doctor.check import Check
-from agentrl.cli.doctor.database import database_checks
-from agentrl.cli.doctor.limits import limit_checks
-from agentrl.cli.doctor.machine import machine_checks
+from agentrl.cli.doctor.machine import Check, limit_checks, machine_checks
 from agentrl.cli.doctor.model import check_context, model_checks
-from agentrl.cli.doctor.services import check_agent_config, check_mongod, check_tools, service_checks
+from agentrl.cli.doctor.services import (
+    check_agent_config,
+    check_mongod,
+    check_tools,
+    database_checks,
+    service_checks,
+)
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,

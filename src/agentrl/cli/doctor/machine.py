@@ -1,31 +1,35 @@
-"""Check the machine: Python, packages, torch, engine venvs, disks, ports, and the sandbox."""
+"""Check the machine: Python, packages, torch, engines, disks, ports, the sandbox, and the user's limits."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
+import resource
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
+import psutil
 from packaging.requirements import Requirement
 
 from agentrl import __version__
-from agentrl.cli.doctor.check import Check
 from agentrl.cli.gpus import place_processes
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
 from agentrl.extras import missing
 from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
-from agentrl.tools.sandbox import landlock
+from agentrl.tools.sandbox.linux import landlock_version
 from agentrl.tools.sandbox.local import namespace_problem
 
+State = Literal["ok", "warn", "fail"]
 _OLDEST_PYTHON = (3, 11)
 _GIB = 2**30
 _DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
@@ -35,6 +39,21 @@ _TORCH_PROBE = (
     "print(torch.__version__, torch.version.cuda or torch.version.hip or 'cpu',"
     " torch.cuda.get_device_name(0) if found else '-', sep='|')"
 )
+_OPEN_FILES_FAIL, _OPEN_FILES_WARN = 1024, 8192
+_PROCESSES_WARN = 1024
+_MEMORY_FAIL, _MEMORY_WARN = 2 * _GIB, 8 * _GIB
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table. ``hint`` says how to fix it and is empty if ``state`` is ok."""
+
+    name: str
+    state: State
+    found: str
+    hint: str = ""
 
 
 def machine_checks(configs: Configs) -> Iterator[Check]:
@@ -122,7 +141,7 @@ def check_sandbox() -> Check:
     if problem is None:
         return Check(name, "ok", "namespaces: own network, processes and files")
     hint = f"{problem}; allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker"
-    if landlock.version():
+    if landlock_version():
         return Check(name, "ok", f"limits and Landlock; no namespaces: {problem}")
     return Check(
         name, "warn", f"only limits: programs read this user's files; no namespaces: {problem}", hint
@@ -183,3 +202,47 @@ def _probe(command: list[str]) -> subprocess.CompletedProcess[str] | None:
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1] if lines else "no output"
+
+
+def limit_checks() -> Iterator[Check]:
+    """Yield the checks of the limits."""
+    yield check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    yield check_memory(available_memory())
+
+
+def check_open_files(soft: int, hard: int) -> Check:
+    """Check how many files a process may open: samplers have many connections, mongod many files."""
+    name = "open files"
+    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES_WARN:
+        return Check(name, "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}")
+    raised = hard == resource.RLIM_INFINITY or hard >= _OPEN_FILES_WARN
+    hint = "ulimit -n 65536" if raised else "let an administrator raise the hard limit in limits.conf"
+    return Check(name, "fail" if soft < _OPEN_FILES_FAIL else "warn", f"{soft:,} (hard limit {hard:,})", hint)
+
+
+def check_processes(soft: int) -> Check:
+    """Check how many processes this user may start: sandboxes and tool servers are processes."""
+    name = "processes"
+    if soft == resource.RLIM_INFINITY or soft >= _PROCESSES_WARN:
+        return Check(name, "ok", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}")
+    return Check(name, "warn", f"{soft:,}", f"ulimit -u {8 * _PROCESSES_WARN}")
+
+
+def check_memory(available: int) -> Check:
+    """Check the available memory, in bytes."""
+    name, found = "memory", f"{available / _GIB:.1f} GiB available"
+    if available >= _MEMORY_WARN:
+        return Check(name, "ok", found)
+    hint = "end other programs, or choose a smaller model; the quickstart needs 16 GiB in all"
+    return Check(name, "fail" if available < _MEMORY_FAIL else "warn", found, hint)
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still use, within the limit of its container."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit, used = _CGROUP_LIMIT.read_text().strip(), int(_CGROUP_USED.read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))

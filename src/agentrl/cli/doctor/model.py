@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from agentrl.cli.doctor.check import Check
+from agentrl.cli.doctor.machine import Check
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, ModelConfig, SamplingConfig
 from agentrl.errors import AgentRLError

@@ -1,4 +1,4 @@
-"""Change a step's data, Records and Tasks in chunks: one bounded transaction each."""
+"""Change a step's data, Records and Tasks in chunks, each idempotent and in one bounded transaction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import PendingCommit
 from agentrl.errors import StoreError
-from agentrl.store.mechanics.connection import Json, Repository
+from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.names import DATA, RECORD, TASK
 
 CHUNK = 100
@@ -39,79 +39,87 @@ class NotReadyError(StoreError):
     """Some data of a planned step are not ready."""
 
 
-class StepChunks(Repository):
-    """Each method changes one chunk of a step and is idempotent."""
-
-    async def _mark(self, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:
-        """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
-        planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
-        allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
-        result = await self._collection(DATA).update_many(
-            {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}, session=session
+async def mark(connection: Connection, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:
+    """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
+    planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+    allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
+    result = await connection.collection(DATA).update_many(
+        {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}, session=session
+    )
+    if result.matched_count != len(ids):
+        raise NotReadyError(
+            f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are ready",
+            hint="is a second trainer running on this run? stop it",
         )
-        if result.matched_count != len(ids):
-            raise NotReadyError(
-                f"step {number} names {len(ids)} documents, and only {result.matched_count} of them are"
-                " ready",
-                hint="is a second trainer running on this run? stop it",
-            )
 
-    async def _train(
-        self, number: int, pending: PendingCommit, ids: Sequence[str], session: AsyncClientSession
-    ) -> None:
-        """Count step ``number`` in its data and their Records; data that were not trained become ready."""
-        untrained = set(pending.untrained)
-        trained = [key for key in ids if key not in untrained]
-        planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
-        await self._collection(DATA).update_many(
-            {"_id": {"$in": trained}, **planned}, _trained(number, pending), session=session
+
+async def train(
+    connection: Connection,
+    number: int,
+    pending: PendingCommit,
+    ids: Sequence[str],
+    session: AsyncClientSession,
+) -> None:
+    """Count step ``number`` in its data and their Records; data that were not trained become ready."""
+    untrained = set(pending.untrained)
+    trained = [key for key in ids if key not in untrained]
+    planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
+    await connection.collection(DATA).update_many(
+        {"_id": {"$in": trained}, **planned}, _trained(number, pending), session=session
+    )
+    if len(trained) < len(ids):
+        await connection.collection(DATA).update_many(
+            {"_id": {"$in": list(ids)}, **planned}, _REOPENED, session=session
         )
-        if len(trained) < len(ids):
-            await self._collection(DATA).update_many(
-                {"_id": {"$in": list(ids)}, **planned}, _REOPENED, session=session
-            )
-        await self._collection(RECORD).update_many(
-            {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
-            {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
+    await connection.collection(RECORD).update_many(
+        {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
+        {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
+    )  # fmt: skip
+
+
+async def count_groups(
+    connection: Connection, number: int, tasks: Sequence[str], session: AsyncClientSession
+) -> None:
+    """Mark the groups of ``tasks`` as counted by the metrics of step ``number``."""
+    if tasks:
+        await connection.collection(TASK).update_many(
+            {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
+            {"$set": {"group.counted_at_step": number}}, session=session,
         )  # fmt: skip
 
-    async def _count(self, number: int, tasks: Sequence[str], session: AsyncClientSession) -> None:
-        """Mark the groups of ``tasks`` as counted by the metrics of step ``number``."""
-        if tasks:
-            await self._collection(TASK).update_many(
-                {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
-                {"$set": {"group.counted_at_step": number}}, session=session,
-            )  # fmt: skip
 
-    async def _uncount_some(self, after: int, session: AsyncClientSession) -> int:
-        """Clear the mark of one chunk of groups that a step above ``after`` counted; return how many."""
-        counted = {"group.counted_at_step": {"$gt": after}}
-        found = self._collection(TASK).find(counted, {"_id": 1}, limit=CHUNK, session=session)
-        ids = [task["_id"] async for task in found]
-        if ids:
-            await self._collection(TASK).update_many(
-                {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}, session=session
-            )
-        return len(ids)
+async def uncount_some(connection: Connection, after: int, session: AsyncClientSession) -> int:
+    """Clear the mark of one chunk of groups that a step above ``after`` counted; return how many."""
+    counted = {"group.counted_at_step": {"$gt": after}}
+    cursor = connection.collection(TASK).find(counted, {"_id": 1}, limit=CHUNK, session=session)
+    ids = [task["_id"] async for task in cursor]
+    if ids:
+        await connection.collection(TASK).update_many(
+            {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}, session=session
+        )
+    return len(ids)
 
-    async def _restore(self, after: int, ids: Sequence[str], session: AsyncClientSession) -> None:
-        """Restore data and their Records to their state after step ``after``."""
-        later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
-        chosen = {"_id": {"$in": list(ids)}}
-        await self._collection(DATA).update_many({**chosen, **later}, _restored(after), session=session)
-        found = self._collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1}, session=session)
-        records: dict[tuple[int, ...], list[str]] = {}
-        async for data in found:
-            records.setdefault(tuple(data["trained_at_steps"]), []).append(data["record"])
-        updates = [
-            UpdateMany(
-                {"_id": {"$in": keys}},
-                {"$set": {"trained_count": len(at), "last_trained_step": max(at, default=None)}},
-            )
-            for at, keys in records.items()
-        ]
-        if updates:
-            await self._collection(RECORD).bulk_write(updates, session=session)
+
+async def restore(
+    connection: Connection, after: int, ids: Sequence[str], session: AsyncClientSession
+) -> None:
+    """Restore data and their Records to their state after step ``after``."""
+    later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
+    chosen = {"_id": {"$in": list(ids)}}
+    await connection.collection(DATA).update_many({**chosen, **later}, _restored(after), session=session)
+    cursor = connection.collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1}, session=session)
+    records: dict[tuple[int, ...], list[str]] = {}
+    async for data in cursor:
+        records.setdefault(tuple(data["trained_at_steps"]), []).append(data["record"])
+    updates = [
+        UpdateMany(
+            {"_id": {"$in": keys}},
+            {"$set": {"trained_count": len(at), "last_trained_step": max(at, default=None)}},
+        )
+        for at, keys in records.items()
+    ]
+    if updates:
+        await connection.collection(RECORD).bulk_write(updates, session=session)
 
 
 _REOPENED: Json = {"$set": {"status": DataStatus.READY.value, "planned_step": None}}

@@ -9,18 +9,23 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Reply, Schema, timeout_text
-from agentrl.tools.mcp import extras
-from agentrl.tools.mcp.content import images_in
-from agentrl.tools.mcp.listing import Listing, list_tools
+from agentrl.tools.mcp.content import (
+    LOST,
+    NOT_SENT,
+    NOT_VALID,
+    REFUSED,
+    TIMED_OUT,
+    NormalizedStream,
+    images_in,
+)
+from agentrl.tools.mcp.listing import Listing, call_extra, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
-from agentrl.tools.mcp.wire import LOST, NOT_SENT, NOT_VALID, REFUSED, TIMED_OUT, NormalizedStream
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import Limits, McpSpec, StdioSpec
 
 if TYPE_CHECKING:
     import httpx2
     from mcp import Client
-    from mcp.client._transport import TransportStreams
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +90,7 @@ class Connection:
     @property
     def schemas(self) -> Sequence[Schema]:
         """Return the tools, sorted by name, as last listed."""
-        return self._listing.schemas if self._listing is not None else ()
+        return self._listing.listed.schemas if self._listing is not None else ()
 
     async def open(self) -> None:
         """Connect and list the tools. Raises ConnectionError with the reason, without secrets.
@@ -101,7 +106,8 @@ class Connection:
             raise ConnectionError(self._words(f"no answer within {CONNECT_SECONDS:g} s")) from error
         except ConnectionError as error:
             await self.close()
-            kind = UnusableError if self._command_failed else type(error)
+            has_failed = self._process is not None and self._process.has_failed
+            kind = UnusableError if has_failed else type(error)
             raise kind(self._words(str(error))) from error
         except asyncio.CancelledError:
             await self.close()
@@ -124,7 +130,7 @@ class Connection:
 
     def repeatable(self, tool: str) -> bool:
         """Return whether the tool's annotations say that a second call changes nothing."""
-        return self._listing is not None and tool in self._listing.repeatable
+        return self._listing is not None and tool in self._listing.listed.repeatable
 
     async def call(
         self, tool: str, arguments: Mapping[str, Any], limits: Limits, meta: Mapping[str, Any]
@@ -155,8 +161,8 @@ class Connection:
                     if not timeout.expired():
                         timeout.reschedule(min(loop.time() + silence, latest))
 
-                if tool in self._own_tools:
-                    return Reply(text=await extras.call(client, tool, arguments))
+                if self._listing is not None and tool in self._listing.listed.extras:
+                    return Reply(text=await call_extra(client, tool, arguments))
                 result = await client.call_tool(
                     tool,
                     dict(arguments),
@@ -189,14 +195,6 @@ class Connection:
         except Exception:  # noqa: BLE001  any error of a foreign server
             return False
         return True
-
-    @property
-    def _command_failed(self) -> bool:
-        return self._process is not None and self._process.has_failed
-
-    @property
-    def _own_tools(self) -> frozenset[str]:
-        return self._listing.extras if self._listing is not None else frozenset()
 
     def _failed(self, error: Any, tool: str, seconds: float) -> Reply:
         """Return the reply to a call that the server or the transport answered with an error."""
@@ -255,16 +253,16 @@ class Connection:
             self._listing.on_message(message)
 
     @asynccontextmanager
-    async def _transport(self) -> AsyncIterator[TransportStreams]:
+    async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
         async with self._raw_transport() as (read, write):
             yield NormalizedStream(read), write
 
     @asynccontextmanager
-    async def _raw_transport(self) -> AsyncIterator[TransportStreams]:
+    async def _raw_transport(self) -> AsyncIterator[tuple[Any, Any]]:
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
 
-        from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES
+        from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
 
         if self._process is not None:
             async with self._process.transport() as streams:

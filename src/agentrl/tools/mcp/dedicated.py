@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
-from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
-from agentrl.tools.mcp.connector import Connector
-from agentrl.tools.mcp.session import McpSession, Request
-from agentrl.tools.mcp.shared import lost_text
-from agentrl.tools.specs import Limits
+from agentrl.tools.mcp.server import McpServer, McpSession, Request
+from agentrl.tools.mcp.shared import SharedServer, lost_text
+from agentrl.tools.specs import Limits, McpSpec, Scope
 
 logger = logging.getLogger(__name__)
 
 
-class DedicatedServer:
+class DedicatedServer(McpServer):
     """The pool of one server's connections. A trajectory takes one at its first call."""
 
-    def __init__(self, connector: Connector, gate: CallGate) -> None:
-        self.name = connector.spec.name
-        self.schemas: Sequence[Schema] = ()
-        self._connector = connector
-        self._options = connector.spec.options
-        self._gate = gate
+    def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
+        super().__init__(spec, config)
+        self._schemas: Sequence[Schema] = ()
         self._warm: list[Connection] = []
         self._filling: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the tools that the first connection listed, sorted by name."""
+        return self._schemas
 
     async def open(self) -> None:
         """Open the first connection and list its tools. Raises ToolServerError."""
-        first = await self._connector.open()
-        self.schemas = first.schemas
+        first = await self.connect()
+        self._schemas = first.schemas
         self._warm.append(first)
         self._fill()
 
     def session(self, trajectory: Trajectory) -> DedicatedSession:
         """Return the calls of one trajectory."""
-        return DedicatedSession(self, trajectory, self._options, self._gate)
+        return DedicatedSession(self, trajectory)
 
     async def take(self) -> Connection:
         """Return a connection that no other trajectory has. Raises ToolServerError."""
@@ -52,8 +52,8 @@ class DedicatedServer:
             if connection.alive:
                 self._fill()
                 return connection
-            self._later(connection.close())
-        connection = await self._connector.open()
+            self.later(connection.close())
+        connection = await self.connect()
         self._fill()
         return connection
 
@@ -62,17 +62,7 @@ class DedicatedServer:
 
         One that may still work on an abandoned call is replaced: the call could change what comes after.
         """
-        self._later(self._recycle(connection, meta) if is_idle else connection.close())
-
-    def discard(self, connection: Connection, why: str) -> None:
-        """Close a connection that is lost, in the background."""
-        logger.warning("tool server lost", extra={"server": self.name, "why": why})
-        self._later(connection.close())
-
-    def unreachable(self, refused: RefusedError | LostError) -> ToolServerError:
-        """Return the error of a server that refuses all calls or cannot be reached."""
-        retry_after = refused.retry_after if isinstance(refused, RefusedError) else None
-        return self._connector.unreachable(str(refused), retry_after=retry_after)
+        self.later(self._recycle(connection, meta) if is_idle else connection.close())
 
     async def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -82,16 +72,15 @@ class DedicatedServer:
             await asyncio.gather(self._filling, return_exceptions=True)
         warm, self._warm = self._warm, []
         await asyncio.gather(*(connection.close() for connection in warm))
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        await self._connector.close()
+        await super().close()
 
     async def _recycle(self, connection: Connection, meta: Mapping[str, str]) -> None:
-        hook = self._options.reset
-        if hook is None or self._is_closed or len(self._warm) >= max(self._options.warm, 1):
+        hook = self.options.reset
+        if hook is None or self._is_closed or len(self._warm) >= max(self.options.warm, 1):
             await connection.close()
             return
         try:
-            limits = self._gate.limits(hook.tool)
+            limits = self.gate.limits(hook.tool)
             reply = await connection.call(hook.tool, hook.arguments, limits, meta)
             problem = reply.text if reply.error else ""
         except (LostError, RefusedError, TimeoutError) as error:
@@ -105,40 +94,30 @@ class DedicatedServer:
 
     def _fill(self) -> None:
         """Start opening connections in the background until ``warm`` of them are idle."""
-        if self._filling is None and not self._is_closed and len(self._warm) < self._options.warm:
+        if self._filling is None and not self._is_closed and len(self._warm) < self.options.warm:
             self._filling = asyncio.create_task(self._fill_up(), name=f"warm-{self.name}")
 
     async def _fill_up(self) -> None:
         try:
-            while len(self._warm) < self._options.warm:
-                self._warm.append(await self._connector.open())
+            while len(self._warm) < self.options.warm:
+                self._warm.append(await self.connect())
         except ToolServerError as error:
             logger.warning("no process is kept ready", extra={"server": self.name, "why": error.message})
         finally:
             self._filling = None
 
-    def _later(self, closing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
 
 class DedicatedSession(McpSession):
     """The calls of one trajectory to its own connection."""
 
-    def __init__(self, server: DedicatedServer, trajectory: Trajectory, *more: Any) -> None:
-        super().__init__(trajectory, *more)
+    def __init__(self, server: DedicatedServer, trajectory: Trajectory) -> None:
+        super().__init__(server, trajectory)
         self._server = server
         self._connection: Connection | None = None
         self._taking = asyncio.Lock()
         self._was_lost = False
         self._running = 0
         self._has_abandoned = False
-
-    @property
-    def server_name(self) -> str:
-        """Return the name of the server."""
-        return self._server.name
 
     async def prepare(self) -> None:
         """Take a connection now if there are setup hooks; else at the first call."""
@@ -239,3 +218,9 @@ class DedicatedSession(McpSession):
         self._was_lost = False
         note = f"[the tool server {self._server.name} was restarted; its earlier state is lost]"
         return replace(reply, text=f"{reply.text}\n{note}" if reply.text else note)
+
+
+def mcp_server(spec: McpSpec, config: ToolConfig) -> McpServer:
+    """Return the client of one server, according to its scope."""
+    is_dedicated = spec.options.scope is Scope.TRAJECTORY
+    return DedicatedServer(spec, config) if is_dedicated else SharedServer(spec, config)

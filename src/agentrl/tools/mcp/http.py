@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 
-from agentrl.tools.mcp.wire import LOST, MAX_MESSAGE_BYTES, NOT_SENT, REFUSED
+from agentrl.tools.mcp.content import LOST, MAX_MESSAGE_BYTES, NOT_SENT, REFUSED
 from agentrl.tools.specs import HttpSpec
 
 _CONNECT_SECONDS = 30.0

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from agentrl.errors import ConfigError
 from agentrl.tools.sandbox.docker import container_limits
-from agentrl.tools.sandbox.launcher_process import start_code
 from agentrl.tools.sandbox.limits import SandboxLimits
-from agentrl.tools.sandbox.local import namespace_problem
+from agentrl.tools.sandbox.local import start_code, uses_namespaces
+from agentrl.tools.sandbox.program import Job
 from agentrl.tools.specs import WORKDIR, StdioSpec
 from agentrl.validation import Positive, PositiveWhole, Text, broken, wrong
 
@@ -71,24 +70,23 @@ def _in_container(spec: StdioSpec, sandbox: ServerSandbox) -> StdioSpec:
 
 
 def _in_sandbox(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
-    isolation = sandbox.isolation
-    problem = None if isolation == "limits" else namespace_problem()
-    if problem is not None and isolation == "namespaces":
-        raise ConfigError(
-            f"{where}: this machine allows no namespaces: {problem}",
-            hint="allow user namespaces (sysctl user.max_user_namespaces), or use isolation: docker or auto",
-        )
+    namespaces = uses_namespaces(sandbox.isolation, where)
     visible = [os.path.realpath(path) for path in sandbox.visible]
     if spec.command == sys.executable:
         own = (sys.prefix, sys.base_prefix, str(_PACKAGE))
         visible += dict.fromkeys(path for part in own for path in (part, os.path.realpath(part)))
         spec = dataclasses.replace(spec, env={"PYTHONPATH": str(_PACKAGE.parent), **spec.env})
-    job = {
-        "code": "", "stdin": "", "python": "", "visible": visible, "directory": WORKDIR,
-        "namespaces": isolation != "limits" and problem is None, "keep_files": False,
-        "limits": {name: getattr(sandbox, name) for name in _LIMITS}, "command": [spec.command, *spec.args],
-        "network": sandbox.network,
-    }  # fmt: skip
+    job = Job(
+        visible=tuple(visible), directory=WORKDIR, namespaces=namespaces, network=sandbox.network,
+        limits={name: getattr(sandbox, name) for name in _LIMITS}, command=(spec.command, *spec.args),
+    )  # fmt: skip
     # Values of variables may be secrets, and every user of the machine can read arguments.
-    words = ("-I", "-S", "-c", start_code("attached"), json.dumps(job), json.dumps([*spec.env]))
+    words = (
+        "-I",
+        "-S",
+        "-c",
+        start_code("main_attached"),
+        json.dumps(dataclasses.asdict(job)),
+        json.dumps([*spec.env]),
+    )
     return dataclasses.replace(spec, command=sys.executable, args=words)

@@ -1,26 +1,54 @@
-"""List a server's tools, and list them again when the server says that they changed."""
+"""List a server's tools, again when they change; offer its resources and prompts as tools too."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Schema, function_schema, schema_name
-from agentrl.tools.mcp import extras
+from agentrl.tools.mcp.content import render_item, render_resource
 from agentrl.tools.specs import McpSpec
 
 if TYPE_CHECKING:
     from mcp import Client
+
 
 logger = logging.getLogger(__name__)
 
 _MAX_PAGES = 100
 _RELIST_SECONDS = 10.0
 _SETTLE_SECONDS = 2.0
+_LIST_RESOURCES, _READ_RESOURCE = "list_resources", "read_resource"
+_LIST_PROMPTS, _GET_PROMPT = "list_prompts", "get_prompt"
+_RESOURCE_TOOLS = (
+    function_schema(_LIST_RESOURCES, "List the resources that read_resource can read.", None),
+    function_schema(
+        _READ_RESOURCE,
+        "Read the resource at a URI.",
+        {"type": "object", "properties": {"uri": {"type": "string"}}, "required": ["uri"]},
+    ),
+)
+"""Tools of ours, for models that can only call tools."""
+_PROMPT_TOOLS = (
+    function_schema(
+        _GET_PROMPT,
+        "Return a prompt with its arguments filled in.",
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "object", "additionalProperties": {"type": "string"}},
+            },
+            "required": ["name"],
+        },
+    ),
+    function_schema(_LIST_PROMPTS, "List the prompts and their arguments.", None),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +67,11 @@ class Listing:
 
     def __init__(self, client: Client, listed: Listed, spec: McpSpec) -> None:
         self._client = client
-        self._listed = listed
+        self.listed = listed
         self._spec = spec
         self._changed = asyncio.Event()
         self._settled = asyncio.Event()
         self._settled.set()
-
-    @property
-    def schemas(self) -> tuple[Schema, ...]:
-        """Return the schemas, sorted by name."""
-        return self._listed.schemas
-
-    @property
-    def repeatable(self) -> frozenset[str]:
-        """Return the tools that may be called twice."""
-        return self._listed.repeatable
-
-    @property
-    def extras(self) -> frozenset[str]:
-        """Return the tools of ours that read resources and prompts."""
-        return self._listed.extras
 
     def on_message(self, message: Any) -> None:
         """Record a notification that the tools changed."""
@@ -94,7 +107,7 @@ class Listing:
             self._changed.clear()
             try:
                 async with asyncio.timeout(_RELIST_SECONDS):
-                    self._listed = await list_tools(self._client, self._spec)
+                    self.listed = await list_tools(self._client, self._spec)
             except Exception as error:  # noqa: BLE001  any error of a foreign server
                 logger.warning(
                     "the tools changed and cannot be listed; the earlier list stays",
@@ -124,18 +137,18 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
     """List the tools that ``spec`` offers, sorted by name, page by page."""
     found: dict[str, Schema] = {}
     repeatable: set[str] = set()
-    cursor: str | None = None
-    for _ in range(_MAX_PAGES):
-        page = await client.list_tools(cursor=cursor)
-        for tool in page.tools:
-            found[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
-            hints = tool.annotations
-            if hints is not None and (hints.read_only_hint or hints.idempotent_hint):
-                repeatable.add(tool.name)
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    own = _extras(client, spec, found)
+    async for tool in _pages(client.list_tools, "tools"):
+        found[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
+        hints = tool.annotations
+        if hints is not None and (hints.read_only_hint or hints.idempotent_hint):
+            repeatable.add(tool.name)
+    can = client.server_capabilities
+    own: tuple[Schema, ...] = ()
+    if spec.options.resources and can.resources is not None:
+        own = _RESOURCE_TOOLS
+    if spec.options.prompts and can.prompts is not None:
+        own = (*own, *_PROMPT_TOOLS)
+    own = tuple(schema for schema in own if schema_name(schema) not in found)
     offered = spec.options.offer
     schemas = [
         schema for schema in (*found.values(), *own) if offered is None or schema_name(schema) in offered
@@ -144,10 +157,43 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
     return Listed(tuple(sorted(schemas, key=schema_name)), frozenset(repeatable) | names, names)
 
 
-def _extras(client: Client, spec: McpSpec, found: dict[str, Schema]) -> list[Schema]:
-    """Return the tools for resources and prompts that ``spec`` requests and the server has."""
-    can = client.server_capabilities
-    schemas = extras.resource_tools() if spec.options.resources and can.resources is not None else []
-    if spec.options.prompts and can.prompts is not None:
-        schemas = [*schemas, *extras.prompt_tools()]
-    return [schema for schema in schemas if schema_name(schema) not in found]
+async def _pages(method: Callable[..., Awaitable[Any]], name: str) -> AsyncIterator[Any]:
+    """Yield the items ``name`` of each page that a listing method returns."""
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        page = await method(cursor=cursor)
+        for item in getattr(page, name):
+            yield item
+        cursor = page.next_cursor
+        if cursor is None:
+            return
+
+
+async def call_extra(client: Client, tool: str, arguments: Mapping[str, Any]) -> str:
+    """Run one of the tools that read resources and prompts. Raises MCPError."""
+    if tool == _LIST_RESOURCES:
+        keys = ("name", "description", "mimeType")
+        found = [_shown(item, "uri", *keys) async for item in _pages(client.list_resources, "resources")]
+        templates = await client.list_resource_templates()
+        found += [_shown(item, "uriTemplate", *keys) for item in templates.resource_templates]
+        return json.dumps(found, ensure_ascii=False)
+    if tool == _READ_RESOURCE:
+        read = await client.read_resource(str(arguments["uri"]))
+        return "\n".join(render_resource(_raw(item)) for item in read.contents)
+    if tool == _LIST_PROMPTS:
+        keys = ("name", "description", "arguments")
+        found = [_shown(item, *keys) async for item in _pages(client.list_prompts, "prompts")]
+        return json.dumps(found, ensure_ascii=False)
+    texts = {str(name): str(value) for name, value in (arguments.get("arguments") or {}).items()}
+    prompt = await client.get_prompt(str(arguments["name"]), texts)
+    return "\n".join(f"{message.role}: {render_item(_raw(message.content))}" for message in prompt.messages)
+
+
+def _shown(item: Any, *keys: str) -> dict[str, Any]:
+    raw = _raw(item)
+    return {key: raw[key] for key in keys if raw.get(key)}
+
+
+def _raw(item: Any) -> dict[str, Any]:
+    raw: dict[str, Any] = item.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return raw

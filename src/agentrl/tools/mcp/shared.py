@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
-from agentrl.tools.limits import CallGate
 from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
-from agentrl.tools.mcp.connector import Connector
-from agentrl.tools.mcp.session import McpSession
-from agentrl.tools.specs import Limits
+from agentrl.tools.mcp.server import McpServer, McpSession
+from agentrl.tools.specs import Limits, McpSpec
 
 logger = logging.getLogger(__name__)
 
 
-class SharedServer:
+class SharedServer(McpServer):
     """The client of one shared server."""
 
-    def __init__(self, connector: Connector, gate: CallGate) -> None:
-        self.name = connector.spec.name
-        self._connector = connector
-        self._gate = gate
+    def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
+        super().__init__(spec, config)
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection | ToolServerError] | None = None
         self._testing: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
         self._schemas: Sequence[Schema] = ()
 
     @property
@@ -44,7 +40,7 @@ class SharedServer:
 
     def session(self, trajectory: Trajectory) -> SharedSession:
         """Return the calls of one trajectory."""
-        return SharedSession(self, trajectory, self._connector.spec.options, self._gate)
+        return SharedSession(self, trajectory)
 
     async def live(self) -> Connection:
         """Return the connection; reconnect if it is lost. All callers share one attempt.
@@ -64,21 +60,15 @@ class SharedServer:
         """Give up a connection; the next call opens a new one."""
         if self._connection is not connection:
             return
-        logger.warning("tool server lost", extra={"server": self.name, "why": why})
         self._schemas = self.schemas
         self._connection = None
-        self._later(connection.close())
+        self.discard(connection, why)
 
     def suspect(self, connection: Connection) -> asyncio.Future[None]:
         """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
         if self._testing is None or self._testing.done():
-            self._testing = self._later(self._test(connection))
+            self._testing = self.later(self._test(connection))
         return asyncio.shield(self._testing)
-
-    def unreachable(self, refused: RefusedError | LostError) -> ToolServerError:
-        """Return the error of a server that refuses all calls or cannot be reached."""
-        retry_after = refused.retry_after if isinstance(refused, RefusedError) else None
-        return self._connector.unreachable(str(refused), retry_after=retry_after)
 
     async def settled(self) -> None:
         """Wait until announced changes of the tools are listed."""
@@ -93,16 +83,15 @@ class SharedServer:
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        await self._connector.close()
+        await super().close()
 
     async def _reopen(self) -> Connection | ToolServerError:
         stale, self._connection = self._connection, None
         try:
             if stale is not None:
                 self._schemas = stale.schemas or self._schemas
-                self._later(stale.close())
-            self._connection = await self._connector.open()
+                self.later(stale.close())
+            self._connection = await self.connect()
             return self._connection
         except ToolServerError as error:
             return error
@@ -113,25 +102,14 @@ class SharedServer:
         if not await connection.answers():
             self.lost(connection, "it did not answer a call, nor a list of its tools")
 
-    def _later(self, closing: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        return task
-
 
 class SharedSession(McpSession):
     """The calls of one trajectory to a shared server."""
 
-    def __init__(self, server: SharedServer, trajectory: Trajectory, *more: Any) -> None:
-        super().__init__(trajectory, *more)
+    def __init__(self, server: SharedServer, trajectory: Trajectory) -> None:
+        super().__init__(server, trajectory)
         self._server = server
         self._is_closed = False
-
-    @property
-    def server_name(self) -> str:
-        """Return the name of the server."""
-        return self._server.name
 
     async def prepare(self) -> None:
         """Run the setup hooks."""

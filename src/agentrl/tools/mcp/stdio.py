@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.atomic_folder import scratch_folder
-from agentrl.tools.mcp.wire import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
 from agentrl.tools.redact import redact_secrets
 from agentrl.tools.specs import WORKDIR, StdioSpec
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-    from mcp.client._transport import TransportStreams
     from mcp.shared.message import SessionMessage
 
 logger = logging.getLogger(__name__)
@@ -73,14 +72,14 @@ class StdioProcess:
         return "; ".join(parts)
 
     @asynccontextmanager
-    async def transport(self) -> AsyncIterator[TransportStreams]:
+    async def transport(self) -> AsyncIterator[tuple[Any, Any]]:
         """Start the process, yield its streams, and end the process group. Raises OSError."""
         with private_folder(self._spec) as spec:
             async with self._running(spec) as streams:
                 yield streams
 
     @asynccontextmanager
-    async def _running(self, spec: StdioSpec) -> AsyncIterator[TransportStreams]:
+    async def _running(self, spec: StdioSpec) -> AsyncIterator[tuple[Any, Any]]:
         import anyio
         from mcp.client.stdio import get_default_environment
 

@@ -1,24 +1,38 @@
-"""Run programs in Docker: each trajectory has a container without a network and with limits."""
+"""Run programs in Docker with limits, and remove the containers that killed processes left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Final
 
-from agentrl.errors import ToolServerError
-from agentrl.tools.sandbox.container_names import container_name
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.processes import has_ended, owned_name, owner_of
+from agentrl.tools.sandbox.launcher import Output
 from agentrl.tools.sandbox.limits import Execution, SandboxLimits
 
+logger = logging.getLogger(__name__)
+
+OWN_TO_DOCKER: Final = ("PATH", "HOME", "TMPDIR")
+"""Variables that the client of Docker keeps for itself; their values for the container are arguments."""
+_PREFIX: Final = "agentrl-"
 _CONTROL_SECONDS: Final = 120.0
 """Time limit of a command that starts or removes a container; the first one may pull the image."""
+_LOOK_SECONDS: Final = 0.5
+_PULL_SECONDS: Final = 1800.0
 _GRACE_SECONDS: Final = 10.0
 _SIGNALLED: Final = 128
 """Exit codes above this name a signal."""
-_SIGKILL: Final = 9
+_FAILED: Final = 125
+"""Exit code of a client that could not run the container."""
 _FIRST_PROCESS: Final = (
     "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
 )
@@ -53,8 +67,8 @@ class DockerSandbox:
                 name = await self._container()
                 await self._write(name, code)
             done = await self._execute(name, stdin)
-            try:
-                await self._end_all(name)
+            try:  # kill what the program left running; the container's first process stays
+                await control("exec", name, "sh", "-c", "kill -9 -1 2>/dev/null; true")
             except ToolServerError:
                 await self._remove()
             return done
@@ -75,23 +89,19 @@ class DockerSandbox:
     async def _container(self) -> str:
         if self._name is None:
             name = await asyncio.to_thread(container_name, "sandbox")
-            await _docker(*self.start_command(name))
+            await control(*self.start_command(name))
             self._name = name
         return self._name
 
     async def _remove(self) -> None:
         name, self._name = self._name, None
         if name is not None:
-            await _docker("rm", "--force", "--volumes", name)
+            await control("rm", "--force", "--volumes", name)
 
     async def _write(self, name: str, code: str) -> None:
         write = "rm -rf main.py && cat > main.py"
         text = code.encode("utf-8", "surrogatepass")
-        await _docker("exec", "--interactive", name, "sh", "-c", write, stdin=text)
-
-    async def _end_all(self, name: str) -> None:
-        """Kill what the program left running; the container's first process stays."""
-        await _docker("exec", name, "sh", "-c", "kill -9 -1 2>/dev/null; true")
+        await control("exec", "--interactive", name, "sh", "-c", write, stdin=text)
 
     async def _execute(self, name: str, stdin: str) -> Execution:
         limits = self._limits
@@ -99,37 +109,101 @@ class DockerSandbox:
             "exec", "--interactive", name,
             "timeout", "--signal=KILL", f"{limits.seconds:g}", "python3", "-s", "main.py",
         )  # fmt: skip
-        started = time.monotonic()
-        process = await _start(command)
-        outputs = [bytearray(), bytearray()]
-        code, exceeded = -_SIGKILL, None
-        try:
-            async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
-                complete = await asyncio.gather(
-                    *(
-                        _read(process, pipe, output, limits.output_bytes)
-                        for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True)
-                    ),
-                    _feed(process, stdin.encode("utf-8", "surrogatepass")),
-                )
-                exceeded = None if all(complete) else "output"
-                if exceeded is None:
-                    code = _exit_code(await process.wait())
-        except TimeoutError:
-            exceeded = "time"
-        finally:
-            await _kill(process)
-        seconds = time.monotonic() - started
-        if exceeded is None and code == -_SIGKILL:
-            exceeded = "time" if seconds >= limits.seconds else "memory"
+        client = DockerClient(limits.output_bytes)
+        text = stdin.encode("utf-8", "surrogatepass")
+        await client.run(command, seconds=limits.seconds + _GRACE_SECONDS, stdin=text)
+        code = client.code if client.code <= _SIGNALLED else _SIGNALLED - client.code
+        exceeded = client.exceeded
+        if exceeded is None and code == -signal.SIGKILL:
+            exceeded = "time" if client.seconds >= limits.seconds else "memory"
         return Execution(
-            stdout=outputs[0].decode("utf-8", "replace"),
-            stderr=outputs[1].decode("utf-8", "replace"),
-            exit_code=code,
-            exceeded=exceeded,
-            seconds=seconds,
-            memory_mb=0.0,
+            stdout=client.stdout.text, stderr=client.stderr.text, exit_code=code, exceeded=exceeded,
+            seconds=client.seconds, memory_mb=0.0,
+        )  # fmt: skip
+
+
+class DockerClient:
+    """One command of Docker's client: its outputs, and the limit that ended it: time, output or files."""
+
+    def __init__(self, output_bytes: int, shown_bytes: int | None = None) -> None:
+        """Each output may have ``output_bytes``; its two ends are kept as ``shown_bytes``, None keeps all."""
+        self.stdout, self.stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
+        self.exceeded: str | None = None
+        self.code = -int(signal.SIGKILL)
+        self.seconds = 0.0
+        self._is_over = asyncio.Event()
+
+    async def run(
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        seconds: float,
+        stdin: bytes | None = None,
+        over_files: Callable[[], bool] | None = None,
+    ) -> None:
+        """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if Docker itself fails.
+
+        Without ``stdin`` its standard input stays open until then. ``over_files`` says, in a thread, whether
+        the files of the command exceed their limits.
+        """
+        started = time.monotonic()
+        process = await start_client(words, variables)
+        reading = asyncio.create_task(self._exchange(process, stdin), name=f"docker {words[0]}")
+        watching = asyncio.create_task(self._watch(started + seconds, over_files), name="limits of docker")
+        try:
+            await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+            if self.exceeded is None:
+                self.code = await asyncio.wait_for(process.wait(), _CONTROL_SECONDS)
+        except TimeoutError as error:
+            raise ToolServerError("the client of docker closed its outputs and did not end") from error
+        finally:
+            for task in (watching, reading):
+                task.cancel()
+            await asyncio.gather(watching, reading, return_exceptions=True)
+            await kill_client(process)
+        self.seconds = time.monotonic() - started
+        if self.code == _FAILED and words[0] == "run":
+            raise ToolServerError(
+                f"docker run failed: {self.stderr.text.strip()[-500:]}", hint="try `docker run` by hand"
+            )
+
+    async def _watch(self, deadline: float, over_files: Callable[[], bool] | None) -> None:
+        """Return when a limit is reached."""
+        while self.exceeded is None:
+            left = max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_over.wait(), min(_LOOK_SECONDS, left))
+            if self.exceeded is not None:
+                return
+            if time.monotonic() >= deadline:
+                self.exceeded = "time"
+            elif over_files is not None and await asyncio.to_thread(over_files):
+                self.exceeded = self.exceeded or "files"
+
+    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes | None) -> None:
+        outputs = ((process.stdout, self.stdout), (process.stderr, self.stderr))
+        await asyncio.gather(
+            *(self._read(pipe, output) for pipe, output in outputs), _feed(process.stdin, stdin)
         )
+
+    async def _read(self, pipe: asyncio.StreamReader | None, output: Output) -> None:
+        """Read to the end, or to the limit, which ends the watch."""
+        while pipe is not None and self.exceeded is None and (chunk := await pipe.read(_CHUNK)):
+            if not output.add(chunk):
+                self.exceeded = "output"
+                self._is_over.set()
+
+
+def limit_arguments(limits: SandboxLimits, *, more_processes: int = 0) -> list[str]:
+    """Return the arguments of ``docker run`` for a container without rights, whose own files are fixed."""
+    return [
+        "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
+        "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
+        "--pids-limit", str(limits.processes + more_processes),
+        "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
+        "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
+    ]  # fmt: skip
 
 
 def container_limits(limits: SandboxLimits, *, network: str) -> list[str]:
@@ -140,41 +214,44 @@ def container_limits(limits: SandboxLimits, *, network: str) -> list[str]:
     # The owner is named because some versions of runc replace the mode by that of the image's folder.
     size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
     return [
-        "--rm", "--network", network, "--read-only",
-        "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", f"{_USER}:{_USER}",
-        "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
-        "--pids-limit", str(limits.processes + 4), "--cpus", "1",
-        "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
-        "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
+        "--rm", "--network", network, *limit_arguments(limits, more_processes=4),
+        "--user", f"{_USER}:{_USER}", "--cpus", "1",
         "--tmpfs", f"/work:{size}", "--tmpfs", f"/tmp:{size}", "--workdir", "/work", "--env", "HOME=/work",
     ]  # fmt: skip
 
 
-async def _docker(*arguments: str, stdin: bytes = b"") -> None:
-    """Run a command of ``docker``. Raises ToolServerError if it fails."""
-    process = await _start(arguments)
+async def control(*words: str, stdin: bytes = b"", may_fail: bool = False) -> bytes:
+    """Return what a command of Docker prints. Raises ToolServerError if it is too slow, or fails."""
+    process = await start_client(words)
     try:
         async with asyncio.timeout(_CONTROL_SECONDS):
-            _, problem = await process.communicate(stdin)
+            said, problem = await process.communicate(stdin)
     except TimeoutError as error:
-        raise ToolServerError(f"docker {arguments[0]} took longer than {_CONTROL_SECONDS:g} s") from error
+        raise ToolServerError(f"docker {words[0]} took longer than {_CONTROL_SECONDS:g} s") from error
     finally:
-        await _kill(process)
-    if process.returncode != 0:
+        await kill_client(process)
+    if process.returncode != 0 and not may_fail:
         text = problem.decode("utf-8", "replace").strip()
-        raise ToolServerError(f"docker {arguments[0]} failed: {text[-500:]}", hint=_HINT)
+        raise ToolServerError(f"docker {words[0]} failed: {text[-500:]}", hint=_HINT)
+    return said
 
 
-async def _start(arguments: Sequence[str]) -> asyncio.subprocess.Process:
+async def start_client(
+    words: Sequence[str], variables: Mapping[str, str] | None = None
+) -> asyncio.subprocess.Process:
+    """Start the client of Docker, which takes the values of variables from its own environment."""
     docker = shutil.which("docker")
     if docker is None:
         raise ToolServerError("the sandbox needs docker, and there is none on PATH", hint=_HINT)
     pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(docker, *arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    shown = {name: value for name, value in (variables or {}).items() if name not in OWN_TO_DOCKER}
+    return await asyncio.create_subprocess_exec(
+        docker, *words, env={**os.environ, **shown}, stdin=pipe, stdout=pipe, stderr=pipe
+    )
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill a command of ``docker`` and read what is left of its output, without which it does not end."""
+async def kill_client(process: asyncio.subprocess.Process) -> None:
+    """Kill the client of Docker and read what is left of its outputs, without which it does not end."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
@@ -182,31 +259,71 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
             await asyncio.wait_for(process.communicate(), _GRACE_SECONDS)
 
 
-async def _read(
-    process: asyncio.subprocess.Process, pipe: asyncio.StreamReader | None, output: bytearray, limit: int
-) -> bool:
-    """Keep the first ``limit`` bytes; kill the process if there are more, and return False then."""
-    complete = True
-    while pipe is not None and (chunk := await pipe.read(_CHUNK)):
-        output += chunk[: limit + 1 - len(output)]
-        if complete and len(output) > limit:
-            complete = False
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-    del output[limit:]
-    return complete
-
-
-async def _feed(process: asyncio.subprocess.Process, text: bytes) -> bool:
-    """Write the program's input. A program that does not read it is not an error."""
-    if process.stdin is not None:
+async def _feed(pipe: asyncio.StreamWriter | None, text: bytes | None) -> None:
+    """Write the command's input. A command that does not read it is not an error."""
+    if pipe is not None and text is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            process.stdin.write(text)
-            await process.stdin.drain()
-        process.stdin.close()
-    return True
+            pipe.write(text)
+            await pipe.drain()
+        pipe.close()
 
 
-def _exit_code(code: int) -> int:
-    """Return minus the signal for the exit code of a program that a signal ended."""
-    return code if code <= _SIGNALLED else _SIGNALLED - code
+def container_name(kind: str) -> str:
+    """Return a new name for a container; its end says which process made it.
+
+    The first name of a process removes the containers of processes of this machine that have ended; those of
+    other machines and pid namespaces stay. That may take a while: call it in a thread.
+    """
+    _remove_containers_of_ended()
+    return owned_name(f"{_PREFIX}{kind}")
+
+
+@cache
+def _remove_containers_of_ended() -> None:
+    """Remove what no living process owns. A Docker that does not answer is left to the next command."""
+    try:
+        listed = _ask("ps", "--all", "--filter", f"name={_PREFIX}", "--format", "{{.Names}}").stdout.split()
+        owners = {name: owner_of(name) for name in listed if name.startswith(_PREFIX)}
+        left = [name for name, owner in owners.items() if owner is not None and has_ended(owner)]
+        if left:
+            _ask("rm", "--force", "--volumes", *left)
+            logger.info("removed %d containers, left by processes that were killed: %s", len(left), left[0])
+    except FileNotFoundError:
+        return
+    except subprocess.TimeoutExpired as error:
+        logger.warning("docker %s took longer than %g s", error.cmd[1], error.timeout)
+
+
+def require_image(image: str, where: str) -> None:
+    """Pull an image that this machine does not have. Raises ConfigError if there is no Docker or no image."""
+    if _problem(where, "version", "--format", "{{.Server.Version}}") is not None:
+        raise ConfigError(
+            f"{where}: isolation is 'docker', and no Docker daemon answers",
+            hint="start it, let this user reach it, or use isolation: auto",
+        )
+    if _problem(where, "image", "inspect", image) is None:
+        return
+    problem = _problem(where, "pull", "--quiet", image, seconds=_PULL_SECONDS)
+    if problem is not None:
+        raise ConfigError(
+            f"{where}: the image {image!r} cannot be pulled: {problem}", hint=f"try `docker pull {image}`"
+        )
+
+
+def _problem(where: str, *words: str, seconds: float = _CONTROL_SECONDS) -> str | None:
+    """Run a command of Docker; return what it says if it fails. Raises ConfigError without Docker."""
+    try:
+        done = _ask(*words, seconds=seconds)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{where}: isolation is 'docker', and there is no command 'docker'",
+            hint="install Docker, or use isolation: auto",
+        ) from error
+    except subprocess.TimeoutExpired:
+        return f"no answer within {seconds:g} s"
+    return None if done.returncode == 0 else done.stderr.strip()[-500:] or f"exit code {done.returncode}"
+
+
+def _ask(*words: str, seconds: float = _CONTROL_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run a command of Docker. Raises FileNotFoundError without Docker, and TimeoutExpired."""
+    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=seconds, check=False)

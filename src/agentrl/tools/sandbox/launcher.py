@@ -17,9 +17,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol
 
-from agentrl.tools.sandbox import forward, linux, namespaces
-from agentrl.tools.sandbox.plain import PlainRun, descendants
-from agentrl.tools.sandbox.program import Job, Streams
+from agentrl.tools.sandbox import linux, namespaces
+from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants
 
 _POLL_SECONDS: Final = 0.05
 _SLOW_POLL_SECONDS: Final = 0.5
@@ -28,6 +27,7 @@ _SAVE_SECONDS: Final = 15.0
 _CHUNK: Final = 65536
 LENGTH_BYTES: Final = 8
 """A job is preceded by its length."""
+_STOPPED = 128 + signal.SIGTERM
 
 
 class _Run(Protocol):
@@ -51,17 +51,46 @@ class _Run(Protocol):
 
 
 @dataclass
-class Capture:
-    """The output of the program on one pipe, up to a limit; the first and the last bytes of it are kept."""
+class Output:
+    """The output of a program, up to a limit; the first and the last bytes of it are kept."""
 
-    descriptor: int
     limit: int
     first: int
     last: int
     total: int = 0
-    closed: bool = False
     _begin: bytearray = field(default_factory=bytearray)
     _end: bytearray = field(default_factory=bytearray)
+
+    @classmethod
+    def of(cls, limit: int, shown_bytes: int | None) -> Output:
+        """Return one that shows its two ends as ``shown_bytes``; None shows all up to the limit."""
+        half = None if shown_bytes is None else shown_bytes // 2
+        return cls(limit, limit, 0) if half is None else cls(limit, half, half)
+
+    def add(self, chunk: bytes) -> bool:
+        """Take more of it; return False if the limit is exceeded."""
+        self.total += len(chunk)
+        free = self.first - len(self._begin)
+        self._begin += chunk[:free]
+        self._end += chunk[free:]
+        del self._end[: max(0, len(self._end) - self.last)]
+        return self.total <= self.limit
+
+    @property
+    def text(self) -> str:
+        """Return what is shown of the output."""
+        left_out = self.total - len(self._begin) - len(self._end)
+        notice = f"\n[{left_out:,} bytes left out]\n".encode() if left_out and self.last else b""
+        return (self._begin + notice + self._end).decode("utf-8", "replace")
+
+
+@dataclass
+class Capture:
+    """The pipe of an output."""
+
+    descriptor: int
+    output: Output
+    closed: bool = False
 
     def read(self) -> bool:
         """Read the available bytes; return False if the limit is exceeded."""
@@ -71,21 +100,9 @@ class Capture:
             except BlockingIOError:
                 return True
             self.closed = not chunk
-            self.total += len(chunk)
-            free = self.first - len(self._begin)
-            self._begin += chunk[:free]
-            self._end += chunk[free:]
-            del self._end[: max(0, len(self._end) - self.last)]
-            if self.total > self.limit:
+            if not self.output.add(chunk):
                 return False
         return True
-
-    @property
-    def text(self) -> str:
-        """Return what is shown of the output."""
-        left_out = self.total - len(self._begin) - len(self._end)
-        notice = f"\n[{left_out:,} bytes left out]\n".encode() if left_out and self.last else b""
-        return (self._begin + notice + self._end).decode("utf-8", "replace")
 
 
 def main() -> None:
@@ -140,13 +157,12 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     limits = job.limits
     forwarder, channel = (None, None)
     if job.namespaces and job.gateway is not None:
-        forwarder, channel = forward.start((job.gateway[0], job.gateway[1]))
+        forwarder, channel = namespaces.start_forwarder((job.gateway[0], job.gateway[1]))
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
     streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
-    limit = int(limits["output_bytes"])
-    first, last = (limit, 0) if job.shown_bytes is None else (job.shown_bytes // 2, job.shown_bytes // 2)
-    captures = [Capture(pipe, limit, first, last) for pipe in (out_read, error_read)]
+    stdout, stderr = (Output.of(int(limits["output_bytes"]), job.shown_bytes) for _ in range(2))
+    captures = [Capture(out_read, stdout), Capture(error_read, stderr)]
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
@@ -172,10 +188,10 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     if job.command and (ended.get("full") or not ended.get("kept")):
         exceeded = exceeded or "files"
     return {
-        "stdout": captures[0].text,
-        "stderr": captures[1].text,
-        "stdout_bytes": captures[0].total,
-        "stderr_bytes": captures[1].total,
+        "stdout": stdout.text,
+        "stderr": stderr.text,
+        "stdout_bytes": stdout.total,
+        "stderr_bytes": stderr.total,
         "exit_code": ended.get("status", -int(signal.SIGKILL)),
         "exceeded": exceeded,
         "seconds": time.monotonic() - started,
@@ -309,3 +325,23 @@ def _input(text: str) -> int:
         target.write(text.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def main_attached() -> None:
+    """Run the job of the first argument, in JSON, with the variables of this process that the second names.
+
+    Exits with the program's code, or with 1 and a reason.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_STOPPED))
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
+    given, names = (json.loads(word) for word in sys.argv[1:])
+    job = Job(**{**given, "environment": {name: os.environ[name] for name in names}})
+    os.makedirs(job.directory, exist_ok=True)
+    try:
+        code, why = run_attached(job)
+    except OSError as error:
+        code, why = 1, str(error)
+    if why is not None:
+        print(f"the sandbox ended the program: {why}", file=sys.stderr)
+    sys.exit(code if code >= 0 else 128 - code)

@@ -1,28 +1,35 @@
-"""Run programs in the sandbox of this machine, each by a launcher process."""
+"""Run programs in the sandbox of this machine; keep its launcher running, and connect to it for each."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import dataclasses
 import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from agentrl.atomic_folder import scratch_folder
-from agentrl.errors import ConfigError, ToolServerError
-from agentrl.tools.sandbox import landlock
-from agentrl.tools.sandbox.launcher_process import LAUNCHER, encode_job
+from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.tools.sandbox.launcher import LENGTH_BYTES
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
+from agentrl.tools.sandbox.linux import landlock_version
+from agentrl.tools.sandbox.program import Job
 
+_SOURCE: Final = str(Path(__file__).resolve().parents[3])
+_STOP_SECONDS: Final = 5.0
+_ATTEMPTS: Final = 2
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS: Final = 20.0
@@ -30,6 +37,86 @@ _GRACE_SECONDS: Final = 20.0
 
 _running: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 """Bounds the programs that run at a time: their time limits are by the clock."""
+
+
+class LauncherProcess:
+    """A bare interpreter that forks a supervisor for each program; started at its first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def connect(self) -> socket.socket:
+        """Return a connection to a new supervisor. Starts the launcher again if it has died."""
+        own, passed = socket.socketpair()
+        try:
+            with self._lock:
+                self._pass(passed)
+        except BaseException:
+            own.close()
+            raise
+        finally:
+            passed.close()
+        return own
+
+    def stop(self) -> None:
+        """End the launcher; its supervisors end with their connections. Idempotent."""
+        control, self._control = self._control, None
+        process, self._process = self._process, None
+        if control is not None:
+            control.close()
+        if process is not None:
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _pass(self, connection: socket.socket) -> None:
+        for _ in range(_ATTEMPTS):
+            control = self._control or self._start()
+            try:
+                socket.send_fds(control, [b"x"], [connection.fileno()])
+            except OSError:
+                self.stop()
+                continue
+            return
+        raise ToolServerError("the sandbox's launcher does not start", hint="look for a lack of memory")
+
+    def _start(self) -> socket.socket:
+        own, passed = socket.socketpair()
+        with contextlib.closing(passed):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", start_code("main")],
+                stdin=passed.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": "/usr/bin:/bin"},
+                start_new_session=True,
+            )
+        self._control = own
+        return own
+
+
+def start_code(function: str) -> str:
+    """Return the code by which a bare interpreter (``-I -S``) runs a function of the launcher."""
+    return (
+        f"import sys; sys.path.insert(0, {_SOURCE!r});"
+        f" from agentrl.tools.sandbox import launcher; launcher.{function}()"
+    )
+
+
+def encode_job(job: Job) -> bytes:
+    """Return a job as the launcher reads it."""
+    body = json.dumps(dataclasses.asdict(job)).encode()
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+LAUNCHER: Final = LauncherProcess()
+"""The launcher of this process."""
+
+atexit.register(LAUNCHER.stop)
 
 
 class LocalSandbox:
@@ -57,9 +144,17 @@ class LocalSandbox:
     async def run(self, code: str, stdin: str = "") -> Execution:
         """Run a program to its end or its limits. Raises ToolServerError if the sandbox itself fails."""
         async with self._turn, _slot():
-            namespaces = await self._uses_namespaces()
-            folder = await self._directory()
-            answer = await launch(self._job(code, stdin, folder, namespaces=namespaces), self._limits)
+            namespaces = await asyncio.to_thread(
+                uses_namespaces, self._isolation, "the sandbox", error=ToolServerError
+            )
+            if self._folder is None:
+                self._folder = str(await asyncio.to_thread(scratch_folder, "sandbox"))
+            folder = self._folder
+            job = Job(
+                code=code, stdin=stdin, python=self._python, visible=self._visible, directory=folder,
+                namespaces=namespaces, keep_files=True, limits=dataclasses.asdict(self._limits),
+            )  # fmt: skip
+            answer = await launch(job, self._limits)
             if answer.pop("kept"):
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(os.path.join(folder, "files.new"), os.path.join(folder, "files.tar"))
@@ -71,35 +166,6 @@ class LocalSandbox:
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    async def _directory(self) -> str:
-        if self._folder is None:
-            self._folder = str(await asyncio.to_thread(scratch_folder, "sandbox"))
-        return self._folder
-
-    async def _uses_namespaces(self) -> bool:
-        if self._isolation == "limits":
-            return False
-        problem = await asyncio.to_thread(namespace_problem)
-        if problem is not None and self._isolation == "namespaces":
-            raise ToolServerError(
-                f"this machine allows no sandbox in namespaces: {problem}",
-                hint="allow user namespaces (sysctl user.max_user_namespaces), use isolation: docker, or"
-                " isolation: limits for programs that you trust",
-            )
-        return problem is None
-
-    def _job(self, code: str, stdin: str, folder: str, *, namespaces: bool) -> dict[str, Any]:
-        return {
-            "code": code,
-            "stdin": stdin,
-            "python": self._python,
-            "visible": self._visible,
-            "directory": folder,
-            "namespaces": namespaces,
-            "keep_files": True,
-            "limits": dataclasses.asdict(self._limits),
-        }
-
 
 def _slot() -> asyncio.Semaphore:
     loop = asyncio.get_running_loop()
@@ -108,7 +174,7 @@ def _slot() -> asyncio.Semaphore:
     return _running[loop]
 
 
-async def launch(job: Mapping[str, Any], limits: SandboxLimits) -> dict[str, Any]:
+async def launch(job: Job, limits: SandboxLimits) -> dict[str, Any]:
     """Run one program; end it on cancellation and after a hard time limit."""
     reader, writer = await asyncio.open_connection(sock=LAUNCHER.connect())
     try:
@@ -150,15 +216,30 @@ def _answer(out: bytes) -> dict[str, Any]:
     return answer
 
 
+def uses_namespaces(isolation: str, where: str, *, error: type[AgentRLError] = ConfigError) -> bool:
+    """Return whether programs run in namespaces. Raises ``error`` if they must, and cannot.
+
+    The first answer takes the time of a program: call it in a thread.
+    """
+    problem = None if isolation == "limits" else namespace_problem()
+    if problem is not None and isolation == "namespaces":
+        raise error(
+            f"{where}: isolation is 'namespaces', and this machine has none: {problem}",
+            hint="allow user namespaces (sysctl user.max_user_namespaces), use isolation: docker, or"
+            " isolation: auto or limits for programs that you trust",
+        )
+    return isolation != "limits" and problem is None
+
+
 @cache
 def namespace_problem() -> str | None:
     """Return why programs cannot run in namespaces here; None if they can. Logs the answer once."""
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as folder:
         python, prefixes = _interpreter(None)
-        job = {
-            "code": "", "stdin": "", "python": python, "visible": prefixes, "directory": folder,
-            "namespaces": True, "keep_files": False, "limits": dataclasses.asdict(SandboxLimits()),
-        }  # fmt: skip
+        job = Job(
+            python=python, visible=prefixes, directory=folder, namespaces=True,
+            limits=dataclasses.asdict(SandboxLimits()),
+        )  # fmt: skip
         try:
             with LAUNCHER.connect() as connection:
                 connection.settimeout(_GRACE_SECONDS)
@@ -168,7 +249,7 @@ def namespace_problem() -> str | None:
         except (OSError, ToolServerError) as error:
             problem = str(error)
     if problem is not None:
-        reads = "" if landlock.version() else ": programs can read what this user can read"
+        reads = "" if landlock_version() else ": programs can read what this user can read"
         logger.warning("the sandbox has no namespaces, only limits%s", reads, extra={"why": problem})
     return problem
 

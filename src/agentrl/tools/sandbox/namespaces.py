@@ -1,20 +1,33 @@
-"""Run the program in new namespaces: no network, no other processes, and only the files that it needs."""
+"""Run the program in new namespaces: no network but a way to one address, no other processes, few files.
+
+Not by bubblewrap: its tmpfs bounds no number of files, and a program of root would be root on the host.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import json
+import fcntl
 import os
-import resource
 import signal
 import socket
-import tarfile
-from collections.abc import Callable
+import struct
+import threading
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final
 
-from agentrl.tools.sandbox import forward, linux
-from agentrl.tools.sandbox.program import DEVICES, SYSTEM, Job, Streams, become, write_main
+from agentrl.tools.sandbox import linux
+from agentrl.tools.sandbox.program import (
+    DEVICES,
+    SYSTEM,
+    Job,
+    Streams,
+    become,
+    extract,
+    guarded,
+    save,
+    write_main,
+    write_report,
+)
 
 WORK: Final = "/sandbox"
 """A folder that no host has: what the program may read keeps its path, and may not lie inside."""
@@ -29,6 +42,13 @@ _ALL: Final = (
     | linux.CLONE_NEWUTS
     | linux.CLONE_NEWCGROUP
 )
+LOOPBACK: Final = "127.0.0.1"
+_CONNECT_SECONDS: Final = 10.0
+_RELAY_CHUNK: Final = 65536
+_BACKLOG: Final = 128
+_DESCRIPTORS: Final = 1024
+_SET_FLAGS: Final = 0x8914
+_UP: Final = 0x1 | 0x40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +100,9 @@ def _outer(
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.network == "host" else _ALL)
     if job.command and job.network != "host":
-        forward.loopback_up()
+        loopback_up()
     if channel is not None and job.gateway is not None:
-        forward.listen(channel, job.gateway[1])
+        listen_for(channel, job.gateway[1])
         channel.close()
     linux.prctl(linux.PR_SET_DUMPABLE, 1)
     os.write(ready, b"1")
@@ -123,7 +143,7 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     is_full = any(map(_is_full, (WORK, "/tmp")))
     kept = files.after is None or save(files.after, WORK, job)
     report = {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": is_full}
-    os.write(status, _line(report))
+    write_report(status, report)
     os._exit(0)
 
 
@@ -200,53 +220,74 @@ def _texts() -> None:
     _write("/new/etc/group", f"sandbox:x:{user}:\n")
 
 
-def extract(descriptor: int, directory: str) -> None:
-    """Extract an archive that ``save`` or this package wrote."""
-    with os.fdopen(descriptor, "rb") as source, tarfile.open(fileobj=source) as archive:
-        archive.extraction_filter = lambda member, _: member
-        archive.extractall(directory, numeric_owner=True)
-
-
 def _is_full(directory: str) -> bool:
     found = os.statvfs(directory)
     return found.f_bavail == 0 or found.f_favail == 0
 
 
-def save(descriptor: int, directory: str, job: Job) -> bool:
-    """Archive the program's directory; return False if it is too large or cannot be read."""
-    limit = int(job.limits["disk_mb"]) << 20
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit + (4 << 20), resource.RLIM_INFINITY))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        with os.fdopen(descriptor, "wb") as target:
-            with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                archive.add(directory, arcname=".", filter=_plain)
-            target.flush()
-    except (OSError, ValueError, tarfile.TarError, RecursionError):
-        return False
-    return True
-
-
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Keep folders, files and links; drop pipes and sockets."""
-    return member if member.isdir() or member.isreg() or member.issym() or member.islnk() else None
-
-
-def guarded(status: int, steps: Callable[[], None]) -> NoReturn:
-    """Run the steps of a forked child, which never returns: report an error and exit."""
-    try:
-        steps()
-    except BaseException as error:  # noqa: BLE001  the child must not return into its parent's code
-        with contextlib.suppress(OSError):
-            os.write(status, _line({"error": f"{type(error).__name__}: {error}"}))
-    finally:
-        os._exit(1)
-
-
-def _line(report: dict[str, Any]) -> bytes:
-    return json.dumps(report).encode() + b"\n"
-
-
 def _write(path: str, text: str) -> None:
     with open(path, "w", encoding="utf-8") as target:
         target.write(text)
+
+
+def start_forwarder(target: tuple[str, int]) -> tuple[int, socket.socket]:
+    """Fork a forwarder to ``target``; return its process, and where to send the socket that it serves."""
+    own, passed = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.closerange(3, own.fileno())
+            os.closerange(own.fileno() + 1, _DESCRIPTORS)
+            _serve(own, target)
+        finally:
+            os._exit(0)
+    own.close()
+    return pid, passed
+
+
+def listen_for(channel: socket.socket, port: int) -> None:
+    """Listen on the loopback of this process's network, and pass the socket on. Raises OSError."""
+    with socket.create_server((LOOPBACK, port), backlog=_BACKLOG) as listener:
+        socket.send_fds(channel, [b"x"], [listener.fileno()])
+
+
+def loopback_up() -> None:
+    """Switch the loopback of this process's network on. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
+
+
+def _serve(channel: socket.socket, target: tuple[str, int]) -> None:
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    if not descriptors:
+        return
+    listener = socket.socket(fileno=descriptors[0])
+    while True:
+        client, _ = listener.accept()
+        threading.Thread(target=_relay, args=(client, target), daemon=True).start()
+
+
+def _relay(client: socket.socket, target: tuple[str, int]) -> None:
+    with client:
+        try:
+            server = socket.create_connection(target, _CONNECT_SECONDS)
+        except OSError:
+            return
+        with server:
+            server.settimeout(None)
+            for one in (client, server):
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            back = threading.Thread(target=_pump, args=(server, client), daemon=True)
+            back.start()
+            _pump(client, server)
+            back.join()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := source.recv(_RELAY_CHUNK):
+            target.sendall(chunk)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)

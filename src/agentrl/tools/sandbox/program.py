@@ -1,15 +1,20 @@
-"""Start the program itself: the last steps of a child process before it becomes the interpreter."""
+"""Start the program itself, keep its files, and run it with limits alone where there are no namespaces."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
+import shutil
 import signal
+import tarfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from agentrl.tools.sandbox import landlock, linux, seccomp
+from agentrl.tools.sandbox import linux, seccomp
 
 MAIN = "main.py"
 SYSTEM: Final = (
@@ -20,6 +25,9 @@ SYSTEM: Final = (
 _DESCRIPTORS: Final = 256
 """Above the descriptors of a launcher, which has about ten."""
 DEVICES: Final = ("full", "null", "random", "urandom", "zero")
+_FIRST_USER: Final = 2_000_000_000
+_NOBODY: Final = 65534
+_KILL_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +38,18 @@ class Job:
     space is not limited, and its files are kept when it exceeds a limit too.
     """
 
-    code: str
-    stdin: str
-    python: str
-    """The interpreter."""
-    visible: tuple[str, ...]
-    """Folders that the program may read."""
+    limits: dict[str, Any]
     directory: str
     """The private folder of the session on the host."""
     namespaces: bool
-    keep_files: bool
+    code: str = ""
+    stdin: str = ""
+    python: str = ""
+    """The interpreter."""
+    visible: tuple[str, ...] = ()
+    """Folders that the program may read."""
+    keep_files: bool = False
     """Keep the files of the program's directory for the next program of the session."""
-    limits: dict[str, Any]
     command: tuple[str, ...] = ()
     """The program and its arguments, instead of ``code``."""
     cwd: str = "."
@@ -96,7 +104,7 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     if job.namespaces or user is not None:
         linux.drop_capabilities()
     if not job.namespaces:
-        landlock.restrict(
+        linux.restrict_paths(
             readable=(*SYSTEM, *job.visible, "/proc" if job.command else "/proc/self"),
             devices=[f"/dev/{name}" for name in DEVICES],
             writable=directory,
@@ -163,3 +171,139 @@ def _processes_of_user() -> int:
         except OSError:  # it has ended
             continue
     return count
+
+
+def extract(descriptor: int, directory: str) -> None:
+    """Extract an archive that ``save`` or this package wrote."""
+    with os.fdopen(descriptor, "rb") as source, tarfile.open(fileobj=source) as archive:
+        archive.extraction_filter = lambda member, _: member
+        archive.extractall(directory, numeric_owner=True)
+
+
+def save(descriptor: int, directory: str, job: Job) -> bool:
+    """Archive the program's directory; return False if it is too large or cannot be read."""
+    limit = int(job.limits["disk_mb"]) << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * limit + (4 << 20), resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with os.fdopen(descriptor, "wb") as target:
+            with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
+                archive.add(directory, arcname=".", filter=_plain)
+            target.flush()
+    except (OSError, ValueError, tarfile.TarError, RecursionError):
+        return False
+    return True
+
+
+def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Keep folders, files and links; drop pipes and sockets."""
+    return member if member.isdir() or member.isreg() or member.issym() or member.islnk() else None
+
+
+def guarded(status: int, steps: Callable[[], None]) -> NoReturn:
+    """Run the steps of a forked child, which never returns: report an error and exit."""
+    try:
+        steps()
+    except BaseException as error:  # noqa: BLE001  the child must not return into its parent's code
+        with contextlib.suppress(OSError):
+            write_report(status, {"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(1)
+
+
+def write_report(status: int, report: dict[str, Any]) -> None:
+    """Write how a program ended to the pipe of its supervisor."""
+    os.write(status, json.dumps(report).encode() + b"\n")
+
+
+class PlainRun:
+    """The program as a child of this process, which adopts the processes that it leaves behind."""
+
+    def __init__(self, job: Job, streams: Streams) -> None:
+        self._job = job
+        self._directory = os.path.join(job.directory, "work")
+        user = _unused_user() if os.geteuid() == 0 else None
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        before = os.path.join(job.directory, "files.tar")
+        if job.command and os.path.exists(before):
+            extract(os.open(before, os.O_RDONLY), self._directory)
+        if user is not None:
+            os.chmod(job.directory, 0o711)  # the program may pass, and change nothing: archives lie here
+            _give(self._directory, user)
+        write_main(job, self._directory, user)
+        self._status, write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            guarded(write, lambda: become(job, self._directory, streams, user))
+        os.close(write)
+        self._descriptor = os.pidfd_open(self.pid)
+
+    @property
+    def waits_on(self) -> int:
+        """Return the descriptor that becomes readable at the end."""
+        return self._descriptor
+
+    def over_files(self) -> bool:
+        """Return whether the directory has too many files, or too large ones."""
+        count = size = 0
+        for folder, folders, files in os.walk(self._directory):
+            for name in (*folders, *files):
+                count += 1
+                with contextlib.suppress(OSError):
+                    size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        limits = self._job.limits
+        return count > int(limits["files"]) or size > int(limits["disk_mb"]) << 20
+
+    def end(self, *, keep_files: bool) -> dict[str, Any]:
+        """Kill the program and all that it started; return its exit code."""
+        status: int | None = None
+        deadline = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < deadline:
+            for pid in descendants(os.getpid()):
+                if pid != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            try:
+                pid, code = os.waitpid(-1, 0)
+            except ChildProcessError:
+                break
+            if pid == self.pid:
+                status = os.waitstatus_to_exitcode(code)
+        report = os.read(self._status, 65536)
+        if report:
+            return {"error": str(json.loads(report)["error"])}
+        kept = not self._job.command or (keep_files and self._save())
+        return {"status": -int(signal.SIGKILL) if status is None else status, "kept": kept}
+
+    def _save(self) -> bool:
+        after = os.path.join(self._job.directory, "files.new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        kept = save(os.open(after, flags, 0o600), self._directory, self._job)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return kept
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all that descend from it."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+                for child in children.read().split():
+                    yield from descendants(int(child))
+
+
+def _unused_user() -> int:
+    """Return a user id that owns nothing and runs nothing else, if this container has one."""
+    user = _FIRST_USER + os.getpid()
+    with open("/proc/self/uid_map") as mapped:
+        ranges = [(int(line.split()[0]), int(line.split()[2])) for line in mapped]
+    return user if any(first <= user < first + count for first, count in ranges) else _NOBODY
+
+
+def _give(directory: str, user: int) -> None:
+    """Make ``user`` the owner of the directory and of what an earlier program left in it."""
+    os.chown(directory, user, user)
+    for folder, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            os.lchown(os.path.join(folder, name), user, user)

@@ -1,22 +1,62 @@
-"""Run Python that the model writes in a sandbox of its trajectory: the tool ``code_interpreter``."""
+"""Open a sandbox from its configuration, and let a model run Python in it: tool ``code_interpreter``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
+from agentrl.errors import ConfigError
 from agentrl.tools.base import Schema, function_schema
 from agentrl.tools.python import tool
-from agentrl.tools.sandbox.limits import Execution
-from agentrl.tools.sandbox.open import Sandbox, open_sandbox
+from agentrl.tools.sandbox.docker import DockerSandbox
+from agentrl.tools.sandbox.limits import Execution, SandboxLimits
+from agentrl.tools.sandbox.local import LocalSandbox
 from agentrl.tools.stateful import StatefulTool
 
+WHERE = "config of the sandbox"
 _EXCEEDED = {
     "time": "the program was stopped: it took too long",
     "memory": "the program was stopped: it used too much memory",
     "output": "the program was stopped: it wrote too much output",
     "files": "the program was stopped: it wrote too many files",
 }
+
+
+class Sandbox(Protocol):
+    """A private directory, and programs that run in it one after the other."""
+
+    async def run(self, code: str, stdin: str = "") -> Execution:
+        """Run a program. Raises ToolServerError if the sandbox itself fails."""
+        ...
+
+    async def close(self) -> None:
+        """Delete the directory. Idempotent."""
+        ...
+
+
+def open_sandbox(config: Mapping[str, Any]) -> Sandbox:
+    """Return a sandbox with the limits and the ``isolation`` of ``config``. Raises ConfigError.
+
+    Other keys are ignored: verl's configuration of its sandbox tool works too.
+    """
+    limits = SandboxLimits.of(config, WHERE)
+    isolation = config.get("isolation", "auto")
+    if isolation == "docker":
+        return DockerSandbox(limits, image=str(config.get("image", "python:3.12-slim")))
+    if isolation not in ("auto", "namespaces", "limits"):
+        raise ConfigError(
+            f"{WHERE}: isolation is {isolation!r}", hint="choose auto, namespaces, limits or docker"
+        )
+    visible = config.get("visible", [])
+    if not isinstance(visible, list) or not all(isinstance(path, str) for path in visible):
+        raise ConfigError(f"{WHERE}: visible is {visible!r}", hint="give a list of folders")
+    python = config.get("python")
+    return LocalSandbox(
+        limits,
+        isolation=isolation,
+        python=None if python is None else str(python),
+        visible=tuple(visible),
+    )
 
 
 @tool("python_sandbox")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.doctor.check import Check
-from agentrl.cli.doctor.database import server_checks
-from agentrl.cli.doctor.limits import check_memory, check_open_files, check_processes
+from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
+from agentrl.cli.doctor.services import server_checks
 from agentrl.store.admin.server import ServerInfo
 
 TODAY = date(2026, 11, 22)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agentrl.cli.doctor import command
-from agentrl.cli.doctor.check import Check, State
+from agentrl.cli.doctor.machine import Check, State
 
 
 @pytest.mark.parametrize(("state", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])

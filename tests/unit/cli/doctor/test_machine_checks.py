@@ -62,7 +62,7 @@ def test_the_sandbox_says_how_programs_are_confined(
     problem: str | None, landlock: int, state: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "namespace_problem", lambda: problem)
-    monkeypatch.setattr(machine.landlock, "version", lambda: landlock)
+    monkeypatch.setattr(machine, "landlock_version", lambda: landlock)
     check = machine.check_sandbox()
     assert check.state == state
     assert found in check.found

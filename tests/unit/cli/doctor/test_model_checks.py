@@ -7,7 +7,7 @@ from pathlib import Path
 
 from chat_models import KEEPS_ALL, RESULTS_BEHIND_CALLS, write_model
 
-from agentrl.cli.doctor.check import Check
+from agentrl.cli.doctor.machine import Check
 from agentrl.cli.doctor.model import model_checks
 from agentrl.config.schema import ModelConfig
 

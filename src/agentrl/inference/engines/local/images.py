@@ -37,7 +37,7 @@ class RequestImages:
 
     def rows(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which of the tokens [start, end) belong to an image, and their rows of the features."""
-        image, place = self.images.image[start:end], self.images.place[start:end]
+        image, place = self.images.image[start:end], self.images.offset[start:end]
         begins = np.concatenate([[0], np.cumsum([item.tokens for item in self.images.images])])
         here = np.flatnonzero(image >= 0)
         return here, begins[image[here]] + place[here]
