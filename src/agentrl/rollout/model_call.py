@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Image, ImageSpan
 from agentrl.documents.model_call import (

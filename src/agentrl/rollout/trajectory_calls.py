@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.sampling import SamplingParams
