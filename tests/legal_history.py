@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import small_run as run
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
@@ -383,7 +384,7 @@ class History:
     async def _ready(self) -> Sequence[str]:
         """A few whole groups."""
         groups: dict[str, list[str]] = {}
-        for item in await self.store.training.ready("train", step=self.step + 1):
+        for item in await ready_data(self.store, "train", step=self.step + 1):
             groups.setdefault(item.task, []).append(item.id)
         chosen = self.rng.sample(sorted(groups), min(GROUPS_PER_STEP, len(groups)))
         return [key for task in chosen for key in groups[task]]

@@ -26,7 +26,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl import Message, Outcome, Store
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
 from agentrl.rollout.rollout import Rollout
-from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.scoring.scorers import ScoreResult, ScorerContext, scorer
 from agentrl.documents.status import StopReason
 from agentrl.losses.batch import TokenBatch, TokenLosses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,9 +10,9 @@ from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import AgentRLError, TaskEnvironmentError
-from agentrl.tools.base import Reply, Schema
+from agentrl.tools.base import Reply, Schema, contain_within, run_function
 from agentrl.tools.python import PythonSession, Toolset
-from agentrl.user_code import contain, contain_call, describe
+from agentrl.user_code import contain_call, describe
 
 logger = logging.getLogger(__name__)
 
@@ -116,19 +114,8 @@ class EnvironmentSession:
             )
 
     async def _method(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        what = f"{method} of environment {self.name}"
-        try:
-            async with asyncio.timeout(self._call_timeout):
-                return await contain(lambda: _run(function, *arguments), what, TaskEnvironmentError)
-        except TimeoutError as error:
-            raise TaskEnvironmentError(
-                f"{what} took longer than {self._call_timeout:g} s", hint="raise --tool_timeout_seconds"
-            ) from error
-
-
-async def _run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Await an async function; run any other in a thread, and await what it returns if need be."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(*arguments)
-    found = await asyncio.to_thread(function, *arguments)
-    return await found if inspect.isawaitable(found) else found
+        return await contain_within(
+            self._call_timeout, lambda: run_function(function, *arguments),
+            f"{method} of environment {self.name}", TaskEnvironmentError,
+            hint="raise --tool_timeout_seconds",
+        )  # fmt: skip

@@ -10,8 +10,7 @@ from referencing.exceptions import Unresolvable
 
 from agentrl.chat.call_shape import CallShape
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers import ParsedMessage
-from agentrl.chat.parsers.base import CallSyntaxError, load_json
+from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids

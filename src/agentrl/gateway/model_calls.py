@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall

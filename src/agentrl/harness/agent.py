@@ -16,12 +16,10 @@ import httpx
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
-from agentrl.harness.changes import compare
 from agentrl.harness.config import HarnessConfig, HarnessFile
-from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared, prepare
-from agentrl.harness.score import score_files
-from agentrl.harness.session import HarnessSession, Session, hide
+from agentrl.harness.result import compare, score_files
+from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
 from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
 from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall, strip_tool_results
@@ -19,7 +19,7 @@ from agentrl.errors import ConfigError, TrajectoryError, judge
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
-from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Deadline
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.model_caller import cleaned

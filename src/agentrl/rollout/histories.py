@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.chat.parsers.arguments import validate_call
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import strip_tool_results
 from agentrl.errors import ContextFullError, TrajectoryError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.base import sanitize_bson
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.images import ImageSpan

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers import PARSERS, load_validator
+from agentrl.chat.parsers.arguments import load_validator
+from agentrl.chat.parsers.base import PARSERS
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.chat.parsers.arguments import validate_call
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution

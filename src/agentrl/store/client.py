@@ -200,10 +200,10 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
 async def _check_name(connection: Connection) -> None:
     """Raise ConfigError if a database name differs from the run's only in case, which MongoDB refuses."""
     wanted = connection.database.name
-    found = await connection.client.admin.command(
+    listed = await connection.client.admin.command(
         "listDatabases", nameOnly=True, filter={"name": {"$regex": f"^{wanted}$", "$options": "i"}}
     )
-    names = [database["name"] for database in found["databases"]]
+    names = [database["name"] for database in listed["databases"]]
     if names and wanted not in names:
         raise ConfigError(
             f"--run_name is {wanted!r}, and MongoDB at {connection.host} has a database {names[0]!r}: names"

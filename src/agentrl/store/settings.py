@@ -86,8 +86,7 @@ class Settings(Repository):
     async def all(self) -> list[RunSettings]:
         """Return the settings of every concern that are stored."""
         flags = [flags_key(role) for role in FLAGS]
-        cursor = self._collection(SETTINGS).find({"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
-        return [RunSettings.from_document(document) async for document in cursor]
+        return await self._all(RunSettings, SETTINGS, {"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:
@@ -106,8 +105,7 @@ class Settings(Repository):
 
     async def _configurations(self) -> list[RunSettings]:
         flags = [flags_key(role) for role in FLAGS]
-        cursor = self._collection(SETTINGS).find({"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
-        return [RunSettings.from_document(document) async for document in cursor]
+        return await self._all(RunSettings, SETTINGS, {"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
 
 
 def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:

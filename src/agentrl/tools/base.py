@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
-from agentrl.errors import OutageError, ToolServerError, tool_server
+from agentrl.errors import FailureError, OutageError, ToolServerError, tool_server
+from agentrl.user_code import contain
 
 Schema = dict[str, Any]
 """An OpenAI function schema: ``{"type": "function", "function": {name, description, parameters}}``."""
@@ -20,6 +23,7 @@ ENVIRONMENT = "environment"
 
 ROLES = "roles"
 """The name under which the rewards of roles are recorded beside ``state``."""
+T = TypeVar("T")
 _MAX_CAUSES = 10
 
 
@@ -73,11 +77,14 @@ class ToolResult:
 
 
 class ServerSession(Protocol):
-    """One server's session with one trajectory. Each method raises ToolServerError if the server is lost."""
+    """One server's session with one trajectory. Each method raises ToolServerError if the server is lost.
+
+    ``open`` and ``close`` do nothing unless a subclass has something to prepare.
+    """
 
     async def open(self) -> None:
         """Prepare the trajectory's state: the setup hook. Called once, before any other method."""
-        ...
+        return
 
     async def list(self) -> Sequence[Schema]:
         """Return the schemas of its tools, sorted by name."""
@@ -89,7 +96,7 @@ class ServerSession(Protocol):
 
     async def close(self) -> None:
         """Release the trajectory's state: the teardown hook. Idempotent; its errors are logged."""
-        ...
+        return
 
 
 class OwnSession(ServerSession, Protocol):
@@ -111,13 +118,13 @@ class Rewarding(Protocol):
 
 
 class ToolServer(Protocol):
-    """One configured tool server of this process."""
+    """One configured tool server of this process. One that runs in it has nothing to open and to close."""
 
     name: str
 
     async def open(self) -> None:
         """Connect. Raises ToolServerError if the server cannot be reached."""
-        ...
+        return
 
     @property
     def schemas(self) -> Sequence[Schema]:
@@ -130,7 +137,7 @@ class ToolServer(Protocol):
 
     async def close(self) -> None:
         """Disconnect; abandon running calls. Idempotent."""
-        ...
+        return
 
 
 def function_schema(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Schema:
@@ -151,6 +158,50 @@ def schema_name(schema: Mapping[str, Any]) -> str:
 def timeout_text(tool: str, seconds: float) -> str:
     """Return the text that the model reads after a timeout."""
     return f"{tool} was stopped: it did not answer within {seconds:g} s"
+
+
+class ToolError(FailureError):
+    """A tool raised; the model reads the message."""
+
+    kind = "tool"
+
+
+async def run_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Await an async function; run any other in a thread, and await what it returns if need be."""
+    if inspect.iscoroutinefunction(inspect.unwrap(function)):
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def contain_within(
+    seconds: float,
+    work: Callable[[], Awaitable[T]],
+    what: str,
+    failure: type[FailureError],
+    *,
+    hint: str | None = None,
+) -> T:
+    """Return the result of ``work()``. Raises ``failure`` if it raises or takes longer than ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await contain(work, what, failure)
+    except TimeoutError as error:
+        raise failure(f"{what} took longer than {seconds:g} s", hint=hint) from error
+
+
+async def reply_within(seconds: float, work: Callable[[], Awaitable[Reply]], tool: str) -> Reply:
+    """Return the reply of a tool of this process; an exception and a timeout are errors in it.
+
+    A thread goes on after its time. Raises any FailureError of the tool.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await contain(work, f"tool {tool}", ToolError)
+    except TimeoutError:
+        return Reply(text=timeout_text(tool, seconds), error=True)
+    except ToolError as error:
+        return Reply(text=error.message, error=True)
 
 
 @contextmanager

@@ -13,7 +13,16 @@ import httpx
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, schema_name, timeout_text
+from agentrl.tools.base import (
+    Reply,
+    Schema,
+    ServerSession,
+    ToolServer,
+    Trajectory,
+    function_schema,
+    schema_name,
+    timeout_text,
+)
 from agentrl.tools.mcp.content import (
     MAX_MESSAGE_BYTES,
     image_items,
@@ -22,8 +31,7 @@ from agentrl.tools.mcp.content import (
     json_text,
     render_content,
 )
-from agentrl.tools.redact import redact_address, redact_secrets
-from agentrl.tools.specs import CallGate, Limits, ManagerSpec, Options
+from agentrl.tools.specs import CallGate, Limits, ManagerSpec, Options, redact_address, redact_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +46,25 @@ _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.
 _LOGIN_HINT = "check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names"
 
 
-class ManagedServer:
+class ManagedServer(ToolServer):
     """One server of a manager. All servers use the manager's HTTP client."""
 
     def __init__(self, name: str, manager: ManagerClient, gate: CallGate, *, has_nodes: bool) -> None:
         """``gate`` bounds the calls. ``has_nodes``: the manager keeps the state of each trajectory."""
         self.name = name
-        self.schemas: list[Schema] = []
-        self._manager = manager
-        self._gate = gate
-        self._has_nodes = has_nodes
+        self._schemas: list[Schema] = []
+        self.manager = manager
+        self.gate = gate
+        self.has_nodes = has_nodes
+
+    @property
+    def schemas(self) -> Sequence[Schema]:
+        """Return the schemas of its tools as it last listed them, sorted by name."""
+        return self._schemas
 
     async def open(self) -> None:
         """List the tools: ``GET /server/NAME/tools``. Raises ToolServerError."""
-        answer = await self._manager.get(f"/server/{self.name}/tools", self.name)
+        answer = await self.manager.get(f"/server/{self.name}/tools", self.name)
         tools = answer.get("tools")
         entries = [item.get("function", item) for item in tools or () if isinstance(item, Mapping)]
         schemas = [
@@ -59,18 +72,37 @@ class ManagedServer:
             for item in entries
             if isinstance(item, Mapping) and isinstance(item.get("name"), str)
         ]
-        self.schemas = sorted(schemas, key=schema_name)
+        self._schemas = sorted(schemas, key=schema_name)
 
     def session(self, trajectory: Trajectory) -> ManagedSession:
         """Return a session that calls the server's tools."""
-        return ManagedSession(self, trajectory)
+        return ManagedSession(self, trajectory.id)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], trajectory: str) -> Reply:
+    async def close(self) -> None:
+        """Close the manager's HTTP client. Idempotent."""
+        await self.manager.close()
+
+
+class ManagedSession(ServerSession):
+    """The calls of one trajectory to a managed server. The manager begins its state with the first call."""
+
+    def __init__(self, server: ManagedServer, trajectory: str) -> None:
+        self._server = server
+        self._trajectory = trajectory
+        self._has_called = False
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the server's schemas, sorted by name."""
+        return self._server.schemas
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
         """Call ``POST /tool/NAME.TOOL``; an error in the answer is the tool's. Raises ToolServerError."""
-        async with self._gate.enter(tool) as limits:
+        self._has_called = True
+        server = self._server
+        async with server.gate.enter(tool) as limits:
             seconds = limits.timeout_seconds or 0.0
             try:
-                answer = await self._manager.call(self.name, tool, arguments, seconds, trajectory)
+                answer = await server.manager.call(server.name, tool, arguments, seconds, self._trajectory)
             except TimeoutError:
                 return Reply(text=timeout_text(tool, seconds), error=True)
         content = _content(answer)
@@ -78,41 +110,11 @@ class ManagedServer:
         images = await asyncio.to_thread(images_in, encoded) if encoded else ()
         return Reply(text=_text(content), error=_is_error(answer), images=images)
 
-    async def end(self, trajectory: str) -> None:
-        """End the state that the manager keeps of a trajectory."""
-        if self._has_nodes:
-            await self._manager.end(self.name, trajectory)
-
     async def close(self) -> None:
-        """Close the manager's HTTP client. Idempotent."""
-        await self._manager.close()
-
-
-class ManagedSession:
-    """The calls of one trajectory to a managed server."""
-
-    def __init__(self, server: ManagedServer, trajectory: Trajectory) -> None:
-        self._server = server
-        self._trajectory = trajectory.id
-        self._has_called = False
-
-    async def open(self) -> None:
-        """Do nothing: the manager begins a trajectory's state with its first call."""
-
-    async def list(self) -> Sequence[Schema]:
-        """Return the server's schemas, sorted by name."""
-        return self._server.schemas
-
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        """Call one tool. Raises ToolServerError."""
-        self._has_called = True
-        return await self._server.call(tool, arguments, self._trajectory)
-
-    async def close(self) -> None:
-        """End the trajectory's state, if there is one. Idempotent."""
+        """End the state that the manager keeps of the trajectory, if there is one. Idempotent."""
         has_called, self._has_called = self._has_called, False
-        if has_called:
-            await self._server.end(self._trajectory)
+        if has_called and self._server.has_nodes:
+            await self._server.manager.end(self._server.name, self._trajectory)
 
 
 async def managed_servers(spec: ManagerSpec, config: ToolConfig) -> list[ManagedServer]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
@@ -48,10 +49,6 @@ class _Node:
     opening: asyncio.Task[ToolSession]
     running: int = 0
     used_at: float = field(default_factory=time.monotonic)
-
-
-class FullError(Exception):
-    """All nodes are in use."""
 
 
 class Nodes:
@@ -89,7 +86,7 @@ class Nodes:
         return self.servers[name].schemas
 
     async def call(self, name: str, tool: str, arguments: Mapping[str, Any], trajectory: str) -> ToolResult:
-        """Call a tool of the trajectory's node. Raises ToolServerError, and FullError."""
+        """Call a tool of the trajectory's node. Raises ToolServerError."""
         await self.schemas(name)
         node = self._node(name, trajectory)
         node.running += 1
@@ -127,11 +124,11 @@ class Nodes:
         await asyncio.gather(*(server.close() for server in self.servers.values()))
 
     def _node(self, name: str, trajectory: str) -> _Node:
-        """Return the trajectory's node; begin one if it has none. Raises FullError."""
+        """Return the trajectory's node; begin one if it has none. Raises ToolServerError."""
         node = self._nodes.get((name, trajectory))
         if node is None:
             if len(self._nodes) >= self._most:
-                raise FullError
+                raise ToolServerError("all nodes are in use: raise --max_nodes, or wait")
             server, config = self.servers[name], self._config
             session = ToolSession(
                 {name: server.session(Trajectory(id=trajectory))},
@@ -166,15 +163,11 @@ def manager_app(nodes: Nodes, token: str | None) -> Starlette:
         Route("/tool/{tool}", routes.guarded(routes.call), methods=["POST"]),
     ]
     health = Route("/health", lambda _: JSONResponse({"status": "ok"}))
-    return Starlette(routes=[health, Mount("/mcpapi", routes=api)], lifespan=lifespan)
-
-
-class _RefusedError(Exception):
-    """A request gets this status and detail."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
+    return Starlette(
+        routes=[health, Mount("/mcpapi", routes=api)],
+        exception_handlers={HTTPException: _refused, ToolServerError: _down},
+        lifespan=lifespan,
+    )
 
 
 class _Routes:
@@ -185,20 +178,13 @@ class _Routes:
         self._expected = None if token is None else f"Bearer {token}".encode()
 
     def guarded(self, answer: Any) -> Any:
-        """Return an endpoint that checks the token, and answers errors as JSON."""
+        """Return an endpoint that checks the token."""
 
         async def endpoint(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
             if self._expected is not None and not hmac.compare_digest(given, self._expected):
-                return _error(401, "give the token of MCP_AUTH_TOKEN as Authorization: Bearer")
-            try:
-                return JSONResponse(await answer(request))
-            except _RefusedError as refused:
-                return _error(refused.status, str(refused))
-            except FullError:
-                return _error(503, "all nodes are in use: raise --max_nodes, or wait")
-            except ToolServerError as error:
-                return _error(503, error.message)
+                raise HTTPException(401, "give the token of MCP_AUTH_TOKEN as Authorization: Bearer")
+            return JSONResponse(await answer(request))
 
         return endpoint
 
@@ -221,7 +207,7 @@ class _Routes:
 
     def _known(self, name: str) -> str:
         if name not in self._nodes.servers:
-            raise _RefusedError(404, f"there is no server {name}: {', '.join(self._nodes.servers)}")
+            raise HTTPException(404, f"there is no server {name}: {', '.join(self._nodes.servers)}")
         return name
 
     async def _target(self, path: str) -> tuple[str, str]:
@@ -236,12 +222,8 @@ class _Routes:
         ]
         if len(found) != 1:
             problem = f"tools of {', '.join(found)}: name the server" if found else "no tool of any server"
-            raise _RefusedError(404, f"{path}: {problem}")
+            raise HTTPException(404, f"{path}: {problem}")
         return found[0], path
-
-
-def _trajectory(request: Request) -> str:
-    return request.headers.get(TRAJECTORY_HEADER, _ANONYMOUS)
 
 
 async def _arguments(request: Request) -> dict[str, Any]:
@@ -249,13 +231,13 @@ async def _arguments(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_MESSAGE_BYTES:
-            raise _RefusedError(413, f"the arguments are longer than {MAX_MESSAGE_BYTES // 2**20} MiB")
+            raise HTTPException(413, f"the arguments are longer than {MAX_MESSAGE_BYTES // 2**20} MiB")
     try:
         value = json.loads(bytes(body) or b"{}")
     except (ValueError, RecursionError) as error:
-        raise _RefusedError(422, f"the arguments are not JSON: {error}") from error
+        raise HTTPException(422, f"the arguments are not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _RefusedError(422, "give the arguments as a JSON object")
+        raise HTTPException(422, "give the arguments as a JSON object")
     return value
 
 
@@ -272,6 +254,17 @@ def _content(result: ToolResult) -> str | list[dict[str, Any]]:
     return [*([{"type": "text", "text": text}] if text else []), *images]
 
 
-def _error(status: int, detail: str) -> JSONResponse:
-    headers = {"Retry-After": str(_RETRY_SECONDS)} if status == 503 else None
-    return JSONResponse({"status_code": status, "detail": detail}, status, headers)
+def _trajectory(request: Request) -> str:
+    return request.headers.get(TRAJECTORY_HEADER, _ANONYMOUS)
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    """Answer a refused request as JSON."""
+    status, detail = (error.status_code, error.detail) if isinstance(error, HTTPException) else (500, "")
+    return JSONResponse({"status_code": status, "detail": detail}, status)
+
+
+def _down(_: Request, error: Exception) -> JSONResponse:
+    """Answer a call of a server that is down as JSON: it may be repeated."""
+    detail = error.message if isinstance(error, ToolServerError) else ""
+    return JSONResponse({"status_code": 503, "detail": detail}, 503, {"Retry-After": str(_RETRY_SECONDS)})

@@ -10,15 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.errors import AgentRLError, FailureError, ToolServerError
+from agentrl.errors import AgentRLError, ToolServerError
 from agentrl.registry import Registry
 from agentrl.tools.base import (
     Reply,
     Schema,
+    ServerSession,
+    ToolError,
+    ToolServer,
     Trajectory,
+    contain_within,
     function_schema,
+    reply_within,
+    run_function,
     schema_name,
-    timeout_text,
     unreachable_is_outage,
 )
 from agentrl.tools.stateful import StatefulTools, is_stateful
@@ -94,7 +99,7 @@ def tool(*names: str) -> Callable[[F], F]:
     return decorate
 
 
-class PythonTools:
+class PythonTools(ToolServer):
     """A Toolset as a tool server. Each session of a class has an instance of its own."""
 
     def __init__(self, name: str, toolset: Toolset, *, call_timeout: float) -> None:
@@ -108,18 +113,12 @@ class PythonTools:
         """Return the function schemas, sorted by name."""
         return self._toolset.schemas
 
-    async def open(self) -> None:
-        """Do nothing: Python tools run in this process."""
-
     def session(self, trajectory: Trajectory) -> PythonSession:
         """Return the tools with state of their own."""
         return PythonSession(self.name, self._toolset, call_timeout=self._call_timeout)
 
-    async def close(self) -> None:
-        """Do nothing: each session closes its instance."""
 
-
-class PythonSession:
+class PythonSession(ServerSession):
     """The tools of a Toolset for one trajectory. The instance of a class is made at the first call."""
 
     def __init__(
@@ -131,9 +130,6 @@ class PythonSession:
         self._call_timeout = call_timeout
         self._instance: Any = instance
 
-    async def open(self) -> None:
-        """Do nothing: an instance is made at the first call."""
-
     async def list(self) -> Sequence[Schema]:
         """Return the function schemas, sorted by name."""
         return self._toolset.schemas
@@ -143,16 +139,11 @@ class PythonSession:
 
         Raises ToolServerError if the class cannot be instantiated, and any FailureError of the tool.
         """
-        try:
-            async with asyncio.timeout(self._call_timeout):
-                function = await self._function(tool)
-                return Reply(
-                    text=await contain(lambda: _run(function, arguments), f"tool {tool}", _ToolError)
-                )
-        except TimeoutError:
-            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
-        except _ToolError as error:
-            return Reply(text=error.message, error=True)
+
+        async def work() -> Reply:
+            return Reply(text=await _run(await self._function(tool), arguments))
+
+        return await reply_within(self._call_timeout, work, tool)
 
     async def close(self) -> None:
         """Call ``close`` of the instance, if there is one; its errors are logged."""
@@ -160,11 +151,11 @@ class PythonSession:
         close = getattr(instance, "close", None)
         if close is None:
             return
+        what = f"close of tool {self._name}"
         try:
-            async with asyncio.timeout(self._call_timeout):
-                await contain(lambda: _await_or_thread(close), f"close of tool {self._name}", _ToolError)
-        except (TimeoutError, AgentRLError) as error:
-            logger.warning("a tool cannot be closed", extra={"tool": self._name, "why": str(error)})
+            await contain_within(self._call_timeout, lambda: run_function(close), what, ToolError)
+        except AgentRLError as error:
+            logger.warning("a tool cannot be closed", extra={"tool": self._name, "why": error.message})
 
     async def _function(self, tool: str) -> Callable[..., Any]:
         target = self._toolset.target
@@ -176,12 +167,6 @@ class PythonSession:
                 self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
         function: Callable[..., Any] = getattr(self._instance, tool)
         return function
-
-
-class _ToolError(FailureError):
-    """A tool raised; the model reads the message."""
-
-    kind = "tool"
 
 
 def python_servers(names: str, *, call_timeout: float) -> list[PythonTools | StatefulTools]:
@@ -232,7 +217,7 @@ async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> st
     """Call ``function`` with validated ``arguments`` and return its result as text."""
     from pydantic_core import to_json
 
-    value = await _await_or_thread(_validated(function), **arguments)
+    value = await run_function(_validated(function), **arguments)
     if isinstance(value, str):
         return value
     return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
@@ -252,10 +237,3 @@ def _validator(function: Callable[..., Any]) -> Callable[..., Any]:
     from pydantic import validate_call
 
     return validate_call(function)
-
-
-async def _await_or_thread(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Await an async function; run any other in a thread."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)

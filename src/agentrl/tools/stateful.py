@@ -6,7 +6,6 @@ trajectory has an instance id of its own.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from abc import ABC, abstractmethod
@@ -16,9 +15,20 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agentrl.documents.base import is_finite
-from agentrl.errors import AgentRLError, ConfigError, FailureError, ToolServerError
-from agentrl.tools.base import Reply, Schema, Trajectory, function_schema, timeout_text, unreachable_is_outage
-from agentrl.user_code import contain, contain_call
+from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.tools.base import (
+    Reply,
+    Schema,
+    ServerSession,
+    ToolServer,
+    Trajectory,
+    contain_within,
+    function_schema,
+    reply_within,
+    run_function,
+    unreachable_is_outage,
+)
+from agentrl.user_code import contain_call
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +89,7 @@ class StatefulTool(ABC):
         """Release the state of one trajectory."""
 
 
-class StatefulTools:
+class StatefulTools(ToolServer):
     """One tool object as a tool server, named like its tool."""
 
     def __init__(self, target: Any, *, call_timeout: float) -> None:
@@ -121,20 +131,14 @@ class StatefulTools:
         """Return the tool's function schema."""
         return (self._schema,)
 
-    async def open(self) -> None:
-        """Do nothing: the tool runs in this process."""
-
     def session(self, trajectory: Trajectory) -> StatefulSession:
         """Return the tool with the state of one trajectory."""
         return StatefulSession(
             self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout
         )
 
-    async def close(self) -> None:
-        """Do nothing: each session releases its instance."""
 
-
-class StatefulSession:
+class StatefulSession(ServerSession):
     """One tool with the state of one trajectory: ``create`` at its start, ``release`` at its end."""
 
     def __init__(
@@ -168,19 +172,13 @@ class StatefulSession:
         """Call ``execute``. An exception and a timeout are errors in the reply. Raises ToolServerError if the
         tool raises one."""
         given = self._kwargs.get("execute_kwargs", {})
-        try:
-            async with asyncio.timeout(self._call_timeout):
-                result = await contain(
-                    lambda: _call(self._target.execute, self._instance, dict(arguments), **given),
-                    f"tool {tool}",
-                    _ToolError,
-                )
-        except TimeoutError:
-            return Reply(text=timeout_text(tool, self._call_timeout), error=True)
-        except _ToolError as error:
-            return Reply(text=error.message, error=True)
-        text, reward = _result(result)
-        return Reply(text=text, reward=reward)
+
+        async def work() -> Reply:
+            result = await run_function(self._target.execute, self._instance, dict(arguments), **given)
+            text, reward = _result(result)
+            return Reply(text=text, reward=reward)
+
+        return await reply_within(self._call_timeout, work, tool)
 
     async def reward(self) -> float | None:
         """Return the reward of the state, by ``calc_reward`` or ``reward``; None if the tool gives none.
@@ -208,17 +206,9 @@ class StatefulSession:
     async def _method(self, method: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         what = f"{method} of tool {self._name}"
         with unreachable_is_outage(self._name):
-            try:
-                async with asyncio.timeout(self._call_timeout):
-                    return await contain(lambda: _call(function, *args, **kwargs), what, ToolServerError)
-            except TimeoutError as error:
-                raise ToolServerError(f"{what} took longer than {self._call_timeout:g} s") from error
-
-
-class _ToolError(FailureError):
-    """A tool raised; the model reads the message."""
-
-    kind = "tool"
+            return await contain_within(
+                self._call_timeout, lambda: run_function(function, *args, **kwargs), what, ToolServerError
+            )
 
 
 def is_stateful(target: Any) -> bool:
@@ -226,13 +216,6 @@ def is_stateful(target: Any) -> bool:
     return inspect.isclass(target) and all(
         callable(getattr(target, name, None)) for name in ("create", "execute")
     )
-
-
-async def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Await an async function; run any other in a thread."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _takes_any(function: Callable[..., Any]) -> bool:

@@ -149,9 +149,9 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
     """Return the window of a step that trains ``groups``."""
     tasks = [await store.tasks.get(group) for group in groups]
     own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
-    end = max((group["finalised_at"] for group in own), default=None)
+    end = max((group["finalized_at"] for group in own), default=None)
     uncounted = await store.groups.uncounted(split)
-    within = [group for group in uncounted if end is None or group["finalised_at"] <= end]
+    within = [group for group in uncounted if end is None or group["finalized_at"] <= end]
     return Window(groups=within or own)
 
 

@@ -14,8 +14,8 @@ from docker_here import IMAGE, docker_problem
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared
+from agentrl.harness.session import ContainerSession
 from agentrl.harness.workspace import build_base, read_file
 
 pytestmark = [

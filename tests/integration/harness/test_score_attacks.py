@@ -9,10 +9,9 @@ import pytest
 from docker_here import docker_problem
 from harness_run import PYTHON, write_harness
 
-from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import prepare
-from agentrl.harness.score import score_files
-from agentrl.harness.session import HarnessSession
+from agentrl.harness.result import score_files
+from agentrl.harness.session import ContainerSession, HarnessSession
 from agentrl.tools.sandbox.local import namespace_problem
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.attack]

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.container import run_arguments
+from agentrl.harness.session import run_arguments
 from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, kill_client, start_client
 
 CONFIG = HarnessConfig(

@@ -8,9 +8,8 @@ import pytest
 
 from agentrl.documents.record import Ending
 from agentrl.errors import ConfigError
-from agentrl.harness.command import find_program, folders_of
 from agentrl.harness.config import HarnessConfig, HarnessFile
-from agentrl.harness.prepare import prepare
+from agentrl.harness.prepare import find_program, folders_of, prepare
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import check_agent
 

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig
-from agentrl.harness.container import ContainerSession
 from agentrl.harness.prepare import Prepared
+from agentrl.harness.session import ContainerSession
 from agentrl.harness.workspace import build_base
 from agentrl.tools.sandbox import docker
 from agentrl.tools.sandbox.docker import DockerSandbox

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from tiny_vision import drawn
 
-from agentrl.chat.parsers import ToolCall
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.documents.model_call import full_messages, strip_tool_results
 from agentrl.rollout.images import MemoryImages

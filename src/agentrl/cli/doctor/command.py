@@ -10,12 +10,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.cli.doctor.machine import Check, limit_checks, machine_checks
-from agentrl.cli.doctor.model import check_context, model_checks
 from agentrl.cli.doctor.services import (
     check_agent_config,
+    check_context,
     check_mongod,
     check_tools,
     database_checks,
+    model_checks,
     service_checks,
 )
 from agentrl.config.load import Configs, parse

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import requests
+import httpx2
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -43,7 +43,7 @@ class MlflowExporter(SpanExporter):
         if self._exporter is None:
             try:
                 self._exporter = self._open()
-            except (requests.RequestException, LookupError, ValueError) as error:
+            except (httpx2.HTTPError, LookupError, ValueError) as error:
                 logger.error("no experiment: %s", error)
                 return SpanExportResult.FAILURE
         return self._exporter.export(spans)
@@ -59,17 +59,14 @@ class MlflowExporter(SpanExporter):
 
     def _experiment_id(self) -> str:
         name = self._experiment
-        found = requests.get(
-            f"{self._url}{_API}/get-by-name?experiment_name={quote(name, safe='')}",
-            headers=self._headers, timeout=self._timeout,
-        )  # fmt: skip
-        if found.status_code == requests.codes.not_found:
-            made = requests.post(
-                f"{self._url}{_API}/create", json={"name": name}, headers=self._headers, timeout=self._timeout
-            )
-            if made.ok:
-                return str(made.json()["experiment_id"])
-            found = requests.get(found.url, headers=self._headers, timeout=self._timeout)  # another made it
+        asked = f"{self._url}{_API}/get-by-name?experiment_name={quote(name, safe='')}"
+        with httpx2.Client(headers=self._headers, timeout=self._timeout, follow_redirects=True) as http:
+            found = http.get(asked)
+            if found.status_code == httpx2.codes.NOT_FOUND:
+                made = http.post(f"{self._url}{_API}/create", json={"name": name})
+                if made.is_success:
+                    return str(made.json()["experiment_id"])
+                found = http.get(asked)  # another made it
         found.raise_for_status()
         return str(found.json()["experiment"]["experiment_id"])
 

@@ -228,15 +228,12 @@ class Connection:
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """Return the StoreError for a driver error that was raised while ``doing``."""
-        found = store_error(doing, error, self.host, self.timeout)
-        if self._folder is None or not isinstance(found, StoreUnavailableError):
-            return found
-        problem = disk_problem(self._folder)
-        return (
-            found
-            if problem is None
-            else StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
-        )
+        failure = store_error(doing, error, self.host, self.timeout)
+        if self._folder is not None and isinstance(failure, StoreUnavailableError):
+            problem = disk_problem(self._folder)
+            if problem is not None:
+                return StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
+        return failure
 
     async def call(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
         """Call ``operation``; retry it during an outage as ``retry_outages`` allows. Raises StoreErrors."""

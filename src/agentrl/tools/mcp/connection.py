@@ -20,8 +20,7 @@ from agentrl.tools.mcp.content import (
 )
 from agentrl.tools.mcp.listing import Listing, call_extra, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
-from agentrl.tools.redact import redact_secrets
-from agentrl.tools.specs import Limits, McpSpec, StdioSpec
+from agentrl.tools.specs import Limits, McpSpec, StdioSpec, redact_secrets
 
 if TYPE_CHECKING:
     import httpx2

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
-from agentrl.tools.base import Reply, Schema, Trajectory, schema_name
+from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
-from agentrl.tools.redact import redact_address
-from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec
+from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec, redact_address
 
 if TYPE_CHECKING:
     import httpx2
@@ -35,7 +34,7 @@ Request = Callable[[str, Mapping[str, Any], Limits], Awaitable[Reply]]
 """Calls a tool with arguments, within limits."""
 
 
-class McpServer(ABC):
+class McpServer(ToolServer, ABC):
     """The client of one server: what shared and dedicated servers have in common."""
 
     def __init__(self, spec: McpSpec, config: ToolConfig) -> None:
@@ -57,19 +56,6 @@ class McpServer(ABC):
         self._problem: ConnectionError = ConnectionError("it is not connected")
         self._again_at = 0.0
         self._closing: set[asyncio.Task[None]] = set()
-
-    @abstractmethod
-    async def open(self) -> None:
-        """Connect and list the tools. Raises ToolServerError."""
-
-    @property
-    @abstractmethod
-    def schemas(self) -> Sequence[Schema]:
-        """Return the tools as last listed, sorted by name."""
-
-    @abstractmethod
-    def session(self, trajectory: Trajectory) -> McpSession:
-        """Return the calls of one trajectory."""
 
     async def connect(self) -> Connection:
         """Return a new connection. Raises ToolServerError, at once while the back-off lasts.
@@ -138,7 +124,7 @@ class McpServer(ABC):
         return self._http
 
 
-class McpSession(ABC):
+class McpSession(ServerSession, ABC):
     """What shared and dedicated servers have in common; subclasses make the request."""
 
     def __init__(self, server: McpServer, trajectory: Trajectory) -> None:

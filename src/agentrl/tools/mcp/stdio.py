@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
-from agentrl.tools.redact import redact_secrets
-from agentrl.tools.specs import WORKDIR, StdioSpec
+from agentrl.tools.specs import WORKDIR, StdioSpec, redact_secrets
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream

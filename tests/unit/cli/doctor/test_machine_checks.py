@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl.cli import gpus
 from agentrl.cli.doctor import machine
+from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
 from agentrl.cli.placement import Gpus
 from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig
@@ -140,3 +142,22 @@ def test_gpus_that_torch_does_not_see_are_a_warning(monkeypatch: pytest.MonkeyPa
     check = machine.check_gpus(parse([], command="agentrl doctor", description="", shown=()))
     assert check.state == "warn"
     assert "torch sees no GPU" in check.found
+
+
+@pytest.mark.parametrize(
+    ("check", "state"),
+    [
+        (check_open_files(512, 4096), "fail"),
+        (check_open_files(1024, 65536), "warn"),
+        (check_open_files(65536, 65536), "ok"),
+        (check_open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok"),
+        (check_processes(100), "warn"),
+        (check_processes(resource.RLIM_INFINITY), "ok"),
+        (check_memory(2**30), "fail"),
+        (check_memory(4 * 2**30), "warn"),
+        (check_memory(32 * 2**30), "ok"),
+    ],
+)
+def test_limits(check: Check, state: str) -> None:
+    assert check.state == state
+    assert bool(check.hint) is (state != "ok")
