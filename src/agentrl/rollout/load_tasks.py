@@ -21,7 +21,7 @@ from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.group_filters import GROUP_FILTERS
+from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS
 

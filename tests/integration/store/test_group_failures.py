@@ -21,7 +21,7 @@ from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.rollout import finalizer as finalize_module
 from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
-from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store import groups

@@ -18,7 +18,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.scoring.group_filters import ScoredGroup
+from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.admin.reopen import Blocker
 from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers import get_parser
+from agentrl.chat.parsers.base import get_parser
 from agentrl.quickstart import tasks
 from agentrl.quickstart.servers.arithmetic import evaluate
 from agentrl.quickstart.servers.calculator import server

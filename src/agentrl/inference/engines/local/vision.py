@@ -1,4 +1,4 @@
-"""Prepare the images of a request to the local engine: cache keys, M-RoPE positions, features."""
+"""Read the images of a request to the local engine, and make a batch's embeddings and M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from agentrl.chat.vision import Vision
 from agentrl.data.forest_images import ForestImages, images_of_spans, rope_positions
 from agentrl.documents.images import Image, ImageSpan
 from agentrl.errors import ImageError
+from agentrl.inference.engines.local.cache import Slot
 from agentrl.model.vision import PixelReader, image_features
 
 
@@ -47,6 +49,17 @@ class RequestImages:
         if self._features is None or self._features[0] is not model:
             self._features = (model, *image_features(model, self.images))
         return self._features[1], self._features[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next tokens of one sequence to compute, at positions ``start …`` of the sequence in ``slot``."""
+
+    slot: Slot
+    start: int
+    token_ids: NDArray[np.int32]
+    wants_logits: bool
+    images: RequestImages | None = None
 
 
 def read_request_images(
@@ -83,3 +96,33 @@ def read_request_images(
     whole = np.full(len(tokens), len(tokens))
     positions = rope_positions(found, np.arange(len(tokens)), whole)
     return tokens, RequestImages(found.with_pixels(pixels), positions)
+
+
+def vision_inputs(
+    model: Any, chunks: Sequence[Chunk], ids: NDArray[np.int32], device: torch.device
+) -> dict[str, Any]:
+    """Return the decoder's inputs: embeddings with the features of images, and positions [3, 1, n]."""
+    embeds = model.get_input_embeddings()(torch.from_numpy(ids.astype(np.int64)).to(device))
+    mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
+    positions, deep = [], []
+    begin = 0
+    for chunk in chunks:
+        end = chunk.start + len(chunk.token_ids)
+        if chunk.images is None:
+            positions.append(np.tile(np.arange(chunk.start, end), (3, 1)))
+        else:
+            positions.append(chunk.images.positions_of(chunk.start, end))
+            here, rows = chunk.images.rows(chunk.start, end)
+            features, layers = chunk.images.features(model)
+            embeds[begin + here] = features[rows].to(embeds.dtype)
+            mask[begin + here] = True
+            deep.append([layer[rows] for layer in layers or ()])
+        begin += len(chunk.token_ids)
+    inputs: dict[str, Any] = {
+        "inputs_embeds": embeds[None],
+        "position_ids": torch.from_numpy(np.concatenate(positions, axis=1)).to(device)[:, None],
+    }
+    if mask.any() and deep and deep[0]:
+        inputs["visual_pos_masks"] = mask[None]
+        inputs["deepstack_visual_embeds"] = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+    return inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.llm.untrusted import fenced, without_control_tokens
+from agentrl.llm.ask import fenced, without_control_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from agentrl.inference.connections import Connections
-from agentrl.inference.http import EngineHttp
+from agentrl.inference.http import Connections, EngineHttp
 
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"
 EVENTS = b'data: {"a": 1}\n\ndata: [DONE]\n\n'
@@ -55,7 +54,7 @@ async def server() -> AsyncIterator[Server]:
 
 
 async def ask(connections: Connections) -> bytes:
-    async with connections.post("/x", b"{}", {"content-type": "text/plain"}) as answer:
+    async with connections.request("POST", "/x", b"{}", {"content-type": "text/plain"}) as answer:
         assert (answer.status, answer.headers["content-type"]) == (200, "text/plain")
         return b"".join([piece async for piece in answer.pieces()])
 
@@ -85,7 +84,7 @@ async def test_a_connection_that_the_server_closed_is_not_used_again(server: Ser
 async def test_a_connection_with_half_an_answer_is_closed(server: Server) -> None:
     server.answer = PLAIN[:-2]
     connections = Connections(server.url)
-    async with connections.post("/x", b"", {}) as answer:
+    async with connections.request("POST", "/x", b"", {}) as answer:
         assert answer.status == 200
     await server.closed.wait()
     server.answer = PLAIN
@@ -153,6 +152,6 @@ async def test_a_body_without_a_length_ends_with_the_connection(server: Server) 
 async def test_a_header_cannot_hold_a_line_break(server: Server) -> None:
     connections = Connections(server.url)
     with pytest.raises(ValueError, match="a line break"):
-        async with connections.post("/x", b"", {"x": "y\r\nhost: other"}):
+        async with connections.request("POST", "/x", b"", {"x": "y\r\nhost: other"}):
             pass
     assert server.connections == 0

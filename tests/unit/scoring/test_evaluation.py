@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.scoring import paired_tests
 from agentrl.scoring.evaluation import (
     EvaluatedTask,
     Prices,
+    compare_tasks,
     count_failures,
+    difference,
     estimates,
     pass_at_k,
+    sign_test,
     summarize,
     summarize_groups,
 )
-from agentrl.scoring.paired_tests import difference, sign_test
 
 
 def task(*scores: float, name: str = "t", scorer: str = "exact", **fields: object) -> EvaluatedTask:
@@ -106,8 +107,8 @@ def test_a_clear_difference_is_found_and_none_is_not() -> None:
 def test_only_tasks_with_the_same_content_are_compared() -> None:
     a = [task(0, name="1"), task(0, name="2"), task(0, name="3"), task(name="5")]
     b = [task(1, name="1"), task(1, name="2", digest="edited"), task(1, name="4"), task(1, name="5")]
-    found = paired_tests.compare(a, b)
+    found = compare_tasks(a, b)
     assert found is not None
     assert (found.tasks, found.only_a, found.only_b) == (1, 2, 3)
     assert found.score.effect.value == 1.0
-    assert paired_tests.compare(a[1:2], b) is None
+    assert compare_tasks(a[1:2], b) is None
