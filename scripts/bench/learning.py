@@ -36,8 +36,7 @@ from learning_cases import CASES, Case, corpus, quick_case
 from agentrl.config.schema import RunConfig
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.processes import thread_limits
-from agentrl.scoring.evaluation import EvaluatedTask
-from agentrl.scoring.paired_tests import Difference, difference
+from agentrl.scoring.evaluation import Difference, EvaluatedTask, difference
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import SupervisedProcess, Supervisor

@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.chat.conversation import Conversation
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers import get_parser
+from agentrl.chat.parsers.base import get_parser
 from agentrl.config.schema import GroupConfig, ModelConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin

@@ -18,8 +18,14 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
 from agentrl.scoring.advantages import BUILT_IN
-from agentrl.scoring.group_filters import dropped_by_filter
-from agentrl.scoring.groups import Decision, decide_group, filtered_of, recorded_decisions, summarize
+from agentrl.scoring.groups import (
+    Decision,
+    decide_group,
+    dropped_by_filter,
+    filtered_of,
+    recorded_decisions,
+    summarize,
+)
 from agentrl.store.groups import GroupOutcome, RecordOutcome
 
 logger = logging.getLogger(__name__)

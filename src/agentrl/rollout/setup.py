@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.model_folder import model_context_length, tokenizer_fingerprint
 from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers import PARSERS, load_validator
+from agentrl.chat.parsers.arguments import load_validator
+from agentrl.chat.parsers.base import PARSERS
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -34,12 +35,12 @@ from agentrl.inference.router import EngineRouter, LiveEngines, Watch
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
-from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
@@ -195,9 +196,8 @@ class SamplerGateway:
             await self._host.close()
 
     def _new_host(self) -> GatewayHost:
-        from agentrl.gateway.chains import Chains
+        from agentrl.gateway.answerer import Answerer
         from agentrl.gateway.host import GatewayHost
-        from agentrl.gateway.model_calls import Answerer
 
         answerer = Answerer(
             store=self._store,
@@ -206,7 +206,6 @@ class SamplerGateway:
             params=self._params,
             agent=self._configs[AgentConfig],
             seed=self._configs[RunConfig].seed,
-            chains=Chains(self._store),
         )
         return GatewayHost(answerer, self._configs[GatewayConfig])
 

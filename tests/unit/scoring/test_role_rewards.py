@@ -23,7 +23,7 @@ from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ScorerError
-from agentrl.scoring.role_rewards import checked_role_rewards
+from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")

@@ -19,7 +19,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.scoring.turn_rewards import turn_advantages
+from agentrl.scoring.rewards import turn_advantages
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
