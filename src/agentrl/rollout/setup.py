@@ -35,11 +35,11 @@ from agentrl.inference.router import EngineRouter, LiveEngines
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
-from agentrl.rollout.budget import context_problem
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.housekeeping import EpochPlan
 from agentrl.rollout.outages import Outages
+from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.advantages import ESTIMATORS
@@ -195,9 +195,8 @@ class SamplerGateway:
             await self._host.close()
 
     def _new_host(self) -> GatewayHost:
-        from agentrl.gateway.chains import Chains
+        from agentrl.gateway.answerer import Answerer
         from agentrl.gateway.host import GatewayHost
-        from agentrl.gateway.model_calls import Answerer
 
         answerer = Answerer(
             store=self._store,
@@ -206,7 +205,6 @@ class SamplerGateway:
             params=self._params,
             agent=self._configs[AgentConfig],
             seed=self._configs[RunConfig].seed,
-            chains=Chains(self._store),
         )
         return GatewayHost(answerer, self._configs[GatewayConfig])
 

@@ -31,8 +31,7 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import device_peak
 from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
-from agentrl.model.logprobs import DEFAULT_CHUNK
-from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision, choose_precision
 from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze

@@ -13,9 +13,9 @@ from trajectories import Trajectory
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim, Task
 from agentrl.errors import LeaseLostError
-from agentrl.rollout import call_writer
-from agentrl.rollout.call_writer import CallWriter
+from agentrl.rollout import trajectory_calls
 from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.trajectory_calls import CallWriter
 
 CLAIM = Claim(
     task=Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q"),
@@ -85,8 +85,8 @@ async def test_a_trajectory_waits_for_a_database_that_is_too_slow(pending: list[
 async def test_a_busy_process_writes_later_but_not_never(
     pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_writer, "_BUSY_SECONDS", -1.0)  # every timer is late
-    monkeypatch.setattr(call_writer, "_LONGEST_SECONDS", 0.3)
+    monkeypatch.setattr(trajectory_calls, "_BUSY_SECONDS", -1.0)  # every timer is late
+    monkeypatch.setattr(trajectory_calls, "_LONGEST_SECONDS", 0.3)
     calls = SlowCalls()
     async with asyncio.timeout(20), writer_of(calls) as writer:
         started = time.monotonic()
@@ -101,7 +101,7 @@ async def test_a_busy_process_writes_later_but_not_never(
 async def test_many_queued_calls_are_written_by_a_busy_process(
     pending: list[PendingCall], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_writer, "_INTERVAL_SECONDS", 60.0)
+    monkeypatch.setattr(trajectory_calls, "_INTERVAL_SECONDS", 60.0)
     calls = SlowCalls()
     calls.opened.set()
     async with asyncio.timeout(20), writer_of(calls) as writer:

@@ -1,10 +1,9 @@
-"""Answer one request: find the call that it continues, generate, store the model call, return the answer."""
+"""Answer one request behind its prompt: generate, by a grammar or again if need be, and store the call."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,39 +12,26 @@ from weakref import WeakValueDictionary
 
 from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
-from agentrl.documents.images import Image, text_of
+from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
-from agentrl.errors import (
-    ContextFullError,
-    FailureError,
-    LeaseLostError,
-    StoreUnavailableError,
-    TrajectoryError,
-)
+from agentrl.errors import ContextFullError, LeaseLostError
 from agentrl.gateway.answers import grammar_of, response_of, unmet
-from agentrl.gateway.chains import Chain, Chains, Prompt, prompt_of
-from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.history import digest_after, prefix_digests
-from agentrl.gateway.images import store_images
-from agentrl.gateway.request import GatewayRequest, aside
+from agentrl.gateway.errors import as_gateway_error, dead_url
+from agentrl.gateway.request import GatewayRequest
+from agentrl.gateway.request_prompts import RequestPrompts
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
-from agentrl.rollout.budget import Budget
-from agentrl.rollout.images import images_of
-from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.model_call import PendingCall, images_of, parse
+from agentrl.rollout.prompts import Budget, Chain, Prompt, digest_after
 from agentrl.rollout.trace import end_model_call, gateway_call_span
 from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
-from agentrl.user_code import contain_call
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-
-logger = logging.getLogger(__name__)
 
 OnPrompt = Callable[[list[int]], None]
 
@@ -58,7 +44,7 @@ ASKED_AGAIN = "asked_again"
 
 @dataclass(frozen=True, kw_only=True)
 class Answerer:
-    """Answers requests of any trajectory of a run. Its only state is a cache of stored conversations."""
+    """Answers requests of any trajectory of a run, from prompt to stored model call."""
 
     store: Store
     router: Router
@@ -66,11 +52,15 @@ class Answerer:
     params: SamplingParams
     agent: AgentConfig
     seed: int
-    chains: Chains
     writing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     """A lock for each trajectory: two writes at a time would only conflict in the database."""
     lease_seconds: float = 15.0
     """Time after which another gateway may take a request over; renewed while it is answered."""
+
+    @cached_property
+    def prompts(self) -> RequestPrompts:
+        """How requests become prompts."""
+        return RequestPrompts(store=self.store, chat_format=self.chat_format, agent=self.agent)
 
     async def answer(
         self,
@@ -97,39 +87,7 @@ class Answerer:
         except BaseException as error:
             with contextlib.suppress(Exception):
                 await asyncio.shield(self.store.gateways.fail(call))
-            raise _as_gateway_error(error) from error
-
-    async def resolve(self, claim: Claim, request: GatewayRequest) -> GatewayRequest:
-        """Return the request with the conversation of its ``previous`` answer in its messages.
-
-        Its own system message replaces that of the conversation. Raises GatewayError for an unknown id.
-        """
-        request = await store_images(request, self.chat_format, self.store.images)
-        if request.previous is None:
-            return request
-        found = (await self.store.gateways.by_answer(claim.record_id, [request.previous])).values()
-        call = next((item.call for item in found), None)
-        if call is None:
-            raise GatewayError(
-                "not_found",
-                "previous_response_id names no answer of this trajectory",
-                code="previous_response_not_found",
-                param="previous_response_id",
-            )
-        earlier = (await self.chains.get(claim.record_id, call)).messages
-        own = list(request.messages)
-        system = [own.pop(0)] if own and own[0]["role"] == "system" else []
-        if earlier[0]["role"] == "system":
-            earlier = earlier[1:]
-        return replace(request, messages=[*system, *earlier, *own], previous=None)
-
-    async def count_tokens(self, claim: Claim, request: GatewayRequest) -> int:
-        """Return the length of the prompt that a request would have, in tokens. Raises GatewayError."""
-        request = await store_images(request, self.chat_format, self.store.images)
-        try:
-            return len((await self._prompt(claim, request)).ids)
-        except FailureError as error:
-            raise _as_gateway_error(error) from error
+            raise as_gateway_error(error) from error
 
     async def _answer(
         self,
@@ -193,19 +151,15 @@ class Answerer:
                 sent = params.replace(extra=extra).seeded(self.seed, call.id, attempt)
             generation = await generate(sent)
             is_cut = generation.finish_reason == "length"
-            if not is_cut and unmet(self._parse(request, prompt, generation), request) is None:
+            if (
+                not is_cut
+                and unmet(parse(self.chat_format, prompt, generation, request.tools), request) is None
+            ):
                 break
         if not attempt:
             return generation, sent
         noted = sent.replace(extra={**sent.extra, ASKED_AGAIN: attempt})
         return replace(generation, logprobs_of="other"), noted
-
-    def _parse(self, request: GatewayRequest, prompt: Prompt, generation: Generation) -> ParsedMessage:
-        return contain_call(
-            lambda: self.chat_format.parse(generation.output_ids, request.tools, prompt.ids),
-            "the tool-call parser",
-            TrajectoryError,
-        )
 
     async def _grammar(self, request: GatewayRequest, prompt: Prompt) -> dict[str, str] | None:
         """Return the sampling parameter for the engine's grammar; None if the demand cannot be one."""
@@ -228,63 +182,19 @@ class Answerer:
         generation: Generation,
     ) -> DispatchedSamplingTask:
         """Parse an answer and store its model call; return it."""
-        parsed = self._parse(request, prompt, generation)
+        parsed = parse(self.chat_format, prompt, generation, request.tools)
         response, error = response_of(parsed, request, generation, call, self.chat_format)
         pending = PendingCall(
-            record=claim.record_id,
-            role=request.role,
-            parent=prompt.parent,
-            follows=prompt.follows,
-            drops_thoughts=prompt.follows is not None,
-            opens_branch=prompt.parent is None and prompt.follows is None,
-            messages=tuple(prompt.new_messages),
-            tools=None if prompt.parent else tuple(request.tools),
-            context_ids=prompt.context_ids,
-            images=prompt.context_images,
-            params=params,
-            generation=generation,
-            response=response,
-            error=error,
-        )
+            record=claim.record_id, prompt=prompt, role=request.role, tools=request.tools, params=params,
+            generation=generation, response=response, error=error,
+        )  # fmt: skip
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
             stored = await self.store.model_calls.answer(claim, pending.document(), call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
-        self.chains.add(chain, (claim.record_id, after))
+        self.prompts.chains.add(chain, (claim.record_id, after))
         return stored
-
-    async def prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
-        """Return the prompt; refuse by its size one that is far above the limit before it is tokenized."""
-        limit = self.agent.max_prompt_tokens
-        if request.size > limit:
-            fewest = await aside(request.size, self._fewest_tokens, request)
-            if fewest > limit:
-                raise ContextFullError(
-                    f"the next prompt has at least {fewest:,} tokens, and --max_prompt_tokens is {limit:,}"
-                )
-        return await self._prompt(claim, request)
-
-    def _fewest_tokens(self, request: GatewayRequest) -> int:
-        """Return how many tokens a prompt has at least; templates rewrite messages of assistants only."""
-        contents = (message.get("content") for message in request.messages if message["role"] != "assistant")
-        return sum(self.chat_format.tokens.fewest_tokens(text_of(content).strip()) for content in contents)
-
-    async def _prompt(self, claim: Claim, request: GatewayRequest) -> Prompt:
-        """Return the prompt: behind the latest sampled answer that the request's messages begin with."""
-        messages, tools = request.messages, request.tools
-        if messages[-1]["role"] == "assistant":
-            raise invalid(
-                "the last message is an assistant's; end with a user or tool message",
-                "messages",
-                code="no_new_message",
-            )
-        digests = await aside(request.size, prefix_digests, messages, tools, request.role)
-        ends = [place + 1 for place, message in enumerate(messages) if message["role"] == "assistant"]
-        found, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
-        known = ends[found - 1] if found else 0
-        prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
-        return replace(prompt, digest=digests[-1])
 
     @contextlib.asynccontextmanager
     async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
@@ -298,30 +208,3 @@ class Answerer:
             yield
         finally:
             task.cancel()
-
-
-def dead_url() -> GatewayError:
-    """Return the error for a URL whose trajectory has ended, and for one that never was."""
-    return GatewayError(
-        "authentication",
-        "this URL belongs to no running trajectory: it has ended, its lease was lost, or the token is wrong",
-        code="dead_token",
-    )
-
-
-def _as_gateway_error(error: BaseException) -> BaseException:
-    """Return the error to answer for a failure; cancellations stay as they are."""
-    if isinstance(error, GatewayError) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, ContextFullError):
-        return GatewayError("invalid", error.message, code="context_length_exceeded", param="messages")
-    if isinstance(error, EngineRefusedError):
-        return invalid(f"the engine refused the request: {error.message}", code="engine_refused")
-    if isinstance(error, TrajectoryError):
-        return GatewayError("invalid", error.message, code="cannot_render", param="messages", hint=error.hint)
-    if isinstance(error, (FailureError, StoreUnavailableError)):
-        return GatewayError("unavailable", error.message, code="unavailable", hint="send the request again")
-    logger.error("a request failed", exc_info=error)
-    return GatewayError(
-        "internal", f"the gateway failed: {type(error).__name__}", code="internal", hint="see its log"
-    )

@@ -10,7 +10,7 @@ from agentrl.chat.model_folder import model_context_length
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import StopReason
-from agentrl.rollout.budget import Budget, context_problem
+from agentrl.rollout.prompts import Budget, context_problem
 
 QWEN3 = 40960
 
