@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from agentrl.documents.base import excerpt
 from agentrl.documents.images import Image, ImageRef, image_of_file, image_of_url
 from agentrl.errors import ImageError
 from agentrl.validation import problems_of, validate
@@ -151,11 +152,11 @@ def _message(where: str, item: Any) -> Message:
         raise BadTaskError(f"{where} is {kind_of(item)}; it must be an object with a role")
     role = item.get("role")
     if role not in ROLES:
-        raise BadTaskError(f"{where}: the role is {_excerpt(role)}; choose one of {', '.join(ROLES)}")
+        raise BadTaskError(f"{where}: the role is {excerpt(role, _SHOWN)}; choose one of {', '.join(ROLES)}")
     message = {key: value for key, value in item.items() if value is not None}
     unknown = sorted(set(message) - _KEYS[role])
     if unknown:
-        raise BadTaskError(f"{where}: a message of role {role} has no {_excerpt(unknown[0])}")
+        raise BadTaskError(f"{where}: a message of role {role} has no {excerpt(unknown[0], _SHOWN)}")
     for key in sorted(_KEYS[role] - {"content", "tool_calls"}):
         if not isinstance(message.get(key, ""), str):
             raise BadTaskError(f"{where}: {key} is {kind_of(message[key])}; it must be text")
@@ -208,7 +209,7 @@ def _result(where: str, message: Message, open_calls: dict[str, str]) -> Message
     call_id = message.get("tool_call_id") or next(iter(open_calls), None)
     if call_id not in open_calls:
         raise BadTaskError(f"{where}: no call before it waits for a result" + (
-            f" with the id {_excerpt(call_id)}" if call_id else ""
+            f" with the id {excerpt(call_id, _SHOWN)}" if call_id else ""
         ))  # fmt: skip
     return {**message, "name": open_calls.pop(call_id), "tool_call_id": call_id}
 
@@ -243,12 +244,7 @@ def _arguments(where: str, value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise BadTaskError(f"{where}: arguments are not JSON: {_excerpt(value)}") from error
+            raise BadTaskError(f"{where}: arguments are not JSON: {excerpt(value, _SHOWN)}") from error
     if not isinstance(value, (dict, type(None))):
         raise BadTaskError(f"{where}: arguments are {kind_of(value)}; they must be an object")
     return value or {}
-
-
-def _excerpt(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
