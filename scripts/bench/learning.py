@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -242,10 +242,10 @@ def as_json(case: Case, results: Sequence[Result], overall: Difference) -> dict[
     """Return all results as JSON."""
     seeds = [
         {"seed": item.seed, "seconds": item.seconds, "points": [vars(point) for point in item.points],
-         "test": difference(item.pairs).to_json()}
+         "test": asdict(difference(item.pairs))}
         for item in results
     ]  # fmt: skip
-    return {"case": case.name, "seeds": seeds, "overall": overall.to_json()}
+    return {"case": case.name, "seeds": seeds, "overall": asdict(overall)}
 
 
 def plot(case: Case, results: Sequence[Result], overall: Difference, out: Path) -> None:
