@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from agentrl.bounded_http import BoundedProtocol
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.errors import ConfigError
 from agentrl.gateway.app import GatewayApp
 
