@@ -91,11 +91,6 @@ def _programs(config: HarnessConfig) -> tuple[list[str], list[str]]:
     return own, visible
 
 
-def search_path(folders: Sequence[str]) -> str:
-    """Return the PATH of a harness: ``folders``, then the system's."""
-    return os.pathsep.join([*folders, SYSTEM_PATH])
-
-
 def arguments_of(command: str | Sequence[str]) -> tuple[str, ...]:
     """Return the arguments of a command; text is a line for the shell."""
     return ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
@@ -131,7 +126,11 @@ def folders_of(program: str, depth: int = _DEEPEST) -> Iterator[str]:
 
 def _first_word(command: str | Sequence[str], where: str) -> str:
     try:
-        words = _words(command) if isinstance(command, str) else list(command)
+        words = list(command)
+        if isinstance(command, str):
+            reader = shlex.shlex(command, posix=True, punctuation_chars=True)
+            reader.whitespace_split = True
+            words = [word for word in reader if not set(word) <= set("();<>|&")]
     except ValueError as error:
         raise ConfigError(
             f"{where}: the command cannot be read as a shell line: {error}", hint="close its quotes"
@@ -140,13 +139,6 @@ def _first_word(command: str | Sequence[str], where: str) -> str:
         if not (isinstance(command, str) and word.partition("=")[0].isidentifier() and "=" in word):
             return word
     raise ConfigError(f"{where}: the command is empty", hint="name a program")
-
-
-def _words(line: str) -> list[str]:
-    """Return the words of a shell line, without brackets and operators."""
-    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
-    reader.whitespace_split = True
-    return [word for word in reader if not set(word) <= set("();<>|&")]
 
 
 def _shell_knows(name: str) -> bool:

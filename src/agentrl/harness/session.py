@@ -23,7 +23,7 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
-from agentrl.harness.prepare import Prepared, arguments_of, search_path
+from agentrl.harness.prepare import SYSTEM_PATH, Prepared, arguments_of
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, make_readable, pack, unpack
 from agentrl.processes import process_tree
 from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, DockerClient, container_name, control, limit_arguments
@@ -185,7 +185,7 @@ class HarnessSession(Session):
         name, _, value = self._marker.partition("=")
         return {
             "HOME": f"{self.root}/{HOME}", "TMPDIR": f"{self.root}/{TEMPORARY}",
-            "PATH": search_path(self._prepared.path), name: value,
+            "PATH": os.pathsep.join([*self._prepared.path, SYSTEM_PATH]), name: value,
             "GIT_CONFIG_NOSYSTEM": "1",  # Git ends at a file that exists and cannot be read
         }  # fmt: skip
 

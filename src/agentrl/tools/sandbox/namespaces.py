@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import threading
-from dataclasses import dataclass
 from typing import Final
 
 from agentrl.tools.sandbox import linux
@@ -51,12 +50,8 @@ _SET_FLAGS: Final = 0x8914
 _UP: Final = 0x1 | 0x40
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Descriptors of the session's files: an archive of the directory before and after the program."""
-
-    before: int | None
-    after: int | None
+Files = tuple[int | None, int | None]
+"""Descriptors of the session's files: an archive of the directory before and after the program."""
 
 
 def start(job: Job, streams: Streams, files: Files, status: int, channel: socket.socket | None = None) -> int:
@@ -129,8 +124,7 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     program = os.fork()
     if program == 0:
         guarded(status, lambda: _program(job, streams, files, user))
-    for stream in (streams.stdin, streams.stdout, streams.stderr):
-        os.close(stream)
+    streams.close()
     ended = None
     while ended is None:
         child, code = os.wait()
@@ -141,15 +135,17 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
         while True:
             os.wait()
     is_full = any(map(_is_full, (WORK, "/tmp")))
-    kept = files.after is None or save(files.after, WORK, job)
+    _, after = files
+    kept = after is None or save(after, WORK, job)
     report = {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": is_full}
     write_report(status, report)
     os._exit(0)
 
 
 def _program(job: Job, streams: Streams, files: Files, user: int | None) -> None:
-    if files.before is not None:
-        extract(files.before, WORK)
+    before, _ = files
+    if before is not None:
+        extract(before, WORK)
     write_main(job, WORK, user)
     become(job, WORK, streams, user)
 
