@@ -147,8 +147,8 @@ def _files(rollout: Rollout, config: HarnessConfig, variables: dict[str, str]) -
         QUESTION_FILE: rollout.question.encode("utf-8", "replace"),
     }
     for name, text in config.files.items():
-        place = f"{HOME}/{name[2:]}" if name.startswith("~/") else f"{WORKSPACE}/{name}"
-        files[os.path.normpath(place)] = _filled(text, variables).encode("utf-8", "replace")
+        path = f"{HOME}/{name[2:]}" if name.startswith("~/") else f"{WORKSPACE}/{name}"
+        files[os.path.normpath(path)] = _filled(text, variables).encode("utf-8", "replace")
     return files
 
 
@@ -187,8 +187,8 @@ async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run
         text = content if isinstance(content, str) else None
     if text is None:
         return None
-    found = extract_answer(text, rollout.task.answer_schema)
-    return text if found is None else found
+    answer = extract_answer(text, rollout.task.answer_schema)
+    return text if answer is None else answer
 
 
 async def _score(

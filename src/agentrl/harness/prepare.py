@@ -99,9 +99,9 @@ def arguments_of(command: str | Sequence[str]) -> tuple[str, ...]:
 def find_program(command: str | Sequence[str], path: str, where: str) -> str | None:
     """Return the program of a command; None for a word that the shell itself knows. Raises ConfigError."""
     name = _first_word(command, where)
-    found = shutil.which(name, path=path)
-    if found is not None:
-        return os.path.abspath(found)
+    program = shutil.which(name, path=path)
+    if program is not None:
+        return os.path.abspath(program)
     if isinstance(command, str) and _shell_knows(name):
         return None
     raise ConfigError(
@@ -112,8 +112,8 @@ def find_program(command: str | Sequence[str], path: str, where: str) -> str | N
 
 def folders_of(program: str, depth: int = _DEEPEST) -> Iterator[str]:
     """Yield the folders that a program needs: its installation, and that of its interpreter."""
-    for place in dict.fromkeys((program, os.path.realpath(program))):
-        prefix = _prefix(place)
+    for path in dict.fromkeys((program, os.path.realpath(program))):
+        prefix = _prefix(path)
         if not f"{prefix}/".startswith(_SYSTEM):
             yield prefix
         home = _home_of_environment(prefix)

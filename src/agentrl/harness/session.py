@@ -309,12 +309,12 @@ def run_arguments(
 def _is_too_large(folder: Path, limits: HarnessLimits) -> bool:
     """Return whether the files of a folder exceed ``disk_mb`` or ``files``."""
     size = count = 0
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         count += len(folders) + len(files)
         for name in files:
             with suppress(OSError):
-                found = os.lstat(os.path.join(place, name))
-                size += max(found.st_size, found.st_blocks * _BLOCK)  # a sparse file is whole in an archive
+                status = os.lstat(os.path.join(parent, name))
+                size += max(status.st_size, status.st_blocks * _BLOCK)  # a sparse file is whole in an archive
         if size > limits.disk_mb << 20 or count > limits.files:
             return True
     return False

@@ -206,9 +206,9 @@ class _NamespaceRun:
         """Return whether a command has filled its directory, a file system of limited size."""
         for first in list(descendants(self.pid))[1:2] if self._saves else ():
             with contextlib.suppress(OSError):
-                found = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
-                if found.f_blocks * found.f_frsize == self._size:
-                    return found.f_bavail == 0 or found.f_favail == 0
+                disk = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
+                if disk.f_blocks * disk.f_frsize == self._size:
+                    return disk.f_bavail == 0 or disk.f_favail == 0
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:

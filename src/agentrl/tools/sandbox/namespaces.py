@@ -204,8 +204,8 @@ def _devices() -> None:
     for name in DEVICES:
         _write(f"/new/dev/{name}", "")
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", flags=linux.MS_BIND)
-    for place, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{place}", f"/new/dev/{name}")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/new/dev/{name}")
     os.symlink("/proc/self/fd", "/new/dev/fd")
 
 
@@ -217,8 +217,8 @@ def _texts() -> None:
 
 
 def _is_full(directory: str) -> bool:
-    found = os.statvfs(directory)
-    return found.f_bavail == 0 or found.f_favail == 0
+    disk = os.statvfs(directory)
+    return disk.f_bavail == 0 or disk.f_favail == 0
 
 
 def _write(path: str, text: str) -> None:
