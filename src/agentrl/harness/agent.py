@@ -81,7 +81,8 @@ class CommandAgent:
                     raise EngineError(
                         f"the gateway did not answer when the harness ended; {failure}", outage=ENGINES
                     )
-                raise HarnessError(failure, hint=_HINTS.get(run.ended))
+                hint = _HINTS.get(run.ended, f"raise the limit, or leave {run.ended} out of fail_on")
+                raise HarnessError(failure, hint=hint)
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
@@ -225,9 +226,5 @@ def _failure(prepared: Prepared, run: CommandRun) -> str:
 _HINTS: Final = {
     Ending.NONZERO_EXIT: "score it anyway by leaving nonzero_exit out of fail_on",
     Ending.KILLED: "137 is often a lack of memory: raise limits.memory_mb",
-    Ending.TIME_LIMIT: "raise the limit, or leave time_limit out of fail_on",
-    Ending.MEMORY_LIMIT: "raise the limit, or leave memory_limit out of fail_on",
-    Ending.DISK_LIMIT: "raise the limit, or leave disk_limit out of fail_on",
-    Ending.OUTPUT_LIMIT: "raise the limit, or leave output_limit out of fail_on",
     Ending.NO_CALLS: "let it use $AGENTRL_BASE_URL, $AGENTRL_API_KEY and $AGENTRL_MODEL",
 }

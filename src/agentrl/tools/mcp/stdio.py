@@ -1,4 +1,7 @@
-"""Run an MCP server as a child process and exchange JSON lines with it, each of bounded length."""
+"""Run an MCP server as a child process and exchange JSON lines with it, each of bounded length.
+
+Not by ``mcp.client.stdio``: it bounds no line, ends at a byte that is not UTF-8, and hides the exit code.
+"""
 
 from __future__ import annotations
 
