@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
@@ -83,8 +83,14 @@ class GroupRules:
             outcomes = [RecordOutcome(record_id=record.id, status=RecordStatus.READY) for record in scored]
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
-        filtered = self._filtered(task, scored)
-        decisions = self._decisions(task, scored, filtered)
+        filtered = self.filtered or {}
+        if self.filtered is None and self.config.group_filter is not None and scored:
+            filtered = dropped_by_filter(self.config.group_filter, task, scored)
+        if self.recorded and self.config.advantage not in BUILT_IN:
+            decisions = recorded_decisions(scored)
+        else:
+            rng = random.Random(f"{self.seed}/{task.id}")
+            decisions = decide_group(scored, self.config, rng, filtered)
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []
@@ -95,27 +101,29 @@ class GroupRules:
             converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
-                outcomes.append(_ready(decision))
+                outcomes.append(
+                    RecordOutcome(
+                        record_id=decision.record_id,
+                        status=RecordStatus.READY,
+                        advantage=decision.advantage,
+                        turn_advantages=decision.turn_advantages,
+                    )
+                )
             else:
-                outcomes.append(_abandoned(decision, converted))
+                outcomes.append(
+                    RecordOutcome(
+                        record_id=decision.record_id, status=RecordStatus.ABANDONED, because=converted
+                    )
+                )
         summary = {
             **summarize(scored, failed, len(data), rules),
-            "masked_calls": _counts(masked),
+            "masked_calls": [
+                {"because": what, "calls": count} for what, count in masked.most_common(_LISTED)
+            ],
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
-
-    def _decisions(self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str]) -> list[Decision]:
-        if self.recorded and self.config.advantage not in BUILT_IN:
-            return recorded_decisions(scored)
-        rng = random.Random(f"{self.seed}/{task.id}")
-        return decide_group(scored, self.config, rng, filtered)
-
-    def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
-        if self.filtered is not None or self.config.group_filter is None or not scored:
-            return self.filtered or {}
-        return dropped_by_filter(self.config.group_filter, task, scored)
 
     def _masked(
         self, record: Record, calls: Mapping[str, Sequence[DispatchedSamplingTask]], decision: Decision
@@ -165,24 +173,6 @@ def _listed(reasons: Sequence[str]) -> str:
     return ", ".join([*listed, f"{rest} with others"] if rest else listed)
 
 
-def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
-    """Return ``Task.group.masked_calls``: the number of masked model calls for each parameter."""
-    return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
-
-
-def _ready(decision: Decision) -> RecordOutcome:
-    return RecordOutcome(
-        record_id=decision.record_id,
-        status=RecordStatus.READY,
-        advantage=decision.advantage,
-        turn_advantages=decision.turn_advantages,
-    )
-
-
-def _abandoned(decision: Decision, because: str) -> RecordOutcome:
-    return RecordOutcome(record_id=decision.record_id, status=RecordStatus.ABANDONED, because=because)
-
-
 def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:
     """Return why no token of ``call`` can be trained; None if they can. ``rule`` leaves out ``left_out``."""
     if call.fixed is not None:
@@ -208,18 +198,17 @@ def describe_share(
     if lost:
         text += "; not: " + ", ".join(f"{tokens:,} {why}" for why, tokens in lost.most_common())
     if rule == "main":
-        agent = set(_of_agent(calls))
+        agent = {
+            index
+            for role in {call.role for call in calls}
+            for branch in same_agent(branches_of([call for call in calls if call.role == role]))
+            for index in branch.indexes
+        }
         other = {call.index for call in calls} - agent
         more = sum(call.generated_tokens for call in calls if why_untrained(call, "agent", other) is None)
         if more > trained:
             text += f" (train: agent would train {_percent(more, sampled)})"
     return text
-
-
-def _of_agent(calls: Sequence[DispatchedSamplingTask]) -> Iterator[int]:
-    for role in {call.role: None for call in calls}:
-        for branch in same_agent(branches_of([call for call in calls if call.role == role])):
-            yield from branch.indexes
 
 
 def _percent(part: int, whole: int) -> str:

@@ -95,7 +95,8 @@ def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
     found, wanted = _all_advantages(data), _all_advantages(expected)
     if len(data.spans) != len(expected.spans) or len(found) != len(wanted):
         return expected
-    if not all(map(_is_close, found, wanted)):
+    pairs = zip(found, wanted, strict=True)
+    if not all(math.isclose(*pair, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) for pair in pairs):
         return expected
     spans = (
         replace(span, advantage=own.advantage) for span, own in zip(expected.spans, data.spans, strict=True)
@@ -107,10 +108,6 @@ def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
 
 def _all_advantages(data: DBRecordData) -> list[float]:
     return [data.advantage, *data.turn_advantages, *(span.advantage for span in data.spans)]
-
-
-def _is_close(found: float, wanted: float) -> bool:
-    return math.isclose(found, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def explain_difference(

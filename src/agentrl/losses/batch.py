@@ -17,17 +17,6 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def trajectory_mean(values: Tensor, mask: Tensor, row: Tensor, trajectories: int) -> Tensor:
-    """Return the mean of ``values[T]`` over the tokens of each token's trajectory, [T].
-
-    Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0.
-    """
-    weights = mask.to(values.dtype)
-    totals = values.new_zeros(trajectories).index_add(0, row, values * weights)
-    counts = values.new_zeros(trajectories).index_add(0, row, weights)
-    return (totals / counts.clamp(min=1.0))[row]
-
-
 @dataclass(frozen=True, slots=True)
 class TrajectoryMeans:
     """Means over whole trajectories, for micro-batches that hold only parts of some."""
@@ -122,8 +111,14 @@ class TokenBatch:
         return self.row[self.mask].bincount(minlength=self.trajectories).float()[self.row]
 
     def trajectory_mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T]."""
-        return trajectory_mean(values, self.mask, self.row, self.trajectories)
+        """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T].
+
+        Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0.
+        """
+        weights = self.mask.to(values.dtype)
+        totals = values.new_zeros(self.trajectories).index_add(0, self.row, values * weights)
+        counts = values.new_zeros(self.trajectories).index_add(0, self.row, weights)
+        return (totals / counts.clamp(min=1.0))[self.row]
 
 
 _NONE: Any = None

@@ -7,7 +7,7 @@ import logging
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate.utils import set_seed
@@ -174,7 +174,9 @@ def build_reference(
     base_folder(replace(config, model_name_or_path=str(folder)))
     is_shared = mesh.layout.world > 1
     model = (empty_model if is_shared else load_model)(folder, config, dtype)
-    expected, found = (_vocabulary(item) for item in (policy.model, model))
+    expected, found = (
+        cast(nn.Embedding, item.get_input_embeddings()).num_embeddings for item in (policy.model, model)
+    )
     if found != expected:
         raise ModelError(
             f"--reference_model {folder} has {found} token ids, and the policy {expected}",
@@ -193,7 +195,3 @@ def build_reference(
         load_shards(model, folder, device, config)
     logger.info("the policy is kept near %s (--kl_coef %g, %s)", folder, loss.kl_coef, loss.kl_estimator)
     return Reference(parallel.to(device))
-
-
-def _vocabulary(model: Any) -> int:
-    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings

@@ -75,25 +75,20 @@ def _follow(configs: Configs, world: World) -> None:
 
 
 async def _train(configs: Configs, world: World) -> None:
-    stop = _stop_on_signals()
+    stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
-        await _train_until(stop, configs, world)
-
-
-async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> None:
-    roots = _checkpoint_roots(configs)
-    async with (
-        await _join(configs) as store,
-        hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
-    ):
-        await asyncio.to_thread(_prepare_folders, configs, roots)
-        controller, found, progress = await _resume(store, lease, configs, world, roots)
-        trainer = _trainer(store, lease, configs, controller, found, progress, stop)
-        try:
-            await trainer.run()
-        finally:
-            trainer.tracker.close()
-    controller.end()
+        async with (
+            await _join(configs) as store,
+            hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
+        ):
+            await asyncio.to_thread(_prepare_folders, configs, roots)
+            controller, found, progress = await _resume(store, lease, configs, world, roots)
+            trainer = _trainer(store, lease, configs, controller, found, progress, stop)
+            try:
+                await trainer.run()
+            finally:
+                trainer.tracker.close()
+        controller.end()
 
 
 def _checkpoint_roots(configs: Configs) -> list[Path]:

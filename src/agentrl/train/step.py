@@ -146,8 +146,8 @@ class PolicyTrainer:
             watch.lap("pack")
             made: list[dict[str, Any]] = []
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
-            for place, forests in enumerate(updates * self.epochs):
-                result = self._update(forests, recorded[place] if place < len(recorded) else None)
+            for number, forests in enumerate(updates * self.epochs):
+                result = self._update(forests, recorded[number] if number < len(recorded) else None)
                 if not result.is_finite and not made:
                     return result
                 if not result.is_finite:
@@ -200,20 +200,12 @@ class PolicyTrainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         watch.lap("optimizer")
-        metrics |= {"grad_norm": grad_norm, "lr": learning_rate}
-        return StepResult(metrics | self._speed(forests, metrics["tokens"], watch), is_finite)
-
-    def _speed(self, forests: Sequence[TokenForest], tokens: int, watch: Stopwatch) -> dict[str, float]:
         model = self.policy.model
-        return speed_metrics(
-            forests,
-            watch.seconds,
-            ModelShape.of(model.config),
-            self.peak,
-            backward=Backward.of(model),
-            step_tokens=tokens,
-            ranks=self.model.mesh.layout.ranks_per_data,
-        )
+        speed = speed_metrics(
+            forests, watch.seconds, ModelShape.of(model.config), self.peak, backward=Backward.of(model),
+            step_tokens=metrics["tokens"], ranks=self.model.mesh.layout.ranks_per_data,
+        )  # fmt: skip
+        return StepResult(metrics | {"grad_norm": grad_norm, "lr": learning_rate} | speed, is_finite)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write this rank's part of the optimizer's state, and of the weights that publication rounds."""
@@ -230,7 +222,7 @@ def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecor
     for item in data:
         groups.setdefault(item.task, []).append(item)
     sizes = {task: sum(item.trainable_tokens for item in items) for task, items in groups.items()}
-    order = {task: place for place, task in enumerate(groups)}
+    order = {task: number for number, task in enumerate(groups)}
     chosen: list[list[str]] = [[] for _ in range(min(parts, len(groups)))]
     for task in sorted(groups, key=lambda task: (-sizes[task], order[task])):
         min(chosen, key=lambda tasks: sum(sizes[name] for name in tasks)).append(task)
