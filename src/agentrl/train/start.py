@@ -27,12 +27,11 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.verify import verifier
-from agentrl.distributed.accelerate_config import with_launch_settings
-from agentrl.distributed.world import World, launched_world
+from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision

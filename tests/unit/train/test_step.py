@@ -14,7 +14,7 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ForestError
 from agentrl.losses.compute import Denominators
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.train.step import forward_backward
