@@ -35,9 +35,9 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.chains import chain_of
 from agentrl.gateway.host import GatewayHost
 from agentrl.inference.engine import EncodedIds, Generation, Progress
+from agentrl.rollout.prompts import chain_of
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem

@@ -12,12 +12,7 @@ from ready_data import ready_data
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.load import parse
-from agentrl.config.schema import (
-    AgentConfig,
-    ClaimConfig,
-    GroupConfig,
-    SamplingConfig,
-)
+from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus

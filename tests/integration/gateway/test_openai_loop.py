@@ -24,9 +24,8 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.chains import Chains
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.host import GatewayHost
-from agentrl.gateway.model_calls import Answerer
 from agentrl.inference.router import EngineRouter
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
@@ -68,7 +67,6 @@ async def opened_worker(store: Store, served: Served) -> AsyncIterator[Worker]:
     host = GatewayHost(
         Answerer(
             store=store, router=router, chat_format=chat_format, params=params, agent=agent, seed=SEED,
-            chains=Chains(store),
         ),
         GatewayConfig(),
     )  # fmt: skip
