@@ -28,8 +28,7 @@ from agentrl.chat.conversation import Conversation
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
-from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
 from agentrl.chat.validate_format import generated, lost
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, TrajectoryError

@@ -18,10 +18,9 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.documents.training import DBRecordData
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.chains import Chains
 from agentrl.gateway.host import GatewayHost
-from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
 from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.agents import AGENTS, Agent
@@ -55,7 +54,7 @@ def answerer_of(store: Store, engine: ScriptedEngine, **agent: Any) -> Answerer:
     """An answerer on a scripted engine."""
     return Answerer(
         store=store, router=engine, chat_format=engine.chat_format, params=SamplingParams(max_new_tokens=512),
-        agent=AgentConfig(**agent), seed=7, chains=Chains(store),
+        agent=AgentConfig(**agent), seed=7,
     )  # type: ignore[arg-type]  # fmt: skip
 
 

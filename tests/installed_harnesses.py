@@ -20,8 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
@@ -36,9 +35,9 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.chains import chain_of
 from agentrl.gateway.host import GatewayHost
 from agentrl.inference.engine import EncodedIds, Generation, Progress
+from agentrl.rollout.prompts import chain_of
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import small_run as run
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import GroupRules
@@ -23,7 +24,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Checkpoint, Limits, Retention
+from agentrl.store.admin.retention import Checkpoint, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
@@ -361,7 +362,7 @@ class History:
     async def prune(self) -> None:
         """An operator deletes what nothing needs."""
         last_step = self.checkpoint.step if self.checkpoint else 0
-        await Retention(self.store.connection).prune(Limits(last_step=last_step))
+        await Retention(self.store.connection).prune(last_step=last_step)
 
     async def _call(self, claim: Claim, index: int) -> None:
         prompt = 2 + 6 * index
@@ -383,7 +384,7 @@ class History:
     async def _ready(self) -> Sequence[str]:
         """A few whole groups."""
         groups: dict[str, list[str]] = {}
-        for item in await self.store.training.ready("train", step=self.step + 1):
+        for item in await ready_data(self.store, "train", step=self.step + 1):
             groups.setdefault(item.task, []).append(item.id)
         chosen = self.rng.sample(sorted(groups), min(GROUPS_PER_STEP, len(groups)))
         return [key for task in chosen for key in groups[task]]

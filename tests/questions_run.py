@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ready_data import ready_data
 from small_run import LEASE, fail, publish
 
 from agentrl.config.schema import GroupConfig
@@ -133,7 +134,7 @@ def _call(
 async def _step(store: Store, weights: Path, step: int) -> None:
     """Train all that is ready and publish the version that comes of it."""
     key = f"1/{step}"
-    data = tuple(meta.id for meta in await store.training.ready("train"))
+    data = tuple(meta.id for meta in await ready_data(store, "train"))
     await store.steps.plan(TrainStep(id=key, step=step, policy_version=step - 1, data=data, owner="trainer"))
     metrics = {"loss": 0.1, "reward": 0.5, "staleness_mean": 0.25, "staleness_max": 1.0}
     await store.steps.commit(key, metrics, data)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
-from agentrl.errors import ToolServerError
+from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Generation, Progress
-from agentrl.tools.base import Schema, ToolResult, Trajectory, function_schema
+from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
 
+T = TypeVar("T")
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>"]
 END, END_OF_TEXT = 257, 258
 CUT = "✂"
@@ -103,6 +103,29 @@ class ScriptedEngine:
         yield self
 
 
+async def call_at_once(call: Callable[[], Awaitable[T]], /) -> T:
+    """Make a call once."""
+    return await call()
+
+
+class MemoryImages:
+    """Images of a process without a database."""
+
+    def __init__(self) -> None:
+        self._images: dict[str, Image] = {}
+
+    async def put(self, *images: Image) -> None:
+        """Keep images."""
+        self._images |= {image.id: image for image in images}
+
+    async def get(self, hashes: Collection[str]) -> dict[str, Image]:
+        """Return images by hash. Raises ImageError for an unknown one."""
+        unknown = [key for key in hashes if key not in self._images]
+        if unknown:
+            raise ImageError(f"the image {unknown[0][:12]}… is not stored", hint="load the tasks again")
+        return {key: self._images[key] for key in hashes}
+
+
 class OneEngine:
     """The client of an engine, as the engine of a trajectory."""
 
@@ -148,7 +171,9 @@ class FakeTools:
         return schemas if servers is None or servers else []
 
     @asynccontextmanager
-    async def session(self, trajectory: Trajectory) -> AsyncIterator[FakeSession]:
+    async def session(
+        self, trajectory: Trajectory, environment: OwnSession | None = None
+    ) -> AsyncIterator[FakeSession]:
         """The tools that the task of a trajectory names."""
         yield FakeSession(self, trajectory.servers)
 

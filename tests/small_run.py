@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ready_data import ready_data
+
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
@@ -104,7 +106,7 @@ async def build(store: Store, weights: Path, *, unfinished: bool = True) -> None
         await score(store, await claim(store), value)
     finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     assert await finalizer.run_waiting() == 1
-    data = tuple(meta.id for meta in await store.training.ready("train"))
+    data = tuple(meta.id for meta in await ready_data(store, "train"))
     assert len(data) == 2
     await store.steps.plan(TrainStep(id=STEP, step=1, policy_version=0, data=data, owner="trainer"))
     await store.steps.commit(STEP, {"loss": 0.1}, data)

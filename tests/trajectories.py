@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of
+from rollout_fakes import FakeSession, FakeTools, MemoryImages, ScriptedEngine, call_at_once, format_of
 
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
@@ -56,6 +56,8 @@ class Trajectory:
             seed=7,
             manage_context=self.manager,
             write=write,
+            images=MemoryImages(),
+            hold=call_at_once,
         )
         name = agent if isinstance(agent, str) else agent.__name__
         outcome = await run_agent(

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from agentrl.inference.connections import Connections
+from agentrl.inference.http import Connections
 
 
 class Relay:
@@ -39,7 +39,9 @@ class Relay:
 
     async def _events(self, words: int) -> AsyncIterator[bytes]:
         body = orjson.dumps({"input_ids": [1] * words, "sampling_params": {}, "stream": True})
-        async with self._engine.post("/generate", body, {"content-type": "application/json"}) as answer:
+        async with self._engine.request(
+            "POST", "/generate", body, {"content-type": "application/json"}
+        ) as answer:
             async for piece in answer.pieces():
                 yield piece
 

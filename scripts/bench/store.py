@@ -3,7 +3,7 @@
     python scripts/bench/store.py [--quick] [--only NAME ...] [--against DIR] [--json FILE]
 
 Starts its own mongod in a temporary folder. Two variants alternate in this run. A ratio is the median over
-the rounds; the two columns beside it show the best round of each variant. admission, finalising, streams and
+the rounds; the two columns beside it show the best round of each variant. admission, finalizing, streams and
 samplers compare this checkout with the one given by --against; without it they only show the cost of this
 checkout. Exits with 1 if a ratio misses its target.
 """
@@ -32,7 +32,7 @@ MEASURES: dict[str, Measure] = {
 }  # fmt: skip
 Compared = Callable[[str, bool, Path | None], Coroutine[Any, Any, list[Row]]]
 COMPARED: dict[str, Compared] = {
-    "admission": admission, "finalising": finalizing, "streams": streams, "samplers": samplers,
+    "admission": admission, "finalizing": finalizing, "streams": streams, "samplers": samplers,
 }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def _fields_of(state: str, task_id: str, document: Json) -> Json:
         }
         for slot in document["slots"]
     ]  # fmt: skip
-    group = {"scored": GENERATIONS, "failed": 0, "mean_score": 0.5, "finalised_at": now()} if done else None
+    group = {"scored": GENERATIONS, "failed": 0, "mean_score": 0.5, "finalized_at": now()} if done else None
     return {"status": state, "slots": slots, "group": group}
 
 

@@ -175,7 +175,7 @@ class LargeRun:
         group = {
             "scored": len(records), "failed": 0, "mean_score": sum(scores) / len(scores),
             "outcome": "trained" if trained else "abandoned", "rules": "leave_one_out", "filtered": [],
-            "finalised_at": at, "counted_at_step": self._steps + 1,
+            "finalized_at": at, "counted_at_step": self._steps + 1,
         }  # fmt: skip
         slots = tuple(
             Slot(traj_id=record.traj_id, status=SlotStatus.SCORED, attempt=record.attempt, owner=record.owner,

@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from agentrl.documents.status import StopReason
     from agentrl.environments.base import Environment, Observation, TaskRequest, environment
     from agentrl.errors import OutageError
-    from agentrl.losses.batch import TokenBatch, TokenLosses
-    from agentrl.losses.registry import loss
+    from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
-    from agentrl.observe.tracker_registry import tracker
+    from agentrl.observe.tracker_libraries import tracker
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.role import Role
     from agentrl.rollout.rollout import Rollout
     from agentrl.scoring.advantages import advantage
-    from agentrl.scoring.group_filters import ScoredGroup, group_filter
+    from agentrl.scoring.groups import ScoredGroup, group_filter
     from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
     from agentrl.store.notebook import Store
     from agentrl.tools.python import tool
@@ -62,13 +61,13 @@ _MODULES = {
     "Rollout": "rollout.rollout",
     "ScoreResult": "scoring.scorers",
     "ScoredCall": "scoring.scorers",
-    "ScoredGroup": "scoring.group_filters",
+    "ScoredGroup": "scoring.groups",
     "ScorerContext": "scoring.scorers",
     "StopReason": "documents.status",
     "Store": "store.notebook",
     "TaskRequest": "environments.base",
-    "TokenBatch": "losses.batch",
-    "TokenLosses": "losses.batch",
+    "TokenBatch": "losses.loss",
+    "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.base",
     "Turn": "rollout.model_call",
     "advantage": "scoring.advantages",
@@ -76,12 +75,12 @@ _MODULES = {
     "context_manager": "rollout.context",
     "convert_arguments": "chat.parsers.arguments",
     "environment": "environments.base",
-    "group_filter": "scoring.group_filters",
-    "loss": "losses.registry",
+    "group_filter": "scoring.groups",
+    "loss": "losses.loss",
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.base",
-    "tracker": "observe.tracker_registry",
+    "tracker": "observe.tracker_libraries",
 }
 
 

@@ -8,7 +8,6 @@ from agentrl.errors import ConfigError
 
 _EXTRAS = {
     "accelerate": "trainer",
-    "fastapi": "trainer",
     "gguf": "trainer",
     "math_verify": "math",
     "matplotlib": "plots",
@@ -18,7 +17,7 @@ _EXTRAS = {
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "openai", "referencing", "renderers",
+    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "referencing", "renderers",
     "tokenizers",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_fakes import FakeTools, OneEngine
+from rollout_fakes import FakeTools, MemoryImages, OneEngine, call_at_once
 from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
@@ -88,6 +88,8 @@ async def sample(
             params=SamplingParams(max_new_tokens=24),
             seed=7,
             manage_context=CONTEXT_MANAGERS.get("disabled"),
+            images=MemoryImages(),
+            hold=call_at_once,
             write=write,
         )
         for number, changes in enumerate(turns):

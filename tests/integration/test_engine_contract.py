@@ -41,7 +41,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.router import EngineRouter
-from agentrl.rollout.budget import Budget
+from agentrl.rollout.prompts import Budget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

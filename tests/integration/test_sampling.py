@@ -8,15 +8,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from ready_data import ready_data
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
 from agentrl.config.load import parse
-from agentrl.config.schema import (
-    AgentConfig,
-    ClaimConfig,
-    GroupConfig,
-    SamplingConfig,
-)
+from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, SlotStatus, StopReason, TaskStatus
@@ -161,7 +157,7 @@ async def test_a_group_is_sampled_scored_and_made_into_training_data(store: Stor
         calls = await store.model_calls.by_record(record.id)
         assert [call.index for call in calls] == [0, 1]
         assert calls[0].tool_executions[0].result == "3"
-    ready = await store.training.ready("train", limit=10)
+    ready = await ready_data(store, "train")
     assert {meta.id for meta in ready} == {record.id for record in records}
     (data, _) = await store.training.fetch([meta.id for meta in ready])
     assert data.status is DataStatus.READY
@@ -175,7 +171,7 @@ async def test_a_group_without_spread_is_abandoned(store: Store) -> None:
     records = await setting.records("train/0/a")
     assert {record.status for record in records} == {RecordStatus.ABANDONED}
     assert records[0].abandoned_because == "no spread in the group's scores"
-    assert await store.training.ready("train", limit=10) == []
+    assert await ready_data(store, "train") == []
 
 
 @pytest.mark.parametrize(
@@ -389,7 +385,7 @@ async def test_an_evaluation_split_is_scored_and_makes_no_training_data(store: S
     evaluated = await store.evaluations.tasks(split, "react", 0.5)
     assert sorted(score for item in evaluated for score in item.scores) == [0.0, 1.0]
     assert {item.agent for item in evaluated} == {"react"}
-    assert await store.training.ready(split, limit=10) == []
+    assert await ready_data(store, split) == []
 
 
 async def test_without_a_model_or_an_engine_the_commands_say_so(store: Store) -> None:

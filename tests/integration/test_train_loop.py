@@ -157,7 +157,7 @@ class Run:
 def _task(order: int, name: str, status: TaskStatus = TaskStatus.COMPLETED) -> Task:
     summary = {
         "scored": 2, "failed": 0, "mean_score": 0.5, "pass_rate": 0.5, "trained": 2,
-        "finalised_at": datetime(2026, 1, 1, tzinfo=UTC),
+        "finalized_at": datetime(2026, 1, 1, tzinfo=UTC),
     }  # fmt: skip
     return Task(
         id=name, task_id=name, split="train", epoch=0, order=order, query="q", status=status, group=summary

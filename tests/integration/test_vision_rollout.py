@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeTools, OneEngine
+from rollout_fakes import FakeTools, MemoryImages, OneEngine, call_at_once
 from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 
@@ -27,7 +27,6 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.forward import ForwardOptions
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.images import MemoryImages
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.train.build import Recipe, build_trainer
@@ -66,6 +65,7 @@ async def trajectory(
             engine=OneEngine(client, 2048), tools=FakeTools(), schemas=[],  # type: ignore[arg-type]
             params=SamplingParams(max_new_tokens=8, temperature=0.9), seed=number,
             manage_context=CONTEXT_MANAGERS.get(AgentConfig().new_context), write=write, images=store,
+            hold=call_at_once,
         )  # fmt: skip
         await rollout.generate()
         shown = [{"type": "text", "text": "And "}, second.ref.part(), {"type": "text", "text": "?"}]

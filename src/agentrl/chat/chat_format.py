@@ -12,15 +12,16 @@ from typing import Literal
 
 import numpy as np
 
-from agentrl.chat.adapt import Adaptation, in_call_order
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.chat.renderer import (
     TRAIN,
+    Adaptation,
     Message,
     Renderer,
     TokenizedConversation,
     ToolSchemas,
+    in_call_order,
     split_train,
 )
 from agentrl.chat.vision import Vision, require_text_only

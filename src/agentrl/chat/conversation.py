@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
-from agentrl.chat.parsers import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.documents.images import ImageSpan
 
 

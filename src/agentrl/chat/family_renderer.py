@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import (
-    ParsedMessage,
-    ReasoningTags,
-    ToolCall,
-    ToolCallParser,
-    split_reasoning,
-)
-from agentrl.chat.parsers.base import shown
+from agentrl.chat.model_folder import ChatFiles, harmony_vocabulary
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall, ToolCallParser, shown
 from agentrl.chat.parsers.marked import MarkedParser
-from agentrl.chat.parsers.reasoning import THINK, SplitText, parse_split
+from agentrl.chat.parsers.reasoning import (
+    THINK,
+    ReasoningTags,
+    SplitText,
+    parse_split,
+    split_reasoning,
+    tags_in,
+)
 from agentrl.chat.renderer import Message, Renderer, TokenizedConversation, ToolSchemas, split_train
-from agentrl.errors import TrajectoryError
+from agentrl.errors import ConfigError, TrajectoryError
 
 HARMONY = "gpt-oss"
 """Its own encoder keeps text as text, so its messages are not marked by ``ControlTokens.protect``."""
@@ -69,12 +72,10 @@ class FamilyRenderer(Renderer):
     ) -> list[int]:
         """Return a conversation."""
         protected, schemas = self._protected(messages, tools)
-        try:
+        with self._naming(messages):
             rendered = self._renderer.render(
                 protected, tools=schemas, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:
-            raise self._refusal(messages, error) from error
         return list(rendered.token_ids)
 
     def extend(
@@ -88,12 +89,10 @@ class FamilyRenderer(Renderer):
         """Return the ids between a generation and the next one; None if the renderer cannot extend it."""
         before = [*prompt_ids, *output_ids]
         added, schemas = self._protected(new_messages, tools)
-        try:
+        with self._naming(new_messages):
             extended = self._extender.bridge_to_next_turn(
                 list(prompt_ids), list(output_ids), added, tools=schemas
             )
-        except Exception as error:
-            raise self._refusal(new_messages, error) from error
         if extended is None or list(extended.token_ids[: len(before)]) != before:
             return None
         return list(extended.token_ids[len(before) :])
@@ -150,7 +149,7 @@ class FamilyRenderer(Renderer):
 
         plain, flags = split_train(messages)
         protected, schemas = self._protected(plain, tools)
-        try:
+        with self._naming(messages):
             sample = build_training_sample(
                 self._renderer,
                 protected,
@@ -159,8 +158,6 @@ class FamilyRenderer(Renderer):
                 ensure_final_stop=True,
                 message_loss_mask=flags,
             )
-        except Exception as error:
-            raise self._refusal(messages, error) from error
         return TokenizedConversation(
             np.asarray(sample.token_ids, np.int64), np.asarray(sample.loss_mask, np.bool_)
         )
@@ -172,12 +169,17 @@ class FamilyRenderer(Renderer):
             return list(messages), list(tools) if tools else None
         return self.tokens.protect(messages), self.tokens.protect_tools(tools)
 
-    def _refusal(self, messages: Sequence[Message], error: Exception) -> TrajectoryError:
-        roles = " ".join(str(message.get("role")) for message in messages)
-        return TrajectoryError(
-            f"the chat format {self.name} cannot render the roles [{roles}]: {error}",
-            hint="give another by --chat_format",
-        )
+    @contextmanager
+    def _naming(self, messages: Sequence[Message]) -> Iterator[None]:
+        """Raise TrajectoryError with the roles of ``messages`` for any error of the package."""
+        try:
+            yield
+        except Exception as error:
+            roles = " ".join(str(message.get("role")) for message in messages)
+            raise TrajectoryError(
+                f"the chat format {self.name} cannot render the roles [{roles}]: {error}",
+                hint="give another by --chat_format",
+            ) from error
 
 
 def _problem(call: Any) -> str | None:
@@ -197,3 +199,138 @@ def _arguments(value: Any) -> dict[str, Any] | None:
         except ValueError:
             return None
     return {} if value is None else value if isinstance(value, dict) else None
+
+
+_TOKENS: dict[str, tuple[str, ...]] = {
+    "qwen3": ("<|im_start|>", "<tool_response>", "</think>"),
+    "qwen3.5": ("<|im_start|>", "<tool_response>", "<think>", "<|vision_start|>"),
+    "qwen3.6": ("<|im_start|>", "<tool_response>", "<think>", "<|vision_start|>"),
+    "qwen3.8": ("<|im_start|>", "<tool_response>", "<think>", "<|vision_start|>"),
+    "qwen3-vl": ("<|im_start|>", "<tool_response>", "</think>", "<|vision_start|>"),
+    "prime-qwen3": ("<|im_start|>", "<tool_response>", "<think>"),
+    "nemotron-3": ("<|im_start|>", "<tool_response>", "<think>"),
+    "nemotron-3-ultra": ("<|im_start|>", "<tool_response>", "<think>"),
+    "nemotron-3.5": ("<|im_start|>", "<tool_response>", "<think>"),
+    "deepseek-v3": ("<｜User｜>", "<｜tool▁sep｜>"),
+    "deepseek-r1": ("<｜User｜>", "<｜tool▁sep｜>"),
+    "deepseek-v4": ("<｜User｜>", "｜DSML｜"),
+    "gemma4": ("<|turn>", "<|tool_response>"),
+    "glm-4.5": ("[gMASK]", "<arg_key>"),
+    "glm-5": ("[gMASK]", "<arg_key>", "<tool_response>"),
+    "glm-5.1": ("[gMASK]", "<arg_key>", "<tool_response>"),
+    "glm-5.3": ("[gMASK]", "<arg_key>", "<tool_response>"),
+    "gpt-oss": ("<|channel|>", "<|constrain|>"),
+    "hy3": ("<｜hy_eos:opensource｜>",),
+    "inkling": ("<|content_invoke_tool_json|>",),
+    "kimi-k2": ("<|im_middle|>", "<|tool_call_begin|>"),
+    "kimi-k2.5": ("<|im_middle|>", "<|tool_call_begin|>", "<|media_pad|>"),
+    "laguna-m.1": ("〈|EOS|〉",),
+    "laguna-s-2.1": ("〈|EOS|〉",),
+    "laguna-xs-2.1": ("〈|EOS|〉",),
+    "laguna-xs.2": ("〈|EOS|〉",),
+    "llama-3": ("<|start_header_id|>", "<|eom_id|>"),
+    "minimax-m2": ("<minimax:tool_call>",),
+}
+"""Renderer → control tokens that every tokenizer of its family has."""
+
+_FAMILIES = {
+    "gemma4": ("gemma4",),
+    "gpt_oss": (HARMONY,),
+    "llama": ("llama-3",),
+    "deepseek_v3": ("deepseek-v3", "deepseek-r1"),
+    "deepseek_v4": ("deepseek-v4",),
+    "kimi_k2": ("kimi-k2",),
+    "kimi_k25": ("kimi-k2.5",),
+    "minimax": ("minimax-m2",),
+    "inkling": ("inkling",),
+}
+"""``model_type`` → renderers to try if the model's own template is missing or loses messages."""
+
+
+def names_for_tokenizer(tokens: ControlTokens) -> list[str]:
+    """Return the renderers whose control tokens the tokenizer has."""
+    return [name for name, needed in _TOKENS.items() if all(tokens.token_id(t) is not None for t in needed)]
+
+
+def names_of_type(model_type: str) -> tuple[str, ...]:
+    """Return the renderers of a ``model_type`` of config.json; of a model without one, none."""
+    known = re.sub(r"_(text|moe|vl)$", "", model_type.lower())
+    return next((names for start, names in _FAMILIES.items() if known.startswith(start)), ())
+
+
+def make_family_renderer(
+    name: str,
+    files: ChatFiles,
+    tokens: ControlTokens,
+    template_kwargs: Mapping[str, Any],
+    parser: ToolCallParser | None,
+) -> FamilyRenderer:
+    """Return one renderer.
+
+    Raises ConfigError for a name, a tokenizer or template arguments that do not fit.
+    """
+    if name not in _TOKENS:
+        raise ConfigError(
+            f"unknown chat format {name!r}", hint=f"choose auto, template, {', '.join(sorted(_TOKENS))}"
+        )
+    missing = [token for token in _TOKENS[name] if tokens.token_id(token) is None]
+    if missing:
+        raise ConfigError(
+            f"the chat format {name} does not fit this model: its tokenizer has no {missing[0]}",
+            hint="give another by --chat_format",
+        )
+    from renderers import base, config_from_name, create_renderer
+
+    eos = tokens.token_id(files.special_tokens.get("eos_token", ""))
+    tokenizer = _Tokenizer(tokens, files.template, eos)
+    try:
+        with harmony_vocabulary(files.tokenizer) if name == HARMONY else nullcontext():
+            config = base.merge_chat_template_kwargs(config_from_name(name), dict(template_kwargs))
+            renderer = create_renderer(tokenizer, config)
+            keeping = config.model_copy(update={"thinking_retention": "all"})
+            extender = create_renderer(tokenizer, keeping)
+    except Exception as error:
+        raise ConfigError(
+            f"the chat format {name} does not fit this model: {error}",
+            hint="give another by --chat_format, or other --chat_template_kwargs",
+        ) from error
+    return FamilyRenderer(
+        renderer,
+        extender,
+        tokens,
+        stop_ids=files.stop_ids,
+        parser=parser,
+        tags=tags_in(files.template or ""),
+    )
+
+
+class _Tokenizer:
+    """The tokenizer that ``renderers`` expects. Text that ``ControlTokens.protect`` marked stays text."""
+
+    name_or_path = ""
+    unk_token_id: int | None = None
+
+    def __init__(self, tokens: ControlTokens, chat_template: str | None, eos_token_id: int | None) -> None:
+        """``chat_template`` is read by renderers whose models differ in a detail of it."""
+        self._tokens = tokens
+        self.chat_template = chat_template
+        self.eos_token_id = eos_token_id
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[Any]]:
+        """Return ``input_ids`` and the ``offset_mapping`` of ``text``."""
+        pairs = self._tokens.encode_with_offsets(text)
+        return {"input_ids": [token for token, _ in pairs], "offset_mapping": [place for _, place in pairs]}
+
+    def encode(self, text: str, *_: Any, **options: Any) -> list[int]:
+        """Return the ids of ``text``; special tokens in it are special."""
+        return self._tokens.encode(text)
+
+    def decode(self, token_ids: int | Sequence[int], *_: Any, **options: Any) -> str:
+        """Return the text of ids with special tokens."""
+        return self._tokens.decode([token_ids] if isinstance(token_ids, int) else token_ids)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """Return the id of a token, or of each token; None for an unknown one."""
+        if isinstance(tokens, str):
+            return self._tokens.token_id(tokens)
+        return [self._tokens.token_id(token) for token in tokens]

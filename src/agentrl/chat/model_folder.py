@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,3 +207,35 @@ def _rotary_extension(config: Mapping[str, Any]) -> float:
         return 1.0
     factor = scaling.get("factor", 1.0)
     return float(factor) if isinstance(factor, (int, float)) else 1.0
+
+
+_HARMONY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"
+_HARMONY_FILE = "o200k_base.tiktoken"
+
+
+@contextmanager
+def harmony_vocabulary(tokenizer: Tokenizer) -> Iterator[None]:
+    """Let harmony load the vocabulary of ``tokenizer`` inside this block; it checks the file's hash."""
+    if os.environ.get(_HARMONY_FOLDER):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-harmony-") as folder:
+        (Path(folder) / _HARMONY_FILE).write_bytes(_tiktoken_file(tokenizer))
+        os.environ[_HARMONY_FOLDER] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_HARMONY_FOLDER]
+
+
+def _tiktoken_file(tokenizer: Tokenizer) -> bytes:
+    """Return a byte-level vocabulary as tiktoken's file: a line per token, its bytes in base64 and its id."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [value for value in range(256) if value not in plain]
+    byte_of = {chr(value): value for value in plain} | {chr(256 + i): value for i, value in enumerate(others)}
+    rows = sorted((number, text) for text, number in tokenizer.get_vocab(with_added_tokens=False).items())
+    lines = (
+        f"{base64.b64encode(bytes(byte_of[letter] for letter in text)).decode()} {number}\n"
+        for number, text in rows
+    )
+    return "".join(lines).encode()

@@ -12,14 +12,19 @@ from typing import Any
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.families import make_family_renderer, names_for_tokenizer, names_of_type
-from agentrl.chat.family_renderer import HARMONY, FamilyRenderer
+from agentrl.chat.family_renderer import (
+    HARMONY,
+    FamilyRenderer,
+    make_family_renderer,
+    names_for_tokenizer,
+    names_of_type,
+)
 from agentrl.chat.model_folder import ChatFiles, read_chat_files
-from agentrl.chat.parsers import PARSERS, ToolCallParser, get_parser, parser_of_template, tags_in
+from agentrl.chat.parsers.base import PARSERS, ToolCallParser, get_parser, parser_of_template
+from agentrl.chat.parsers.reasoning import tags_in
 from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
 from agentrl.chat.renderer import Renderer
-from agentrl.chat.template import ChatTemplate
-from agentrl.chat.template_renderer import TemplateRenderer
+from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
 from agentrl.chat.validate_format import reads_its_calls, validate_format
 from agentrl.chat.vision import read_vision
 from agentrl.config.schema import ModelConfig

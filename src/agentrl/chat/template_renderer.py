@@ -1,4 +1,4 @@
-"""Render any model by its chat template, and read its tool calls by a text parser.
+"""Render any model by its chat template, without torch, and read its tool calls by a text parser.
 
 The ids between two generations are the difference of two renderings. Their history has a marker instead of
 the generated turn, so a template that rewrites history (drops thoughts, adds empty ones) changes no id.
@@ -6,21 +6,139 @@ the generated turn, so a template that rewrites history (drops thoughts, adds em
 
 from __future__ import annotations
 
+import hashlib
+import json
 import marshal
+import re
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
+from typing import Any, NoReturn
 
 import numpy as np
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers import ParsedMessage, get_parser, parse_text, tags_in
+from agentrl.chat.parsers.base import ParsedMessage, get_parser
 from agentrl.chat.parsers.marked import MarkedParser
+from agentrl.chat.parsers.reasoning import parse_text, tags_in
 from agentrl.chat.renderer import Message, Renderer, TokenizedConversation, ToolSchemas, split_train
-from agentrl.chat.template import ChatTemplate
-from agentrl.errors import TrajectoryError
+from agentrl.errors import ModelError, TrajectoryError
+
+
+class ChatTemplate:
+    """A compiled chat template with its variables."""
+
+    def __init__(
+        self, source: str, variables: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compile ``source``; ``variables`` are ``bos_token``, …, ``arguments`` ``--chat_template_kwargs``.
+
+        Raises ModelError for a template that is not valid Jinja.
+        """
+        self.source = source
+        self._variables = {**variables, **(arguments or {})}
+        hashed = source + (json.dumps(arguments, sort_keys=True) if arguments else "")
+        self.digest = hashlib.sha256(hashed.encode("utf-8", "replace")).hexdigest()[:16]
+        self.marks_assistant = _GENERATION_TAG.search(source) is not None
+        """Whether the template marks assistant text by ``{% generation %}``, as ``render_marked`` needs."""
+        self.reads_clock = "strftime_now" in source
+        """Whether the text of a conversation may depend on the time."""
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ModelError(
+                f"the chat template is not valid Jinja: {error}", hint="give another by --chat_template FILE"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas | None,
+        *,
+        add_generation_prompt: bool,
+        marks: Mapping[str, str] | None = None,
+    ) -> str:
+        """Return the text of a conversation. Raises TrajectoryError if the template refuses it."""
+        try:
+            return self._template.render(
+                **self._variables,
+                **(marks or {}),
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:
+            roles = " ".join(str(message.get("role")) for message in messages)
+            raise TrajectoryError(
+                f"the chat template cannot render the roles [{roles}]: {error}",
+                hint="give a template that supports tools and these roles by --chat_template FILE",
+            ) from error
+
+    def render_marked(
+        self, messages: Sequence[Message], tools: ToolSchemas | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and where ``{% generation %}`` blocks lie in it: [start, end).
+
+        Offsets count characters. Raises TrajectoryError if the template refuses the conversation.
+        """
+        start, end = (f"{side}{uuid.uuid4().hex}" for side in ("start", "end"))
+        marked = self.render(messages, tools, add_generation_prompt=False, marks={_START: start, _END: end})
+        text, spans = "", []
+        before, *blocks = marked.split(start)
+        text += before
+        for block in blocks:
+            inside, _, after = block.partition(end)
+            spans.append((len(text), len(text) + len(inside)))
+            text += inside + after
+        return text, spans
+
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_START, _END = "_generation_start", "_generation_end"
+"""Variables that hold the marks around a ``{% generation %}`` block; undefined, and so empty, by default."""
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}…{% endgeneration %}``: renders its body between the variables _START and _END."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body between its two marks."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (
+            nodes.Output([nodes.Name(name, "load", lineno=line)], lineno=line) for name in (_START, _END)
+        )
+        return [start, *body, end]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the Jinja environment that chat templates expect: trimmed blocks, JSON not escaped for HTML."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
 
 _MAX_PROMPTS = 16
 
@@ -127,7 +245,15 @@ class TemplateRenderer(Renderer):
                 if not has_results:
                     raise
         called = _marked_call(history[-1], marker)
-        return self._from_closing_token(self._text_after(marker, [*before, called, *added], tools))
+        text = self._text_after(marker, [*before, called, *added], tools)
+        closings = (self.tokens.token_text(token) for token in self.stop_ids)
+        ends = [end for end in (text.find(closing) for closing in closings if closing) if end >= 0]
+        if not ends:
+            raise TrajectoryError(
+                "the chat template does not close an assistant turn with one of the model's stop tokens",
+                hint="give a template that does by --chat_template FILE",
+            )
+        return text[min(ends) :]
 
     @cached_property
     def _names_tools_by_calls(self) -> bool:
@@ -159,16 +285,6 @@ class TemplateRenderer(Renderer):
                 hint="give a template that renders each message once by --chat_template FILE",
             )
         return text[text.index(marker) + len(marker) :]
-
-    def _from_closing_token(self, text: str) -> str:
-        texts = (self.tokens.token_text(token) for token in self.stop_ids)
-        found = [place for place in (text.find(closing) for closing in texts if closing) if place >= 0]
-        if not found:
-            raise TrajectoryError(
-                "the chat template does not close an assistant turn with one of the model's stop tokens",
-                hint="give a template that does by --chat_template FILE",
-            )
-        return text[min(found) :]
 
     def _mask_by_marks(
         self, messages: Sequence[Message], flags: Sequence[bool], tools: ToolSchemas | None

@@ -9,10 +9,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Literal
 
-from agentrl.chat.adapt import Adaptation
 from agentrl.chat.chat_format import ChatFormat, KeptThoughts, ThinkingRetention, without_thought
-from agentrl.chat.parsers import ReasoningTags
-from agentrl.chat.parsers.reasoning import THINK
+from agentrl.chat.parsers.reasoning import THINK, ReasoningTags
 from agentrl.chat.probe import (
     AGAIN,
     AGAIN_ENDS,
@@ -31,7 +29,7 @@ from agentrl.chat.probe import (
     make_call,
     make_result,
 )
-from agentrl.chat.renderer import Message, Renderer, ToolSchemas
+from agentrl.chat.renderer import Adaptation, Message, Renderer, ToolSchemas
 from agentrl.chat.template_renderer import TemplateRenderer
 from agentrl.errors import ModelError, TrajectoryError
 

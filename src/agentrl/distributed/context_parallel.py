@@ -21,7 +21,7 @@ from agentrl.model.attention.executor import MaskLimits, check_compatibility
 from agentrl.model.attention.flex import BLOCK, block_attention, forest_block_mask, has_flex
 from agentrl.model.attention.sdpa import Segment, segment_mask, set_attention, split_segments
 from agentrl.model.forward import ForwardOptions, forest_logprobs
-from agentrl.model.output_head import OutputHead
+from agentrl.model.logprobs import OutputHead
 
 IMPLEMENTATION = "agentrl_context_parallel"
 TILE = 64
@@ -99,15 +99,11 @@ def _tiles(segment: Segment, start: int, end: int, tile: int) -> list[Segment]:
     """Return ``[start, end)`` of ``segment`` in tiles, each with the tokens before it as ancestors."""
     if start == segment.start and not segment.ancestors:
         return [Segment(start, end, ())]
-    return [
-        Segment(place, min(place + tile, end), _ancestors(segment, place))
-        for place in range(start, end, tile)
-    ]
-
-
-def _ancestors(segment: Segment, place: int) -> tuple[tuple[int, int], ...]:
-    own = ((segment.start, place),) if place > segment.start else ()
-    return (*segment.ancestors, *own)
+    tiles = []
+    for first in range(start, end, tile):
+        own = ((segment.start, first),) if first > segment.start else ()
+        tiles.append(Segment(first, min(first + tile, end), (*segment.ancestors, *own)))
+    return tiles
 
 
 @dataclass(frozen=True)
@@ -116,24 +112,19 @@ class TokenExchange:
 
     group: ProcessGroup
 
-    @property
-    def ranks(self) -> int:
-        """The number of ranks."""
-        return self.group.size()
-
     def gather(self, local: Tensor) -> Tensor:
         """All-gather each rank's [1, heads, n, d] into [1, heads, N, d], in the forest's order."""
-        parts = local.new_empty(self.ranks, *local.shape[1:])
-        dist.all_gather(list(parts.chunk(self.ranks)), local.contiguous(), self.group)
+        parts = local.new_empty(self.group.size(), *local.shape[1:])
+        dist.all_gather(list(parts.chunk(self.group.size())), local.contiguous(), self.group)
         early, late = parts.chunk(2, dim=2)
         return torch.cat([*early, *late.flip(0)], dim=1)[None]
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """Reduce-scatter the ranks' ``whole`` [1, heads, N, d]: the sum over them, [1, heads, n, d] of it."""
-        early, late = torch.stack(whole[0].chunk(2 * self.ranks, dim=1)).chunk(2)
+        early, late = torch.stack(whole[0].chunk(2 * self.group.size(), dim=1)).chunk(2)
         parts = torch.cat([early, late.flip(0)], dim=2)
         local = whole.new_empty(1, *parts.shape[1:])
-        dist.reduce_scatter(local, list(parts.chunk(self.ranks)), dist.ReduceOp.SUM, self.group)
+        dist.reduce_scatter(local, list(parts.chunk(self.group.size())), dist.ReduceOp.SUM, self.group)
         return local
 
     def gather_with_gradient(self, *local: Tensor) -> tuple[Tensor, ...]:

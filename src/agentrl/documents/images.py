@@ -107,6 +107,33 @@ def content_with(text: str, images: Sequence[ImageRef]) -> str | list[Part]:
     return content
 
 
+def joined(pieces: Sequence[str | Part], between: str = "") -> Any:
+    """Return texts as one text, or as parts if there are images among them."""
+    if all(isinstance(piece, str) for piece in pieces):
+        return between.join(str(piece) for piece in pieces)
+    content: Any = ""
+    for piece in pieces:
+        content = appended(content, piece if isinstance(piece, str) else [piece], between)
+    return content
+
+
+def appended(content: Any, more: Any, between: str) -> Any:
+    """Return two contents as one; texts that meet have ``between`` between them."""
+    if isinstance(content, str) and isinstance(more, str):
+        return f"{content}{between}{more}"
+    parts = [*_as_parts(content)]
+    for part in _as_parts(more):
+        if parts and parts[-1]["type"] == part["type"] == "text":
+            parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}{between}{part['text']}"}
+        else:
+            parts.append(part)
+    return parts
+
+
+def _as_parts(content: Any) -> list[Part]:
+    return content if isinstance(content, list) else _text_parts(content)
+
+
 MARKER = "<image>"
 """Where an image of a task's question belongs, if the question has one for each image."""
 
@@ -139,13 +166,13 @@ _SHOWN: Final = 60
 
 def image_of_url(url: str, *, where: str = "the image") -> Image:
     """Return the image of a ``data:`` URL. Raises ImageError for other URLs and other data."""
-    found = _DATA_URL.match(url)
-    if found is None:
+    header = _DATA_URL.match(url)
+    if header is None:
         raise ImageError(
             f"{where} is at {url[:_SHOWN]!r}, and images are not fetched from anywhere",
             hint="send its bytes: a URL data:image/png;base64,…",
         )
-    return image_of_base64(url[found.end() :], where=where)
+    return image_of_base64(url[header.end() :], where=where)
 
 
 def image_of_base64(text: str, *, where: str = "the image") -> Image:

@@ -102,12 +102,12 @@ class Task(Root):
     the next epoch is begun. A task with an ease may be selected again."""
     group: dict[str, Any] | None = None
     """Set when the group is finalized: ``{scored, failed, mean_score, outcome, rules, filtered,
-    finalised_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
+    finalized_at, counted_at_step}``; the last is the step whose metrics count it. ``filtered`` is
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
     A group of an evaluation split has ``right_threshold`` instead of ``rules``. A group that was given up
     has the outcome ``failed``, and the reason in ``problem``."""
-    finalising: dict[str, Any] | None = None
+    finalizing: dict[str, Any] | None = None
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)

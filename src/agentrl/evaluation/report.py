@@ -16,9 +16,16 @@ from agentrl.documents.run import Evaluation
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
-from agentrl.scoring import paired_tests
-from agentrl.scoring.evaluation import EvaluatedTask, Prices, count_failures, summarize, summarize_groups
-from agentrl.scoring.paired_tests import Comparison, Difference
+from agentrl.scoring.evaluation import (
+    Comparison,
+    Difference,
+    EvaluatedTask,
+    Prices,
+    compare_tasks,
+    count_failures,
+    summarize,
+    summarize_groups,
+)
 from agentrl.store.client import open_existing
 
 if TYPE_CHECKING:
@@ -144,7 +151,7 @@ def comparison_json(a: Evaluation, b: Evaluation, found: Comparison) -> Json:
     """Return a comparison as JSON for ``--json``."""
     return {
         "a": a.id, "b": b.id, "tasks": found.tasks, "only_a": found.only_a, "only_b": found.only_b,
-        "score": found.score.to_json(), "pass": found.passed.to_json(),
+        "score": dataclasses.asdict(found.score), "pass": dataclasses.asdict(found.passed),
     }  # fmt: skip
 
 
@@ -232,7 +239,7 @@ _SHOWN = 10
 async def compare(configs: Configs, a: str, b: str, *, as_json: bool) -> None:
     """Print the paired comparison of two evaluations, named by id, version or RUN/id."""
     first, second = await _read(configs, a), await _read(configs, b)
-    found = await asyncio.to_thread(paired_tests.compare, first[1], second[1])
+    found = await asyncio.to_thread(compare_tasks, first[1], second[1])
     if found is None:
         raise ConfigError(
             f"{first[0].id} and {second[0].id} have no scored task with the same id and content in common",

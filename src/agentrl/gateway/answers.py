@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from jsonschema.exceptions import best_match
@@ -10,13 +11,13 @@ from referencing.exceptions import Unresolvable
 
 from agentrl.chat.call_shape import CallShape
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers import ParsedMessage
-from agentrl.chat.parsers.base import CallSyntaxError, load_json
+from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
 from agentrl.inference.engine import Generation
+from agentrl.rollout.model_call import message_of
 from agentrl.tools.base import schema_name
 
 _ID_DIGITS = 7
@@ -85,12 +86,10 @@ def response_of(
 ) -> tuple[Message, str | None]:
     """Return the assistant's message and the problem of its format.
 
-    A cut answer has no tool calls; a malformed call stays readable as text.
+    A malformed call stays readable as text.
     """
-    is_cut = generation.finish_reason == "length"
-    calls = () if is_cut else parsed.tool_calls
-    error = None if is_cut else parsed.error
-    if not is_cut and (problem := unmet(parsed, request)) is not None:
+    calls, error = parsed.tool_calls, parsed.error
+    if generation.finish_reason != "length" and (problem := unmet(parsed, request)) is not None:
         error = error or problem
     if request.no_calls:
         calls = ()
@@ -103,20 +102,9 @@ def response_of(
     stop = min((s for s in request.stop if s in content), key=content.index, default=None)
     if stop is not None:
         content = content[: content.index(stop)]
-    message: Message = {"role": "assistant", "content": content}
+    message = message_of(replace(parsed, content=content, tool_calls=calls), call.answer_id[:_ID_DIGITS])
     if stop is not None:
         message["stop_sequence"] = stop
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"{call.answer_id[:_ID_DIGITS]}{place % 100:02d}",
-                "type": "function",
-                "function": {"name": item.name, "arguments": item.arguments},
-            }
-            for place, item in enumerate(calls)
-        ]
     cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
     return cleaned, replace_surrogates(error)
 

@@ -22,14 +22,14 @@ from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.answers import answer_of
 from agentrl.gateway.dialects.base import Dialect
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
-from agentrl.gateway.errors import GatewayError, invalid
+from agentrl.gateway.errors import GatewayError, dead_url, invalid
 from agentrl.gateway.feedback import read_reward
-from agentrl.gateway.model_calls import Answerer, dead_url
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import GatewayRequest, aside, load_body, require_model
 
@@ -145,7 +145,7 @@ class GatewayApp:
         async def generate(request: Request, caller: Caller) -> Response:
             asked, digest_of = await self._read(request, dialect)
             require_model(asked, caller.session.models)
-            asked = await self.answerer.resolve(caller.claim, asked)
+            asked = await self.answerer.prompts.resolve(caller.claim, asked)
             pending = self._pending.get(caller.session, caller.claim, dialect.name, asked, digest_of)
             if asked.stream:
                 events = self._events(dialect, asked, pending)
@@ -280,7 +280,7 @@ class GatewayApp:
     async def _count_tokens(self, request: Request, caller: Caller) -> Response:
         asked, _ = await self._read(request, MESSAGES)
         require_model(asked, caller.session.models)
-        return _json({"input_tokens": await self.answerer.count_tokens(caller.claim, asked)})
+        return _json({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
 
     async def _reward(self, request: Request, caller: Caller) -> Response:
         store = self.answerer.store

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
-from agentrl.errors import AgentRLError
+from agentrl.errors import (
+    AgentRLError,
+    ContextFullError,
+    FailureError,
+    StoreUnavailableError,
+    TrajectoryError,
+)
+from agentrl.inference.engine import EngineRefusedError
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal[
     "invalid", "too_large", "authentication", "not_found", "limit", "timeout", "unavailable", "internal"
@@ -41,3 +51,30 @@ class GatewayError(AgentRLError):
 def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> GatewayError:
     """Return the error for a request that no retry makes valid."""
     return GatewayError("invalid", message, code=code, param=param)
+
+
+def dead_url() -> GatewayError:
+    """Return the error for a URL whose trajectory has ended, and for one that never was."""
+    return GatewayError(
+        "authentication",
+        "this URL belongs to no running trajectory: it has ended, its lease was lost, or the token is wrong",
+        code="dead_token",
+    )
+
+
+def as_gateway_error(error: BaseException) -> BaseException:
+    """Return the error to answer for a failure; cancellations stay as they are."""
+    if isinstance(error, GatewayError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, ContextFullError):
+        return GatewayError("invalid", error.message, code="context_length_exceeded", param="messages")
+    if isinstance(error, EngineRefusedError):
+        return invalid(f"the engine refused the request: {error.message}", code="engine_refused")
+    if isinstance(error, TrajectoryError):
+        return GatewayError("invalid", error.message, code="cannot_render", param="messages", hint=error.hint)
+    if isinstance(error, (FailureError, StoreUnavailableError)):
+        return GatewayError("unavailable", error.message, code="unavailable", hint="send the request again")
+    logger.error("a request failed", exc_info=error)
+    return GatewayError(
+        "internal", f"the gateway failed: {type(error).__name__}", code="internal", hint="see its log"
+    )

@@ -14,12 +14,12 @@ from agentrl.data.finalize_group import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp, token_digest
-from agentrl.gateway.chains import chain_of
 from agentrl.gateway.feedback import require_rule, untrained
-from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
+from agentrl.rollout.prompts import chain_of
 
 logger = logging.getLogger(__name__)
 

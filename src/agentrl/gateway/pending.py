@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -13,11 +14,10 @@ from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySes
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.gateway.chains import Prompt
-from agentrl.gateway.errors import GatewayError
-from agentrl.gateway.history import body_digest
-from agentrl.gateway.model_calls import Answerer, dead_url
+from agentrl.gateway.answerer import Answerer
+from agentrl.gateway.errors import GatewayError, dead_url
 from agentrl.gateway.request import GatewayRequest
+from agentrl.rollout.prompts import Prompt
 from agentrl.store.gateways import CallRequest
 
 _FIRST_LOOK, _LONGEST_LOOK = 0.02, 0.5
@@ -110,6 +110,15 @@ class PendingAnswer:
         changed.set()
 
 
+def _body_digest(*parts: str | bytes) -> str:
+    """Return the digest of a request's identity."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "big") + data)
+    return state.hexdigest()[:40]
+
+
 def _joined(events: Sequence[tuple[int, Sequence[int]]]) -> list[tuple[int, Sequence[int]]]:
     """Return the events with consecutive tokens in one."""
     joined: list[tuple[int, Sequence[int]]] = []
@@ -165,7 +174,7 @@ class PendingAnswers:
         body, key = identity
         identifying = ("key", key) if key else (body,)
         roles = () if request.role is None else ("role", request.role)
-        digest = body_digest(
+        digest = _body_digest(
             claim.record_id, dialect, *roles, *identifying
         )  # seeds depend on it: nothing random
         running = self._running.get(digest)
@@ -203,7 +212,9 @@ class PendingAnswers:
     ) -> DispatchedSamplingTask:
         """Return the model call of a request: generate it, unless it exists or another gateway does."""
         gateways, answerer = self._answerer.store.gateways, self._answerer
-        prompting = asyncio.create_task(answerer.prompt(claim, request), name=f"prompt for {session.record}")
+        prompting = asyncio.create_task(
+            answerer.prompts.prompt(claim, request), name=f"prompt for {session.record}"
+        )
         try:
             begun = await gateways.begin_first(asked, answerer.lease_seconds)
             is_mine = begun is not None

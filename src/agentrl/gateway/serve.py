@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.chains import Chains
-from agentrl.gateway.model_calls import Answerer
 from agentrl.gateway.server import GatewayServer
 from agentrl.processes import stop_on_signals
-from agentrl.rollout.setup import (
-    live_engines,
-    model_folder,
-    open_format,
-    open_router,
-    sampling_params,
-)
+from agentrl.rollout.setup import live_engines, model_folder, open_format, open_router, sampling_params
 from agentrl.store.client import open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.weights.folder import require_folder
@@ -64,7 +57,6 @@ async def _answerer(store: Store, configs: Configs) -> AsyncIterator[Answerer]:
             params=sampling_params(configs[SamplingConfig], chat_format),
             agent=configs[AgentConfig],
             seed=configs[RunConfig].seed,
-            chains=Chains(store),
         )
     finally:
         await router.close()

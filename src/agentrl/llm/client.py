@@ -10,16 +10,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
+
+import httpx2
 
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.limits import Limits, Use
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
-
-if TYPE_CHECKING:
-    from openai import APIStatusError, AsyncOpenAI
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +83,15 @@ class EndpointClient:
     """One endpoint in one event loop: its connections, which are kept alive, and its limits."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
-        from openai import AsyncOpenAI
-
         self.endpoint = endpoint
         self.limits = Limits(endpoint)
-        self._openai: AsyncOpenAI = AsyncOpenAI(
-            api_key=endpoint.api_key, base_url=endpoint.base_url, max_retries=0
+        self._http = httpx2.AsyncClient(
+            headers={"authorization": f"Bearer {endpoint.api_key}"},
+            follow_redirects=True,
+            timeout=None,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
         )
-        self._below_v1 = False
+        self._path = "/chat/completions"
 
     async def complete(
         self, messages: Messages, params: Mapping[str, Any], timeout: float, use: Use
@@ -125,7 +125,7 @@ class EndpointClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._openai.close()
+        await self._http.aclose()
 
     def _span(self, messages: Messages) -> Span:
         if not tracer().is_recording:
@@ -149,49 +149,37 @@ class EndpointClient:
         except LLMError as error:
             url = urlsplit(self.endpoint.base_url)
             is_elsewhere = error.problem is Problem.NOT_A_COMPLETION or error.status in (404, 405)
-            if not is_elsewhere or url.path.strip("/") or self._below_v1:
+            if not is_elsewhere or url.path.strip("/") or self._path.startswith("/v1"):
                 raise
-            self._openai.base_url = f"{self.endpoint.base_url.rstrip('/')}/v1"
             try:
-                reply = _read(await self._post(messages, params))
+                reply = _read(await self._post(messages, params, below="/v1"))
             except LLMError:
-                self._openai.base_url = self.endpoint.base_url
                 raise error from None
-            self._below_v1 = True
+            self._path = f"/v1{self._path}"
             logger.warning(
                 "a model answers at /v1 of its base_url: write it so",
                 extra={"model": self.endpoint.model, "base_url": f"{url.scheme}://{url.netloc}/v1"},
             )
             return reply
 
-    async def _post(self, messages: Messages, params: Mapping[str, Any]) -> bytes:
-        from openai import APIConnectionError, APIStatusError, OpenAIError
-
+    async def _post(self, messages: Messages, params: Mapping[str, Any], below: str = "") -> bytes:
+        url = f"{self.endpoint.base_url.rstrip('/')}{below}{self._path}"
+        request = {"model": self.endpoint.model, "messages": list(messages), **params}
         body = bytearray()
         try:
-            request = self._openai.chat.completions.with_streaming_response.create(
-                model=self.endpoint.model,
-                messages=[dict(message) for message in messages],  # type: ignore[misc]
-                timeout=None,
-                extra_body=dict(params) or None,
-            )
-            async with request as response:
-                async for piece in response.iter_bytes():
+            async with self._http.stream("POST", url, json=request) as response:
+                async for piece in response.aiter_bytes():
                     body += piece
                     if len(body) > MAX_REPLY_BYTES:
                         raise LLMError(
                             Problem.NOT_A_COMPLETION, f"a reply of more than {MAX_REPLY_BYTES:,} bytes"
                         )
-        except APIStatusError as error:
-            raise _status_error(error) from error
-        except APIConnectionError as error:
-            raise LLMError(Problem.UNREACHABLE, _cause(error)) from error
-        except OpenAIError as error:
-            raise LLMError(Problem.NOT_A_COMPLETION, _cause(error)) from error
         except LLMError:
             raise
-        except Exception as error:  # of the HTTP library, while it reads the body
+        except Exception as error:  # of the HTTP library
             raise LLMError(Problem.UNREACHABLE, _cause(error)) from error
+        if not response.is_success:
+            raise _status_error(response.status_code, body, response.headers)
         return bytes(body)
 
 
@@ -220,15 +208,9 @@ async def endpoint_client(endpoint: ModelEndpoint) -> EndpointClient:
         clients = _of_loop[loop] = _Clients()
         clients.closing = _close_at_the_end(clients)
         await anext(clients.closing)
-        await asyncio.to_thread(_import_openai)
     if endpoint not in clients:
         clients[endpoint] = EndpointClient(endpoint)
     return clients[endpoint]
-
-
-def _import_openai() -> None:
-    """Import what a request needs: it takes more than a second, which the event loop must not wait for."""
-    import openai.resources.chat  # noqa: F401
 
 
 async def _close_at_the_end(clients: _Clients) -> AsyncGenerator[None]:
@@ -273,15 +255,14 @@ def _count(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else 0
 
 
-def _status_error(error: APIStatusError) -> LLMError:
-    status = error.status_code
-    text = f"HTTP {status}: {str(error.message)[:_SHOWN]}"
+def _status_error(status: int, body: bytearray, headers: Mapping[str, str]) -> LLMError:
+    text = f"HTTP {status}: {body.decode('utf-8', 'replace')[:_SHOWN]}"
     if status == 429:
-        return LLMError(Problem.RATE_LIMITED, text, _retry_after(error.response.headers))
+        return LLMError(Problem.RATE_LIMITED, text, _retry_after(headers))
     if status in (401, 403, 407):
         return LLMError(Problem.LOGIN, text)
     if status in (404, 408, 409) or status >= 500 or status < 400:
-        return LLMError(Problem.SERVER_ERROR, text, _retry_after(error.response.headers), status)
+        return LLMError(Problem.SERVER_ERROR, text, _retry_after(headers), status)
     return LLMError(Problem.REFUSED, text, status=status)
 
 

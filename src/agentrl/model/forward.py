@@ -12,11 +12,18 @@ from torch import Tensor, nn
 
 from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
 from agentrl.data.trees import merge_prefixes
+from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.load import allocate, compute_buffers, disable_dropout, is_empty
-from agentrl.model.logprobs import DEFAULT_CHUNK, token_logprobs
-from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK, OutputHead, check_output_head
+from agentrl.model.logprobs import (
+    DEFAULT_CHUNK,
+    DEFAULT_VOCAB_CHUNK,
+    OutputHead,
+    Projection,
+    output_head,
+    token_logprobs,
+)
 from agentrl.model.vision import reads_images
 
 logger = logging.getLogger(__name__)
@@ -182,3 +189,20 @@ def _randomize(model: Any) -> None:
 
 def _shapes(layer: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+@torch.no_grad()
+def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
+    """Raise ModelError if ``output_head`` of ``hidden`` [n, H] is not the model's own ``logits`` [n, V].
+
+    Such a head does something that the model's config does not declare.
+    """
+    head = output_head(model)
+    blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # each block overwrites the last
+    ours = torch.cat([block.clone() for _, block in blocks], -1)
+    error = float((ours - logits.float()).abs().max())
+    if not error <= tolerance * max(1.0, float(logits.abs().max())):
+        raise ModelError(
+            f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
+            hint="use a model whose logits are a linear layer of the last hidden state",
+        )

@@ -31,7 +31,6 @@ from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
 from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
-from agentrl.weights.model_folder import SavableModel
 from agentrl.weights.sharded_writer import PublishedModel, model_parts
 
 
@@ -52,11 +51,6 @@ class Policy:
     """The folder of the model's own weights; None if they are from no folder."""
     own_dtype: torch.dtype | None = None
     """The dtype of the weights in ``base``, which published weights have; None: the one that is trained."""
-
-    @property
-    def kept(self) -> SavableModel:
-        """What a checkpoint stores: the adapter, or the published weights if there is none."""
-        return self.adapter or self.published
 
     @property
     def published(self) -> PublishedModel:

@@ -32,15 +32,14 @@ from agentrl.distributed.pipeline_stages import assign_model_layers, check_stage
 from agentrl.distributed.tensor_parallel import layer_styles
 from agentrl.errors import AgentRLError
 from agentrl.model.forward import ForwardOptions
-from agentrl.model.logprobs import DEFAULT_CHUNK
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.model.lora import add_adapter
-from agentrl.model.output_head import DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision
 from agentrl.plan.estimates import StepTime, estimate_step
 from agentrl.plan.memory import RankMemory, StepSpec, measure_step
 from agentrl.plan.model import ModelNumbers, PlannedModel
 from agentrl.plan.workload import Cluster, Workload
-from agentrl.train.memory import Checkpointing, checkpointing_mode
+from agentrl.train.build import Checkpointing, checkpointing_mode
 from agentrl.train.optimizer import freeze
 
 _MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")

@@ -69,11 +69,11 @@ class GroupFinalizer:
         except StoreUnavailableError:
             raise
         except Exception as error:
-            logger.exception("group not finalised", extra={"task": task_id})
+            logger.exception("group not finalized", extra={"task": task_id})
             await self._failed(task_id, error)
             return False
         if done:
-            logger.info("group finalised", extra={"task": task_id})
+            logger.info("group finalized", extra={"task": task_id})
         return done
 
     def _decide(

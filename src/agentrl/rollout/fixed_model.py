@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ParsedMessage, ToolCall
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
 from agentrl.documents.base import sanitize_bson
-from agentrl.documents.model_call import FixedModelCall, strip_tool_results
+from agentrl.documents.model_call import FixedModelCall
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ConfigError, TrajectoryError, judge
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
-from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Deadline
 from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.model_call import PendingCall, Turn
-from agentrl.rollout.model_caller import cleaned
+from agentrl.rollout.model_call import Hold, PendingCall, Turn, cleaned, message_of
+from agentrl.rollout.prompts import Prompt
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
 from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
 
 Reply = Answer[str]
-Hold = Callable[[Callable[[], Awaitable[Reply]]], Awaitable[Reply]]
-"""Makes a call; repeats it while the model is down."""
 
 _NO_KEY = "none"
-
-
-async def call_at_once(call: Callable[[], Awaitable[Reply]]) -> Reply:
-    """Make a call once."""
-    return await call()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +123,20 @@ class FixedRole(Role):
         params = {**self.model.params, **changes}
         reply = await self._hold(lambda: self._ask(params))
         parsed = _parsed(reply)
-        message = self._caller.message(parsed)
+        message = message_of(parsed, f"call{self._calls.turns % 1000:03d}")
+        prompt = Prompt(
+            ids=[], context_ids=[], messages=self._conversation.messages, new_messages=new,
+            parent=None if parent is None else parent.id, opens_branch=parent is None,
+        )  # fmt: skip
         pending = PendingCall(
-            record=self._caller.record,
+            record=self._calls.record,
+            prompt=prompt,
             role=self.name,
-            parent=None if parent is None else parent.id,
-            opens_branch=parent is None,
-            messages=new if parent is None else strip_tool_results(new, parent.executions),
-            tools=None if parent else tuple(self.schemas),
-            context_ids=[],
+            tools=self.schemas,
             params=SamplingParams(),
             generation=_generation(reply, self.model),
             response=message,
+            read=() if parent is None else parent.executions,
             settled=not parsed.tool_calls and parsed.error is None,
             fixed=FixedModelCall(
                 model=self.model.model,
@@ -152,10 +147,10 @@ class FixedRole(Role):
                 cost=reply.spent.cost,
             ),
         )
-        self._caller.add(pending)
+        self._calls.add(pending)
         self._conversation.append_message(message)
         self._made(pending)
-        return self._caller.turn(pending, parsed, parsed.content)
+        return self._calls.turn(pending, parsed, parsed.content)
 
     async def _ask(self, params: Mapping[str, Any]) -> Reply:
         require_text_only(self._conversation.messages, f"the fixed model of role {self.name}")

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.chat.parsers.arguments import validate_call
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import strip_tool_results
 from agentrl.errors import ContextFullError, TrajectoryError
-from agentrl.gateway.chains import Chain, Prompt, prompt_of
-from agentrl.gateway.history import prefix_digests
 from agentrl.inference.engine import Progress
 from agentrl.rollout.model_call import PendingCall, Turn
-from agentrl.rollout.model_caller import Draft, ModelCaller
+from agentrl.rollout.prompts import Chain, Prompt, prefix_digests, prompt_of
 from agentrl.rollout.tool_calls import Tools, execute
+from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.tools.base import Schema
 
 MakeProgress = Callable[[list[int]], Progress]
@@ -56,13 +55,13 @@ class _Known:
 class Histories:
     """The conversations of one role of a trajectory."""
 
-    def __init__(self, caller: ModelCaller, role: str | None) -> None:
-        self._caller = caller
+    def __init__(self, calls: TrajectoryCalls, role: str | None) -> None:
+        self._calls = calls
         self._role = role
         self._known: dict[str, _Known] = {}
         """By the digest of the conversation up to the answer."""
         self._by_tool_call: dict[str, PendingCall] = {}
-        self._calls = 0
+        self._count = 0
 
     @property
     def main_messages(self) -> list[Message]:
@@ -91,41 +90,33 @@ class Histories:
         places = (place for place in range(len(messages), 0, -1) if digests[place] in self._known)
         place = next(places, 0)
         known = self._known[digests[place]] if place else None
-        await self._caller.store_settled()
+        await self._calls.store_settled()
         if known is not None:
-            await self._caller.store(known.pending)
+            await self._calls.store(known.pending)
         chain = None if known is None else known.chain
-        prompt = prompt_of(self._caller.chat_format, chain, place, messages, tools)
-        budget = self._caller.budget
+        prompt = prompt_of(self._calls.chat_format, chain, place, messages, tools)
+        budget = self._calls.budget
         if len(prompt.ids) > budget.prompt_limit:
             raise ContextFullError(budget.name_limit(len(prompt.ids)), hint="shorten the graph's history")
         executions = known.pending.executions if known is not None and prompt.parent else ()
-        self._calls += 1
-        draft = Draft(
+        self._count += 1
+        pending, parsed = await self._calls.sample(
+            prompt,
+            changes,
             role=self._role,
-            prompt_ids=prompt.ids,
-            context_ids=prompt.context_ids,
-            images=prompt.images,
-            context_images=prompt.context_images,
-            messages=strip_tool_results(prompt.new_messages, executions),
-            read=tuple(prompt.new_messages),
             tools=tools,
-            parent=prompt.parent,
-            follows=prompt.follows,
-            drops_thoughts=prompt.follows is not None,
-            opens_branch=known is None,
-            seed=() if self._role is None else (self._role, self._calls),
+            executions=executions,
+            seed=() if self._role is None else (self._role, self._count),
+            progress=None if progress is None else progress(prompt.ids),
         )
-        receiver = None if progress is None else progress(prompt.ids)
-        pending, parsed = await self._caller.sample(draft, changes, receiver)
-        text = self._caller.chat_format.decode(pending.generation.output_ids)
+        text = self._calls.chat_format.decode(pending.generation.output_ids)
         if parsed.error is not None:
             pending.refuse(parsed.error)
             pending.settled = not parsed.tool_calls
         if not (parsed.content or parsed.tool_calls or parsed.reasoning):
             pending.response["content"] = text.strip()  # a malformed call stays readable
         self._keep(pending, prompt, [*prompt.messages, pending.response], known, tools)
-        return pending, self._caller.turn(pending, parsed, text)
+        return pending, self._calls.turn(pending, parsed, text)
 
     async def call_tool(
         self, call_id: str, name: str, arguments: Mapping[str, Any], tools: Tools, schemas: Sequence[Schema]

@@ -21,14 +21,13 @@ from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.answers import check_schema
-from agentrl.scoring.group_filters import GROUP_FILTERS
+from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.task_loading import LoadResult
-    from agentrl.store.tasks import TaskReferences
+    from agentrl.store.tasks import LoadResult, TaskReferences
 
 
 logger = logging.getLogger(__name__)

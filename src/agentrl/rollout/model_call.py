@@ -1,24 +1,52 @@
-"""Describe one model call of a trajectory: the turn that its agent sees, and the document that is stored."""
+"""Describe a model call: the turn that its agent sees, its message, and the document that is stored."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
-from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall
-from agentrl.documents.base import sanitize_bson
-from agentrl.documents.images import ImageSpan
+from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.parsers.base import ParsedMessage, ToolCall
+from agentrl.documents.base import replace_surrogates, sanitize_bson
+from agentrl.documents.images import Image, ImageSpan
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     FixedModelCall,
     ToolExecution,
     pack_floats,
     pack_ids,
+    strip_tool_results,
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus
+from agentrl.errors import TrajectoryError
 from agentrl.inference.engine import Generation
+from agentrl.rollout.prompts import Prompt
 from agentrl.tools.base import Schema
+from agentrl.user_code import contain_call
+
+T = TypeVar("T")
+
+
+class Hold(Protocol):
+    """Makes a call; repeats it while what it needs is down."""
+
+    async def __call__(self, call: Callable[[], Awaitable[T]], /) -> T:
+        """Return the result of ``call``."""
+        ...
+
+
+class ImageStore(Protocol):
+    """Stores images by hash: ``Store.images``."""
+
+    async def put(self, *images: Image) -> None:
+        """Store images. Idempotent."""
+        ...
+
+    async def get(self, hashes: Collection[str]) -> dict[str, Image]:
+        """Return images by hash. Raises ImageError for one that is not stored."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +79,17 @@ class PendingCall:
 
     record: str
     index: int | None = None
-    """Its place among the stored calls; None until it is stored."""
-    role: str | None = None
-    parent: str | None
-    follows: str | None = None
-    drops_thoughts: bool = False
-    opens_branch: bool = False
-    messages: tuple[Message, ...]
-    tools: tuple[Schema, ...] | None
-    context_ids: list[int]
-    images: tuple[ImageSpan, ...] = ()
+    """Its index among the stored calls; None until it is stored."""
+    prompt: Prompt
+    role: str | None
+    tools: Sequence[Schema]
     params: SamplingParams
     generation: Generation
     response: Message
     error: str | None = None
     repeated: bool = False
+    read: Sequence[ToolExecution] = ()
+    """The tool runs of its parent, whose results its prompt has."""
     executions: list[ToolExecution] = field(default_factory=list)
     tool_seconds: float = 0.0
     settled: bool = False
@@ -95,22 +119,22 @@ class PendingCall:
 
     def document(self) -> DispatchedSamplingTask:
         """Return the document of this call."""
-        generation = self.generation
+        generation, prompt = self.generation, self.prompt
         return DispatchedSamplingTask(
             id=self.id,
             record=self.record,
             index=self.index or 0,
             role=self.role,
-            parent=self.parent,
-            follows=self.follows,
-            drops_thoughts=self.drops_thoughts,
-            opens_branch=self.opens_branch,
+            parent=prompt.parent,
+            follows=prompt.follows,
+            drops_thoughts=prompt.drops_thoughts,
+            opens_branch=prompt.opens_branch,
             fixed=self.fixed,
             status=self.status,
-            messages=tuple(sanitize_bson(message) for message in self.messages),
+            messages=tuple(map(sanitize_bson, strip_tool_results(prompt.new_messages, self.read))),
             response=sanitize_bson(self.response),
             tool_executions=tuple(self.executions),
-            tools=None if self.tools is None else tuple(map(sanitize_bson, self.tools)),
+            tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
             error=self.error,
             finish_reason=generation.finish_reason,
             versions=generation.versions,
@@ -121,9 +145,60 @@ class PendingCall:
             sampling_params=sanitize_bson(self.fixed.params if self.fixed else self.params.to_request()),
             generate_seconds=generation.seconds,
             tool_seconds=self.tool_seconds,
-            context_ids=pack_ids(self.context_ids),
+            context_ids=pack_ids(prompt.context_ids),
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
             logprobs_of=generation.logprobs_of,
-            images=self.images,
+            images=prompt.context_images,
         )
+
+
+def parse(
+    chat_format: ChatFormat, prompt: Prompt, generation: Generation, tools: Sequence[Schema]
+) -> ParsedMessage:
+    """Return the message of a generation, storable; a cut one has no tool calls. Raises TrajectoryError."""
+    parsed = contain_call(
+        lambda: cleaned(chat_format.parse(generation.output_ids, tools, prompt.ids)),
+        "the tool-call parser",
+        TrajectoryError,
+    )
+    return replace(parsed, tool_calls=(), error=None) if generation.finish_reason == "length" else parsed
+
+
+def message_of(parsed: ParsedMessage, call_id: str) -> Message:
+    """Return the assistant's message; ``call_id`` begins the ids of its tool calls."""
+    message: Message = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": f"{call_id}{index % 100:02d}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(parsed.tool_calls)
+        ]
+    return message
+
+
+async def images_of(store: ImageStore, spans: Sequence[ImageSpan]) -> list[Image]:
+    """Return the images of a prompt, in order."""
+    if not spans:
+        return []
+    by_hash = await store.get({span.sha256 for span in spans})
+    return [by_hash[span.sha256] for span in spans]
+
+
+def cleaned(parsed: ParsedMessage) -> ParsedMessage:
+    """Return the message with texts that can be stored."""
+    calls = tuple(
+        ToolCall(replace_surrogates(call.name), replace_surrogates(call.arguments))
+        for call in parsed.tool_calls
+    )
+    return replace(
+        parsed,
+        content=replace_surrogates(parsed.content),
+        tool_calls=calls,
+        error=replace_surrogates(parsed.error),
+    )

@@ -12,14 +12,15 @@ from agentrl.chat.chat_format import Message
 from agentrl.chat.conversation import Conversation
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import text_of
-from agentrl.documents.model_call import ToolExecution, strip_tool_results
+from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, TrajectoryError, TurnsLimitError
 from agentrl.rollout.agent_io import checked_messages
 from agentrl.rollout.histories import Histories, MakeProgress
 from agentrl.rollout.model_call import PendingCall, Turn
-from agentrl.rollout.model_caller import Draft, ModelCaller
+from agentrl.rollout.prompts import Prompt
 from agentrl.rollout.tool_calls import Tools, run_tool_calls
+from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.tools.base import Schema
 from agentrl.user_code import contain
 
@@ -36,7 +37,7 @@ class Shared:
 
     task: Task
     config: AgentConfig
-    caller: ModelCaller
+    calls: TrajectoryCalls
     tools: Tools
     schemas: list[Schema]
     manage_context: ContextManager
@@ -74,7 +75,7 @@ class Role:
         self.config = shared.config
         self.schemas = list(schemas)
         self._shared = shared
-        self._caller = shared.caller
+        self._calls = shared.calls
         self._first = [dict(message) for message in first_messages]
         self._own_turns = 0
         self._own_limit = max_turns
@@ -94,7 +95,7 @@ class Role:
     @property
     def max_turns(self) -> int:
         """Return the number of model calls that this role may make: its limit, or what others leave."""
-        left = self._own_turns + self._shared.max_turns - self._caller.turns
+        left = self._own_turns + self._shared.max_turns - self._calls.turns
         return left if self._own_limit is None else min(left, self._own_limit)
 
     @property
@@ -132,34 +133,32 @@ class Role:
         self._require_turns()
         if not await self._make_prompt_fit():
             raise ContextFullError(
-                self._caller.budget.name_limit(self.prompt_tokens),
+                self._calls.budget.name_limit(self.prompt_tokens),
                 hint="raise it, or choose a context manager by --new_context",
             )
         parent = await self._store_before()
         conversation = self._conversation
-        starts, new = conversation.starts_branch, conversation.new_messages
-        pending, parsed = await self._caller.sample(
-            Draft(
-                role=self.name,
-                prompt_ids=conversation.prompt_ids(),
-                context_ids=conversation.context_ids(),
-                images=conversation.prompt_images(),
-                context_images=conversation.context_images(),
-                messages=new if starts or parent is None else strip_tool_results(new, parent.executions),
-                tools=self.schemas,
-                read=new,
-                parent=None if starts or parent is None else parent.id,
-                drops_thoughts=starts and parent is not None,
-                opens_branch=self._opens_branch,
-                seed=self._seed,
-            ),
-            changes,
+        starts = conversation.starts_branch
+        prompt = Prompt(
+            ids=conversation.prompt_ids(),
+            context_ids=conversation.context_ids(),
+            messages=conversation.messages,
+            new_messages=conversation.new_messages,
+            parent=None if starts or parent is None else parent.id,
+            drops_thoughts=starts and parent is not None,
+            opens_branch=self._opens_branch,
+            images=conversation.prompt_images(),
+            context_images=conversation.context_images(),
+        )
+        executions = () if starts or parent is None else parent.executions
+        pending, parsed = await self._calls.sample(
+            prompt, changes, role=self.name, tools=self.schemas, executions=executions, seed=self._seed
         )
         conversation.append_generation(pending.generation.output_ids, pending.response)
-        text = self._caller.chat_format.decode(pending.generation.output_ids)
+        text = self._calls.chat_format.decode(pending.generation.output_ids)
         self._texts[text] += 1
         self._made(pending)
-        return self._caller.turn(pending, parsed, text, self._texts[text])
+        return self._calls.turn(pending, parsed, text, self._texts[text])
 
     async def call_tools(self, turn: Turn) -> list[ToolExecution]:
         """Run the tool calls of the last ``turn`` in order and append their results.
@@ -173,7 +172,7 @@ class Role:
         started = time.monotonic()
         before = len(pending.executions)
         try:
-            images = self._caller.images if self._caller.reads_images else None
+            images = self._calls.images if self._calls.reads_images else None
             messages = await run_tool_calls(turn, pending, self._shared.tools, self.schemas, images)
         finally:
             self._shared.tool_calls += len(pending.executions) - before
@@ -234,7 +233,7 @@ class Role:
         if self.turns >= self.max_turns:
             raise TurnsLimitError(f"the trajectory has made its {self.turns} model calls")
         if self._histories is None:
-            self._histories = Histories(self._caller, self.name)
+            self._histories = Histories(self._calls, self.name)
         checked = checked_messages(messages)
         pending, turn = await self._histories.complete(checked, tools, changes, progress)
         self._own_turns += 1
@@ -253,7 +252,7 @@ class Role:
     async def finish(self) -> None:
         """Store the role's last model call, unless it is stored."""
         if self._last is not None:
-            await self._caller.store(self._last)
+            await self._calls.store(self._last)
 
     async def _begin(self, messages: Sequence[Message]) -> None:
         await self.finish()
@@ -262,12 +261,12 @@ class Role:
         self._texts.clear()
 
     def _new_conversation(self, messages: Sequence[Message]) -> Conversation:
-        return Conversation(self._caller.chat_format, messages, self.schemas)
+        return Conversation(self._calls.chat_format, messages, self.schemas)
 
     async def _store_before(self) -> PendingCall | None:
         """Store the calls before the next one; return the role's own in this context."""
         await self.finish()
-        await self._caller.store_settled()
+        await self._calls.store_settled()
         return self._last
 
     def _made(self, pending: PendingCall) -> None:
@@ -296,13 +295,13 @@ class Role:
         return () if self.name is None else (self.name, self._own_turns)
 
     def _fits(self, tokens: int) -> bool:
-        return tokens <= self._caller.budget.full_at
+        return tokens <= self._calls.budget.full_at
 
     async def _make_prompt_fit(self) -> bool:
         """Manage a full context. A context manager's own calls may use the reserve, but not exceed it."""
         if not self._is_managing:
             return not self.context_is_full or await self.reset_context()
-        limit = self._caller.budget.prompt_limit
+        limit = self._calls.budget.prompt_limit
         if self.prompt_tokens > limit:
             self._conversation.change_new_messages(_without_result)
         return self.prompt_tokens <= limit

@@ -36,12 +36,11 @@ from agentrl.rollout.agent_io import (
     agent_cfg_path,
     read_agent_cfg,
 )
-from agentrl.rollout.fixed_model import FixedModel, FixedRole, Hold, call_at_once
-from agentrl.rollout.images import ImageStore
-from agentrl.rollout.model_call import PendingCall, Turn
-from agentrl.rollout.model_caller import ModelCaller
+from agentrl.rollout.fixed_model import FixedModel, FixedRole
+from agentrl.rollout.model_call import Hold, ImageStore, PendingCall, Turn
 from agentrl.rollout.role import ContextManager, Role, Shared
 from agentrl.rollout.tool_calls import Tools
+from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema, schema_name
 from agentrl.user_code import contain, describe
@@ -69,21 +68,22 @@ class Rollout(Role):
         write: Callable[[PendingCall], Awaitable[None]],
         environment: EnvironmentSession | None = None,
         gateway: Gateway | None = None,
-        hold: Hold = call_at_once,
-        images: ImageStore | None = None,
+        hold: Hold,
+        images: ImageStore,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
         Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
         attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
-        another attempt is another sample. ``hold`` repeats a call of a fixed model that is down.
+        another attempt is another sample. ``hold`` repeats a call while the engines or a fixed model are
+        down.
         """
-        caller = ModelCaller(
+        calls = TrajectoryCalls(
             claim, config, chat_format=chat_format, engine=engine, params=params, seed=seed, write=write,
-            images=images,
+            images=images, hold=hold,
         )  # fmt: skip
         shared = Shared(
-            task=claim.task, config=config, caller=caller, tools=tools, schemas=list(schemas),
+            task=claim.task, config=config, calls=calls, tools=tools, schemas=list(schemas),
             manage_context=manage_context, max_turns=claim.task.max_turns or config.max_turns,
         )  # fmt: skip
         self.task, self.config = claim.task, config
@@ -110,7 +110,7 @@ class Rollout(Role):
     @property
     def turns(self) -> int:
         """Return the number of model calls of the trajectory."""
-        return self._caller.turns
+        return self._calls.turns
 
     @property
     def max_turns(self) -> int:
@@ -130,7 +130,7 @@ class Rollout(Role):
     @property
     def scored_calls(self) -> list[ScoredCall]:
         """Return the finished model calls, as a scorer gets them."""
-        return self._caller.scored_calls
+        return self._calls.scored_calls
 
     @property
     def question(self) -> str:
@@ -242,7 +242,7 @@ class Rollout(Role):
 
     async def finish(self) -> None:
         """Store the last model call of this conversation and of every role, unless it is stored."""
-        await self._caller.store_all()
+        await self._calls.store_all()
 
     @asynccontextmanager
     async def gateway(self, train: str = "main") -> AsyncIterator[Endpoint]:
@@ -277,13 +277,13 @@ class Rollout(Role):
 
     def _adopt(self, result: GatewayResult) -> None:
         """Take over the calls that a gateway made."""
-        self._caller.turns = len(result.calls)
+        self._calls.turns = len(result.calls)
         if result.reward is not None:
             reward = result.reward
             by_call = {int(call): value for call, value in reward.turn_rewards.items()}
             roles = reward.role_rewards or None
             self.reported_reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
-        self._caller.scored_calls = [
+        self._calls.scored_calls = [
             ScoredCall.of(call.response, call.tool_executions, call.status, call.role)
             for call in result.calls
         ]

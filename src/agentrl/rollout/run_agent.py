@@ -14,7 +14,7 @@ from agentrl.errors import ContextFullError, FailureError, ScorerError, Trajecto
 from agentrl.rollout.agent_io import Outcome, checked_outcome
 from agentrl.rollout.agents import Agent, AgentClass
 from agentrl.rollout.rollout import Rollout, working_on
-from agentrl.scoring.role_rewards import checked_role_rewards
+from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score
 from agentrl.user_code import contain, contain_call
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agentrl.chat.chat_format import Message
-from agentrl.chat.parsers import ToolCall, validate_call
+from agentrl.chat.parsers.arguments import validate_call
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution
 from agentrl.errors import ToolServerError
-from agentrl.rollout.images import ImageStore
-from agentrl.rollout.model_call import PendingCall, Turn
+from agentrl.rollout.model_call import ImageStore, PendingCall, Turn
 from agentrl.rollout.trace import end_tool, tool_span
 from agentrl.tools.base import Schema, ToolResult, schema_name
 from agentrl.user_code import contain_errors

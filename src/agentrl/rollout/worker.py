@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
@@ -16,7 +16,7 @@ from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Claim, scorer_weights
-from agentrl.environments.session import EnvironmentSession, open_environment
+from agentrl.environments.session import open_environment
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -32,15 +32,15 @@ from agentrl.inference.engine import Engine, Router
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
-from agentrl.rollout.call_writer import CallWriter
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.holding import HeldEngine, HeldTools, LateToolSource
+from agentrl.rollout.holding import HeldTools, LateToolSource
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trace import end_trajectory, trajectory_span
+from agentrl.rollout.trajectory_calls import CallWriter
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.spans import Span
@@ -49,6 +49,8 @@ from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -164,10 +166,13 @@ class Worker:
         environment = open_environment(claim.task, call_timeout=self.environment_timeout)
         await self._advance(claim, RecordStatus.RUNNING)
 
+        async def hold(call: Callable[[], Awaitable[T]]) -> T:
+            return await self.outages.hold(call, clock)
+
         async with AsyncExitStack() as stack:
             writer = await stack.enter_async_context(CallWriter(self.store, claim))
-            session = await self.outages.hold(
-                lambda: stack.enter_async_context(self._tool_session(claim, environment)), clock
+            session = await hold(
+                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
             )
             tools = HeldTools(session, self.outages, clock)
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
@@ -180,7 +185,7 @@ class Worker:
                 claim,
                 self.agent,
                 chat_format=self.chat_format,
-                engine=HeldEngine(engine, self.outages, clock),
+                engine=engine,
                 tools=tools,
                 schemas=schemas,
                 params=self.params,
@@ -190,7 +195,7 @@ class Worker:
                 environment=environment,
                 gateway=self.gateway,
                 images=self.store.images,
-                hold=lambda call: self.outages.hold(call, clock),
+                hold=hold,
             )
             outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
         await self._advance(
@@ -204,14 +209,6 @@ class Worker:
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
         return rollout, outcome
-
-    def _tool_session(
-        self, claim: Claim, environment: EnvironmentSession | None
-    ) -> AbstractAsyncContextManager[Tools]:
-        trajectory = Trajectory.of(claim)
-        if environment is None:
-            return self.tools.session(trajectory)
-        return self.tools.session(trajectory, environment)
 
     @asynccontextmanager
     async def _keeping_partial(self, claim: Claim, engine: Engine) -> AsyncIterator[None]:

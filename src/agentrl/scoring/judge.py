@@ -1,28 +1,80 @@
-"""Scorer ``agentcpm``: an LLM judge behind OpenAI-compatible endpoints, with failover."""
+"""Scorers ``agentcpm`` and ``rubric``: an LLM judge behind OpenAI-compatible endpoints, with failover."""
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
-from agentrl.chat.parsers import split_reasoning
+from agentrl.chat.parsers.reasoning import split_reasoning
+from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
-from agentrl.llm.ask import Answer, NoAnswerError, ask
+from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.deadline import Deadline, current_deadline
-from agentrl.llm.untrusted import RULE, fenced
+from agentrl.llm.limits import Deadline, current_deadline
+from agentrl.scoring.answers import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
-from agentrl.scoring.shared_answers import SharedAnswers
-from agentrl.scoring.text_match import same
 
 T = TypeVar("T")
+
+_KEPT = 10_000
+
+
+class SharedAnswers(Generic[T]):
+    """The answers of this process, by a digest of the question; the oldest are dropped."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._answers: OrderedDict[bytes, Answer[T]] = OrderedDict()
+        self._asking: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, asyncio.Task[Answer[T]]]] = (
+            WeakKeyDictionary()
+        )
+
+    async def get(self, key: object, ask: Callable[[], Awaitable[Answer[T]]]) -> tuple[Answer[T], bool]:
+        """Return the answer to the question ``key``, and whether this call asked for it.
+
+        Calls at the same time share one ``ask``, and its exception. It goes on when a caller is cancelled.
+        The caller's clock stops while it waits: ``ask`` has a time limit of its own.
+        """
+        digest = hashlib.blake2b(repr(key).encode("utf-8", "replace"), digest_size=16).digest()
+        if digest in self._answers:
+            self._answers.move_to_end(digest)
+            return self._answers[digest], False
+        asking = self._asking.setdefault(asyncio.get_running_loop(), {})
+        task = asking.get(digest)
+        is_new = task is None
+        if task is None:
+            task = asking[digest] = asyncio.ensure_future(self._ask(digest, ask))
+            task.add_done_callback(lambda done: _forget(asking, digest, done))
+        deadline = current_deadline()
+        with nullcontext() if deadline is None else deadline.paused():
+            return await asyncio.shield(task), is_new
+
+    async def _ask(self, digest: bytes, ask: Callable[[], Awaitable[Answer[T]]]) -> Answer[T]:
+        answer = await ask()
+        self._answers[digest] = answer
+        while len(self._answers) > self._kept:
+            self._answers.popitem(last=False)
+        return answer
+
+
+def _forget(asking: dict[bytes, asyncio.Task[T]], digest: bytes, task: asyncio.Task[T]) -> None:
+    asking.pop(digest, None)
+    if not task.cancelled():
+        task.exception()  # every caller may have been cancelled; then nobody reads it
+
 
 JUDGES = frozenset({"agentcpm", "asearcher", "rubric"})
 """Names of the scorers that need the section ``scorer_agent`` of ``--agent_config_path``."""
 
-DEFAULT_TEMPLATE = """\
+JUDGE_TEMPLATE = """\
 Decide whether a predicted answer to a question means the same as the labeled answer.
 
 Question: {question}
@@ -46,7 +98,7 @@ _LABEL = r"(?:final\s+)?(?:verdict|answer|judge?ment|decision|grade|result|concl
 _VERDICT = re.compile(rf"(?:{_LABEL}\s*(?:is\s*)?:?\s*)?(in)?correct", re.IGNORECASE)
 _MARKUP = " \t*_`\"'“”‘’.!"
 
-_verdicts: SharedAnswers[bool] = SharedAnswers()
+_answers: SharedAnswers[Any] = SharedAnswers()
 
 
 @scorer("agentcpm", "asearcher")
@@ -63,17 +115,14 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
     if any(same(context.final_answer, answer) for answer in context.accepted):
         return ScoreResult(1.0, {"verdict": "equal"})
     section = load_judge(context.agent_config_path)
-    template = section.judge_prompt_template or DEFAULT_TEMPLATE
+    template = section.judge_prompt_template or JUDGE_TEMPLATE
     values = {
         "question": context.query,
         "labeled_answer": " | ".join(context.accepted),
         "pred_answer": context.final_answer,
     }
-    answer, is_new = await _verdicts.get(
-        (section.models, template, *values.values()),
-        lambda: ask_judge(section, judge_prompt(template, values), verdict_of),
-    )
-    return ScoreResult(float(answer.value), judged_details(answer, is_new=is_new))
+    is_correct, details = await _judge(section, template, values, verdict_of)
+    return ScoreResult(float(is_correct), details)
 
 
 def judge_prompt(template: str, values: Mapping[str, str]) -> Messages:
@@ -99,36 +148,113 @@ def verdict_of(reply: str) -> bool | None:
     return verdicts.pop() if found and found[-1] and len(verdicts) == 1 else None
 
 
-async def ask_judge(section: AgentSection, messages: Messages, read: Callable[[str], T | None]) -> Answer[T]:
-    """Ask the judge models in order within the scorer's time. Raises ScorerError.
+async def _judge(
+    section: AgentSection, template: str, values: Mapping[str, str], read: Callable[[str], T | None]
+) -> tuple[T, dict[str, Any]]:
+    """Return what ``read`` finds in a judge's reply, and the details for the Record: model, reply and usage.
 
-    The error names an outage if every model is down.
+    The models are asked in order within the scorer's time. Raises ScorerError, which names an outage if every
+    model is down.
     """
-    limit = current_deadline()
-    seconds = SECONDS if limit is None else limit.left()
-    try:
-        return await ask(section, messages, read, Deadline(seconds * (1 - _RESERVE)))
-    except NoAnswerError as error:
-        names = ", ".join(endpoint.model for endpoint in section.models)
-        raise ScorerError(
-            f"no judge gave a verdict: {error}",
-            hint="see scorer_agent in the agent config",
-            outage=judge(names) if error.is_outage else None,
-            retry_after=error.retry_after,
-        ) from error
 
+    async def ask_models() -> Answer[T]:
+        limit = current_deadline()
+        seconds = SECONDS if limit is None else limit.left()
+        try:
+            return await ask(
+                section, judge_prompt(template, values), read, Deadline(seconds * (1 - _RESERVE))
+            )
+        except NoAnswerError as error:
+            names = ", ".join(endpoint.model for endpoint in section.models)
+            raise ScorerError(
+                f"no judge gave a verdict: {error}",
+                hint="see scorer_agent in the agent config",
+                outage=judge(names) if error.is_outage else None,
+                retry_after=error.retry_after,
+            ) from error
 
-def judged_details(answer: Answer[Any], *, is_new: bool) -> dict[str, Any]:
-    """Return the details of a judgement for the Record: model, reply, and the usage of this score."""
-    spent = answer.spent
+    answer, is_new = await _answers.get((section.models, template, *values.items()), ask_models)
     reply = answer.reply if len(answer.reply) <= _KEPT_CHARS else f"…{answer.reply[-_KEPT_CHARS:]}"
-    details: dict[str, Any] = {"judge": answer.model, "reply": reply, "cached": not is_new}
-    if is_new:
-        details |= {
-            "requests": spent.requests,
-            "prompt_tokens": spent.prompt_tokens,
-            "completion_tokens": spent.completion_tokens,
-            "cost": spent.cost,
-            "seconds": spent.seconds,
-        }
-    return details
+    details = {"judge": answer.model, "reply": reply, "cached": not is_new}
+    return answer.value, {**details, **(asdict(answer.spent) if is_new else {})}
+
+
+RUBRIC_TEMPLATE = """\
+Decide which criteria an answer to a question meets.
+
+Question: {question}
+Answer: {pred_answer}
+Criteria: {criteria}
+
+Reply with one line for each criterion, and nothing else: its number, a colon, and Met or Unmet. For example:
+1: Met"""
+
+_LINE = re.compile(r"\W*(\d{1,4})\s*[.:)]\W*\s*(un|not\s)?met\W*", re.IGNORECASE)
+_HINT = 'give the task a field like "rubric": [{"criterion": "names the river", "weight": 2}]'
+
+
+@dataclass(frozen=True, slots=True)
+class Criterion:
+    """What an answer should do, or with a negative weight should not do."""
+
+    text: str
+    weight: float = 1.0
+
+
+@scorer("rubric")
+async def rubric(context: ScorerContext) -> ScoreResult:
+    """Return the weight of the criteria that are met, over the sum of all positive weights, in [0, 1].
+
+    The criteria are the task's field ``rubric``. All are judged in one request. No answer scores 0. Raises
+    ScorerError if the task has no rubric or no model judges every criterion.
+    """
+    criteria = read_criteria(context.meta.get("rubric"))
+    if context.final_answer is None:
+        return ScoreResult(0.0, {"verdict": "no answer"})
+    section = load_judge(context.agent_config_path)
+    template = section.rubric_prompt_template or RUBRIC_TEMPLATE
+    listed = "\n".join(f"{number}: {item.text}" for number, item in enumerate(criteria, 1))
+    values = {"question": context.query, "pred_answer": context.final_answer, "criteria": listed}
+    verdicts, details = await _judge(
+        section, template, values, lambda reply: verdicts_of(reply, len(criteria))
+    )
+    met = [item for item, is_met in zip(criteria, verdicts, strict=True) if is_met]
+    best = sum(item.weight for item in criteria if item.weight > 0)
+    score = min(1.0, max(0.0, sum(item.weight for item in met) / best))
+    return ScoreResult(score, {**details, "met": [item.text for item in met]})
+
+
+def read_criteria(value: Any) -> list[Criterion]:
+    """Return the criteria of a task: texts, or mappings with ``criterion`` and ``weight``.
+
+    Raises ScorerError for anything else, and if no weight is positive.
+    """
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ScorerError("the task has no rubric", hint=_HINT)
+    criteria = []
+    for item in value:
+        given = item if isinstance(item, Mapping) else {"criterion": item}
+        text, weight = given.get("criterion"), given.get("weight", 1.0)
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not isinstance(text, str) or not text.strip() or not is_number or not is_finite(weight):
+            raise ScorerError(f"the rubric has the criterion {str(item)[:200]!r}", hint=_HINT)
+        criteria.append(Criterion(" ".join(text.split()), float(weight)))
+    if not any(item.weight > 0 for item in criteria):
+        raise ScorerError("the rubric has no criterion with a positive weight", hint=_HINT)
+    return criteria
+
+
+def verdicts_of(reply: str, count: int) -> tuple[bool, ...] | None:
+    """Return whether each of ``count`` criteria is met; None unless every one has exactly one verdict."""
+    found: dict[int, bool] = {}
+    for line in split_reasoning(reply).rest.splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        number = int(match.group(1))
+        if number in found:
+            return None
+        found[number] = match.group(2) is None
+    if set(found) != set(range(1, count + 1)):
+        return None
+    return tuple(found[number] for number in sorted(found))

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import ConfigError, FailureError, ScorerError
-from agentrl.llm.deadline import current_deadline
+from agentrl.llm.limits import current_deadline
 from agentrl.user_code import describe
 
 _LARGEST = 8

@@ -16,11 +16,15 @@ from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
-from agentrl.llm.deadline import Deadline
+from agentrl.llm.limits import Deadline
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
-from agentrl.scoring.role_rewards import checked_role_rewards, stored_role_rewards
-from agentrl.scoring.turn_rewards import checked_turn_rewards, stored_turn_rewards
+from agentrl.scoring.rewards import (
+    checked_role_rewards,
+    checked_turn_rewards,
+    stored_role_rewards,
+    stored_turn_rewards,
+)
 from agentrl.spans import Attributes, Span, tracer
 from agentrl.user_code import contain, describe
 
@@ -148,10 +152,7 @@ SCORERS: Registry[Scorer] = Registry(
     group="agentrl.scorers",
     convert=_scorer_of,
     built_in=[
-        *(
-            f"agentrl.scoring.{name}"
-            for name in ("text_match", "math", "judge", "rubric", "format", "code", "tool_rewards")
-        ),
+        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
         "agentrl.environments.scorer",
     ],
 )

@@ -140,9 +140,9 @@ class GroupAdmission(Repository):
         """
         if limit.groups <= 0:
             return False
-        found = await self._open_groups(split)
-        if not found.needs_renumbering(limit) and not await self._any_left(
-            split, limit.groups - found.count, selection, without
+        open_now = await self._open_groups(split)
+        if not open_now.needs_renumbering(limit) and not await self._any_left(
+            split, limit.groups - open_now.count, selection, without
         ):
             return False
         async with self._connection.client.start_session() as session:
@@ -174,20 +174,20 @@ class GroupAdmission(Repository):
         step = await self._last_step(session)
         if limit.after_step not in (None, step):
             return False
-        found = await self._open_groups(split, session)
-        capacity = limit.groups - found.count
+        open_now = await self._open_groups(split, session)
+        capacity = limit.groups - open_now.count
         if selection is None:
             groups = await self._next_groups(split, capacity, without, session)
         else:
             groups = await self._selection.begin(split, selection, capacity, without.excluded, session)
-        ranked_before = found.count
-        if found.needs_renumbering(limit):
-            groups = [*(group["_id"] for group in found.unclaimed), *groups]
-            ranked_before = found.claimed
+        ranked_before = open_now.count
+        if open_now.needs_renumbering(limit):
+            groups = [*(group["_id"] for group in open_now.unclaimed), *groups]
+            ranked_before = open_now.claimed
         if not groups:
             return False
-        place = {"$indexOfArray": [literal(groups), "$_id"]}
-        admission = {"rank": {"$add": [place, ranked_before + 1]}, "after_step": step}
+        index = {"$indexOfArray": [literal(groups), "$_id"]}
+        admission = {"rank": {"$add": [index, ranked_before + 1]}, "after_step": step}
         fields = {"status": TaskStatus.RUNNING.value, "admission": admission, "updated_at": "$$NOW"}
         await self._collection(TASK).update_many(
             {"_id": {"$in": groups}}, [{"$set": fields}], session=session
@@ -224,10 +224,8 @@ class GroupAdmission(Repository):
         return groups
 
     async def _last_step(self, session: AsyncClientSession) -> int:
+        applied = {"status": {"$in": values(APPLIED_STEPS)}}
         last = await self._collection(STEP).find_one(
-            {"status": {"$in": values(APPLIED_STEPS)}},
-            {"step": 1},
-            sort=[("step", DESCENDING)],
-            session=session,
+            applied, {"step": 1}, sort=[("step", DESCENDING)], session=session
         )
         return 0 if last is None else int(last["step"])

@@ -45,9 +45,8 @@ from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
 from agentrl.store.views.counts import Counts
 from agentrl.store.views.details import Details
-from agentrl.store.views.read import Views
+from agentrl.store.views.read import TokenReads, Views
 from agentrl.store.views.scores import Rewards
-from agentrl.store.views.tokens import TokenReads
 from agentrl.store.views.trajectories import TrajectorySearch
 
 _RUNS_SHOWN = 20
@@ -200,10 +199,10 @@ async def _connected(run: RunConfig, doing: str) -> AsyncIterator[Connection]:
 async def _check_name(connection: Connection) -> None:
     """Raise ConfigError if a database name differs from the run's only in case, which MongoDB refuses."""
     wanted = connection.database.name
-    found = await connection.client.admin.command(
+    listed = await connection.client.admin.command(
         "listDatabases", nameOnly=True, filter={"name": {"$regex": f"^{wanted}$", "$options": "i"}}
     )
-    names = [database["name"] for database in found["databases"]]
+    names = [database["name"] for database in listed["databases"]]
     if names and wanted not in names:
         raise ConfigError(
             f"--run_name is {wanted!r}, and MongoDB at {connection.host} has a database {names[0]!r}: names"

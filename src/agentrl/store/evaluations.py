@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from agentrl.scoring.evaluation import EvaluatedTask
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import after
 from agentrl.store.names import EVALUATION, RECORD, TASK, VERSION
+from agentrl.store.selection import BY_ORDER
 
 SEEN_SECONDS = 600.0
 """An evaluation whose process has not written for this long keeps no weights."""
@@ -91,14 +92,12 @@ class Evaluations(Repository):
     @database_call
     async def get(self, evaluation_id: str) -> Evaluation | None:
         """Return one evaluation; None if it does not exist."""
-        document = await self._collection(EVALUATION).find_one({"_id": evaluation_id})
-        return None if document is None else Evaluation.from_document(document)
+        return await self._one(Evaluation, EVALUATION, {"_id": evaluation_id})
 
     @database_call
     async def all(self) -> list[Evaluation]:
         """Return every evaluation, oldest first."""
-        cursor = self._collection(EVALUATION).find({}, sort=[("began_at", ASCENDING), ("_id", ASCENDING)])
-        return [Evaluation.from_document(document) async for document in cursor]
+        return await self._all(Evaluation, EVALUATION, {}, sort=[("began_at", ASCENDING), ("_id", ASCENDING)])
 
     @database_call
     async def tasks(self, split: str, default_agent: str, right_threshold: float) -> list[EvaluatedTask]:
@@ -106,30 +105,21 @@ class Evaluations(Repository):
         of_task: dict[str, list[Json]] = defaultdict(list)
         async for record in self._collection(RECORD).find({"split": split}, RECORD_FIELDS):
             of_task[record["task"]].append(record)
-        cursor = self._collection(TASK).find(
-            {"split": split}, sort=[("epoch", ASCENDING), ("order", ASCENDING)]
-        )
         return [
-            evaluated_task(Task.from_document(task), of_task[task["_id"]], default_agent, right_threshold)
-            async for task in cursor
+            evaluated_task(task, of_task[task.id], default_agent, right_threshold)
+            for task in await self._all(Task, TASK, {"split": split}, sort=BY_ORDER)
         ]
 
     @database_call
     async def counts(self, split: str) -> SlotCounts:
         """Return how far the trajectories of a split are."""
-        pipeline: list[Json] = [
-            {"$match": {"split": split}},
-            {"$unwind": "$slots"},
-            {"$group": {"_id": "$slots.status", "count": {"$sum": 1}}},
-        ]
-        cursor = await self._collection(TASK).aggregate(pipeline)
-        found = {group["_id"]: int(group["count"]) for group in await cursor.to_list()}
+        counted = {"$group": {"_id": "$slots.status", "count": {"$sum": 1}}}
+        groups = await self._aggregate(TASK, {"$match": {"split": split}}, {"$unwind": "$slots"}, counted)
+        counts = Counter({group["_id"]: int(group["count"]) for group in groups})
         return SlotCounts(
-            total=sum(found.values()),
-            scored=found.get(SlotStatus.SCORED.value, 0),
-            failed=found.get(SlotStatus.FAILED.value, 0),
-            running=found.get(SlotStatus.RUNNING.value, 0),
-        )
+            total=counts.total(), scored=counts[SlotStatus.SCORED], failed=counts[SlotStatus.FAILED],
+            running=counts[SlotStatus.RUNNING],
+        )  # fmt: skip
 
     @database_call
     async def needed_versions(self) -> set[int]:
@@ -137,7 +127,7 @@ class Evaluations(Repository):
         recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
         query: Json = {"status": {"$in": _UNFINISHED}, "version": {"$ne": None}, "$expr": recent}
         cursor = self._collection(EVALUATION).find(query, {"version": 1})
-        return {document["version"] async for document in cursor} | set((await self._best()).values())
+        return {document["version"] async for document in cursor} | set((await self.best_versions()).values())
 
     @database_call
     async def best_versions(self) -> dict[tuple[str, str], int]:
@@ -145,26 +135,23 @@ class Evaluations(Repository):
 
         Of equal versions, the newest is the best.
         """
-        return await self._best()
-
-    async def _best(self) -> dict[tuple[str, str], int]:
         query: Json = {
             "status": EvaluationStatus.FINISHED.value, "version": {"$ne": None},
             "results.total.score.value": {"$exists": True},
         }  # fmt: skip
         fields = {"version": 1, "tasks_digest": 1, "settings_digest": 1, "results.total.score.value": 1}
         order = [("results.total.score.value", DESCENDING), ("version", DESCENDING)]
-        found = await self._collection(EVALUATION).find(query, fields, sort=order).to_list()
+        finished = await self._collection(EVALUATION).find(query, fields, sort=order).to_list()
         published = self._collection(VERSION).find(
             {
-                "_id": {"$in": [item["version"] for item in found]},
+                "_id": {"$in": [item["version"] for item in finished]},
                 "status": VersionStatus.PUBLISHED.value, "pruned_at": None,
             },
             {"_id": 1},
         )  # fmt: skip
         alive = {document["_id"] async for document in published}
         best: dict[tuple[str, str], int] = {}
-        for item in found:
+        for item in finished:
             if item["version"] in alive:
                 best.setdefault((item["tasks_digest"], item["settings_digest"]), item["version"])
         return best

@@ -62,8 +62,8 @@ class Gateways(Repository):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._beginning = WriteCoalescer(self._begin_batch, self._begin_each)
-        self._asking = WriteCoalescer(self._calls_batch, self._calls_each)
+        self._beginning = WriteCoalescer(self._begin_batch)
+        self._asking = WriteCoalescer(self._calls_batch)
 
     @database_call
     async def open_session(self, session: GatewaySession) -> None:
@@ -73,8 +73,7 @@ class Gateways(Repository):
     @database_call
     async def session(self, session_id: str) -> GatewaySession | None:
         """Return the session with this digest of a token; None if there is none."""
-        document = await self._collection(GATEWAY_SESSION).find_one({"_id": session_id})
-        return None if document is None else GatewaySession.from_document(document)
+        return await self._one(GatewaySession, GATEWAY_SESSION, {"_id": session_id})
 
     @database_call
     async def is_live(self, session: GatewaySession) -> bool:
@@ -187,19 +186,14 @@ class Gateways(Repository):
         if not digests:
             return {}
         query = {"record": record, "after": {"$in": list(digests)}}
-        found: dict[str, GatewayCall] = {}
-        async for document in self._collection(GATEWAY_CALL).find(query, sort=[("finished_at", ASCENDING)]):
-            call = GatewayCall.from_document(document)
-            found[str(call.after)] = call
-        return found
+        calls = await self._all(GatewayCall, GATEWAY_CALL, query, sort=[("finished_at", ASCENDING)])
+        return {str(call.after): call for call in calls}
 
     @database_call
     async def by_answer(self, record: str, answer_ids: Sequence[str]) -> dict[str, GatewayCall]:
         """Return the answered requests of a trajectory with these answer ids, by answer id."""
         query = {"record": record, "answer_id": {"$in": list(answer_ids)}, "call": {"$ne": None}}
-        cursor = self._collection(GATEWAY_CALL).find(query)
-        calls = [GatewayCall.from_document(document) async for document in cursor]
-        return {call.answer_id: call for call in calls}
+        return {call.answer_id: call for call in await self._all(GatewayCall, GATEWAY_CALL, query)}
 
     @database_call
     async def report_reward(self, claim: Claim, reward: ReportedReward) -> None:
@@ -229,9 +223,6 @@ class Gateways(Repository):
             return None
         return call
 
-    async def _begin_each(self, first: _First) -> bool:
-        return (await self._begin_batch([first]))[0]
-
     async def _begin_batch(self, batch: Sequence[_First]) -> list[bool]:
         """Store requests; return for each whether it is new."""
         is_new = {"$eq": [{"$type": "$digest"}, "missing"]}
@@ -247,10 +238,7 @@ class Gateways(Repository):
         ]  # fmt: skip
         result = await self._latest(GATEWAY_CALL).bulk_write(updates, ordered=False)
         inserted = result.upserted_ids or {}
-        return [place in inserted for place in range(len(batch))]
-
-    async def _calls_each(self, session_id: str) -> int | None:
-        return (await self._calls_batch([session_id]))[0]
+        return [index in inserted for index in range(len(batch))]
 
     async def _calls_batch(self, session_ids: Sequence[str]) -> list[int | None]:
         """Return ``live_calls`` for each session."""
@@ -275,7 +263,7 @@ class Gateways(Repository):
             {"$project": {"count": {"$ifNull": [{"$first": "$calls.count"}, 0]}}},
         ]  # fmt: skip
         cursor = await self._latest(GATEWAY_SESSION).aggregate(pipeline)
-        counts = {found["_id"]: int(found["count"]) for found in await cursor.to_list()}
+        counts = {session["_id"]: int(session["count"]) async for session in cursor}
         return [counts.get(session_id) for session_id in session_ids]
 
     def _latest(self, name: str) -> AsyncCollection[Json]:
@@ -288,16 +276,12 @@ class Gateways(Repository):
         self, latest: Json, request: CallRequest, lease_seconds: float
     ) -> GatewayCall | None:
         free: Json = {"$or": [{"status": GatewayCallStatus.FAILED.value}, _EXPIRED]}
-        update: list[Json] = [
-            {
-                "$set": {
-                    "gateway": literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
-                    "expires_at": after(lease_seconds),
-                }
-            }
-        ]  # fmt: skip
+        taken = {
+            "gateway": literal(request.gateway), "status": GatewayCallStatus.RUNNING.value,
+            "expires_at": after(lease_seconds),
+        }  # fmt: skip
         document = await self._collection(GATEWAY_CALL).find_one_and_update(
-            {"_id": latest["_id"], **free}, update, return_document=ReturnDocument.AFTER
+            {"_id": latest["_id"], **free}, [{"$set": taken}], return_document=ReturnDocument.AFTER
         )
         return None if document is None else GatewayCall.from_document(document)
 
@@ -309,10 +293,7 @@ def _stored(call: GatewayCall, lease_seconds: float) -> Json:
     return {**values, "expires_at": after(lease_seconds)}
 
 
-_EXPIRED: Json = {
-    "status": GatewayCallStatus.RUNNING.value,
-    "$expr": expired("$expires_at"),
-}
+_EXPIRED: Json = {"status": GatewayCallStatus.RUNNING.value, "$expr": expired("$expires_at")}
 
 
 def _mine(call: GatewayCall) -> Json:
@@ -323,7 +304,5 @@ def _reusable(call_id: str, has_key: bool, retry_seconds: float) -> Json:
     """Return a filter for a request whose answer a retry gets."""
     recent: Json = {"$gt": ["$finished_at", after(-retry_seconds)]}
     done: Json = {"status": GatewayCallStatus.DONE.value, **({} if has_key else {"$expr": recent})}
-    running: Json = {
-        "status": GatewayCallStatus.RUNNING.value, "$expr": live("$expires_at"),
-    }  # fmt: skip
+    running: Json = {"status": GatewayCallStatus.RUNNING.value, "$expr": live("$expires_at")}
     return {"_id": call_id, "$or": [done, running]}

@@ -46,7 +46,7 @@ class RecordOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """The result of finalizing a group. ``summary`` is stored as ``Task.group``, plus ``finalised_at``."""
+    """The result of finalizing a group. ``summary`` is stored as ``Task.group``, plus ``finalized_at``."""
 
     data: tuple[DBRecordData, ...] = ()
     records: tuple[RecordOutcome, ...] = ()
@@ -73,10 +73,10 @@ class Groups(Repository):
     async def waiting(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
         """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
-        Excludes a group until ``finalising.retry_at`` after a failed attempt to finalize it.
+        Excludes a group until ``finalizing.retry_at`` after a failed attempt to finalize it.
         """
         since = {"$lte": ["$updated_at", after(-waiting_seconds)]}
-        due = {"$lte": ["$finalising.retry_at", "$$NOW"]}  # a missing value is less than any date
+        due = {"$lte": ["$finalizing.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
@@ -136,19 +136,19 @@ class Groups(Repository):
 
         The next attempt is due after ``retry_seconds``, doubled with each attempt.
         """
-        attempts = {"$add": [{"$ifNull": ["$finalising.attempts", 0]}, 1]}
-        doublings = {"$min": ["$finalising.attempts", _MAX_DOUBLINGS]}
+        attempts = {"$add": [{"$ifNull": ["$finalizing.attempts", 0]}, 1]}
+        doublings = {"$min": ["$finalizing.attempts", _MAX_DOUBLINGS]}
         wait_ms = {"$toLong": {"$multiply": [retry_seconds * 500, {"$pow": [2, doublings]}]}}
         task = await self._collection(TASK).find_one_and_update(
             {"_id": task_id, "status": TaskStatus.WAITING.value},
             [
-                {"$set": {"finalising.attempts": attempts, "finalising.problem": literal(problem)}},
-                {"$set": {"finalising.retry_at": after(wait_ms)}},
+                {"$set": {"finalizing.attempts": attempts, "finalizing.problem": literal(problem)}},
+                {"$set": {"finalizing.retry_at": after(wait_ms)}},
             ],
-            {"finalising": 1},
+            {"finalizing": 1},
             return_document=ReturnDocument.AFTER,
         )
-        return 0 if task is None else int(task["finalising"]["attempts"])
+        return 0 if task is None else int(task["finalizing"]["attempts"])
 
     @database_call
     async def give_up(self, task_id: str, problem: str, rules: Mapping[str, Any]) -> bool:
@@ -189,7 +189,7 @@ class Groups(Repository):
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "group.counted_at_step": None,
         }  # fmt: skip
-        cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalised_at", ASCENDING)])
+        cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalized_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
     async def _read_group(self, document: Json) -> StoredGroup:
@@ -268,9 +268,9 @@ def _complete(summary: dict[str, Any], begun: Begin | None = None) -> list[Json]
                 "status": TaskStatus.COMPLETED.value,
                 "updated_at": "$$NOW",
                 "group": literal(plain(summary)),
-                "finalising": None,
+                "finalizing": None,
                 **selectable,
             }
         },
-        {"$set": {"group.finalised_at": "$$NOW", "group.counted_at_step": None}},
+        {"$set": {"group.finalized_at": "$$NOW", "group.counted_at_step": None}},
     ]

@@ -38,8 +38,8 @@ class Images(Repository):
         for image in images:
             if time.monotonic() - self._put_at.get(image.id, -math.inf) < _FRESH_SECONDS:
                 continue
-            found = await self._collection(IMAGE).update_one({"_id": image.id}, {"$set": {"used_at": now()}})
-            if not found.matched_count:
+            marked = await self._collection(IMAGE).update_one({"_id": image.id}, {"$set": {"used_at": now()}})
+            if not marked.matched_count:
                 document = await self._blobs.offload(image.to_document())
                 with contextlib.suppress(DuplicateKeyError):  # another process stored it now
                     await self._collection(IMAGE).insert_one(document)
@@ -49,20 +49,20 @@ class Images(Repository):
     @database_call
     async def get(self, hashes: Collection[str]) -> dict[str, Image]:
         """Return images by hash. Raises ImageError for one that is not stored."""
-        found = {key: self._cached[key] for key in hashes if key in self._cached}
-        missing = sorted(set(hashes) - set(found))
+        images = {key: self._cached[key] for key in hashes if key in self._cached}
+        missing = sorted(set(hashes) - set(images))
         if missing:
             async for document in self._collection(IMAGE).find({"_id": {"$in": missing}}):
                 image = Image.from_document(await self._blobs.restore(document))
                 self._keep(image)
-                found[image.id] = image
-        lost: Sequence[str] = [key for key in missing if key not in found]
+                images[image.id] = image
+        lost: Sequence[str] = [key for key in missing if key not in images]
         if lost:
             raise ImageError(
                 f"{len(lost)} images are not stored, the first is {lost[0][:12]}…",
                 hint="load the tasks again; `agentrl db prune` keeps images that tasks and calls name",
             )
-        return found
+        return images
 
     def _keep(self, image: Image) -> None:
         if image.id in self._cached:

@@ -54,14 +54,14 @@ class Labels(Repository):
     @database_call
     async def of_records(self, record_ids: Sequence[str]) -> dict[str, list[Label]]:
         """Return {Record id: its labels, oldest first}; Records without one are absent."""
-        found: dict[str, list[Label]] = {}
-        cursor = self._collection(LABEL).find(
-            {"record": {"$in": list(record_ids)}}, sort=[("created_at", ASCENDING), ("_id", ASCENDING)]
+        query, oldest_first = (
+            {"record": {"$in": list(record_ids)}},
+            [("created_at", ASCENDING), ("_id", ASCENDING)],
         )
-        async for document in cursor:
-            label = Label.from_document(document)
-            found.setdefault(label.record, []).append(label)
-        return found
+        labels: dict[str, list[Label]] = {}
+        for label in await self._all(Label, LABEL, query, sort=oldest_first):
+            labels.setdefault(label.record, []).append(label)
+        return labels
 
     @database_call
     async def scores(self) -> dict[str, float]:
@@ -76,22 +76,22 @@ class Labels(Repository):
     @database_call
     async def writers(self) -> dict[str, int]:
         """Return {who: number of labels with a score}: the name given, and who wrote it."""
-        pipeline: list[Json] = [
+        groups = await self._aggregate(
+            LABEL,
             {"$match": {"score": {"$ne": None}}},
             {"$group": {"_id": {"by": "$by", "written_by": "$written_by"}, "count": {"$sum": 1}}},
             {"$sort": {"count": -1, "_id": 1}},
-        ]
+        )
         return {
             f"{who['_id']['by']} (written by {who['_id'].get('written_by') or 'unknown'})": who["count"]
-            async for who in await self._collection(LABEL).aggregate(pipeline)
+            for who in groups
         }
 
     @database_call
     async def counts(self) -> dict[str, int]:
         """Return {label: number of trajectories}, the most frequent first."""
-        pipeline: list[Json] = [{"$sortByCount": "$label"}, {"$limit": 200}]
-        cursor = await self._collection(LABEL).aggregate(pipeline)
-        return {group["_id"]: group["count"] async for group in cursor}
+        groups = await self._aggregate(LABEL, {"$sortByCount": "$label"}, {"$limit": 200})
+        return {group["_id"]: group["count"] for group in groups}
 
     @database_call
     async def may_write(self) -> bool:

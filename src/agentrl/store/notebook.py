@@ -127,12 +127,12 @@ class Store:
     ) -> list[Trajectory]:
         views = self._store.views
         rows = await views.trajectories(status=status, step=step, split=split, limit=limit)
-        found: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for start in range(0, len(rows), _CALLS_TOGETHER):
             page = rows[start : start + _CALLS_TOGETHER]
             calls = await views.calls([row.id for row in page])
-            found += [_with_tokens(row, calls[row.id]) for row in page]
-        return found
+            trajectories += [_with_tokens(row, calls[row.id]) for row in page]
+        return trajectories
 
 
 class _BackgroundLoop:

@@ -13,7 +13,7 @@ from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import VERSION
-from agentrl.store.trainer_lease import fence
+from agentrl.store.trainer_lease import fenced
 
 _VERSIONS_PER_UPDATE = 500
 """Bounds a transaction: a run may have to withdraw thousands of versions."""
@@ -36,7 +36,6 @@ class PolicyVersions(Repository):
         document = replace(version, status=VersionStatus.RESERVED).to_document()
 
         async def write(session: AsyncClientSession) -> None:
-            await fence(self._connection, attempt, session)
             stored = await self._stored(version.id, session)
             if stored is None:
                 await self._collection(VERSION).insert_one(document, session=session)
@@ -45,7 +44,7 @@ class PolicyVersions(Repository):
             else:
                 raise _taken(version)
 
-        await self._connection.transaction(write)
+        await fenced(self._connection, attempt, write)
 
     @database_call
     async def publish(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
@@ -55,7 +54,6 @@ class PolicyVersions(Repository):
         """
 
         async def write(session: AsyncClientSession) -> None:
-            await fence(self._connection, attempt, session)
             stored = await self._stored(version.id, session)
             if stored is None:
                 await self._collection(VERSION).insert_one(version.to_document(), session=session)
@@ -66,7 +64,7 @@ class PolicyVersions(Repository):
                     {"_id": version.id}, version.to_document(), session=session
                 )
 
-        await self._connection.transaction(write)
+        await fenced(self._connection, attempt, write)
 
     async def _stored(self, version: int, session: AsyncClientSession) -> PolicyVersion | None:
         """Return the version with this number, if it exists. Raises StoreError if a higher number exists."""
@@ -83,22 +81,18 @@ class PolicyVersions(Repository):
     @database_call
     async def reserved(self) -> PolicyVersion | None:
         """Return the reserved version, which has the highest number; None if there is none."""
-        document = await self._collection(VERSION).find_one({"status": VersionStatus.RESERVED.value})
-        return None if document is None else PolicyVersion.from_document(document)
+        return await self._one(PolicyVersion, VERSION, {"status": VersionStatus.RESERVED.value})
 
     @database_call
     async def latest(self) -> PolicyVersion | None:
         """Return the newest published version; None if there is none."""
-        document = await self._collection(VERSION).find_one(
-            {"status": VersionStatus.PUBLISHED.value}, sort=[("_id", DESCENDING)]
-        )
-        return None if document is None else PolicyVersion.from_document(document)
+        published = {"status": VersionStatus.PUBLISHED.value}
+        return await self._one(PolicyVersion, VERSION, published, sort=[("_id", DESCENDING)])
 
     @database_call
     async def get(self, version: int) -> PolicyVersion | None:
         """Return the version with this number, in any status; None if there is none."""
-        document = await self._collection(VERSION).find_one({"_id": version})
-        return None if document is None else PolicyVersion.from_document(document)
+        return await self._one(PolicyVersion, VERSION, {"_id": version})
 
     @database_call
     async def newest_id(self) -> int | None:
@@ -112,8 +106,7 @@ class PolicyVersions(Repository):
         query: Json = {"status": VersionStatus.PUBLISHED.value}
         if below is not None:
             query["_id"] = {"$lt": below}
-        cursor = self._collection(VERSION).find(query, sort=[("_id", DESCENDING)], limit=limit)
-        return [PolicyVersion.from_document(document) async for document in cursor]
+        return await self._all(PolicyVersion, VERSION, query, sort=[("_id", DESCENDING)], limit=limit)
 
     @database_call
     async def steps_above(self, version: int) -> dict[int, int]:
@@ -130,14 +123,12 @@ class PolicyVersions(Repository):
     async def withdrawn(self, step: int) -> list[PolicyVersion]:
         """Return the withdrawn versions of ``step``, newest first."""
         query = {"status": VersionStatus.WITHDRAWN.value, "step": step}
-        cursor = self._collection(VERSION).find(query, sort=[("_id", DESCENDING)])
-        return [PolicyVersion.from_document(document) async for document in cursor]
+        return await self._all(PolicyVersion, VERSION, query, sort=[("_id", DESCENDING)])
 
     @database_call
     async def all(self) -> list[PolicyVersion]:
         """Return every version in any status, oldest first. For reports: a run may have thousands."""
-        cursor = self._collection(VERSION).find({}, sort=[("_id", ASCENDING)])
-        return [PolicyVersion.from_document(document) async for document in cursor]
+        return await self._all(PolicyVersion, VERSION, {}, sort=[("_id", ASCENDING)])
 
     @database_call
     async def withdraw_after(self, step: int, *, attempt: int | None = None) -> int:
@@ -156,13 +147,8 @@ class PolicyVersions(Repository):
         }  # fmt: skip
 
         async def write(session: AsyncClientSession) -> int:
-            await fence(self._connection, attempt, session)
             cursor = self._collection(VERSION).find(
-                later,
-                {"_id": 1},
-                sort=[("_id", ASCENDING)],
-                limit=_VERSIONS_PER_UPDATE,
-                session=session,
+                later, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_VERSIONS_PER_UPDATE, session=session
             )
             ids = [document["_id"] async for document in cursor]
             result = await self._collection(VERSION).update_many(
@@ -170,7 +156,7 @@ class PolicyVersions(Repository):
             )
             return result.modified_count
 
-        return await self._connection.transaction(write)
+        return await fenced(self._connection, attempt, write)
 
     @database_call
     async def reinstate(
@@ -187,14 +173,13 @@ class PolicyVersions(Repository):
         }  # fmt: skip
 
         async def write(session: AsyncClientSession) -> None:
-            await fence(self._connection, attempt, session)
             result = await self._collection(VERSION).update_one(
                 {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
             )
             if result.matched_count == 0:
                 raise StoreError(f"policy version {version} cannot be published again: it does not exist")
 
-        await self._connection.transaction(write)
+        await fenced(self._connection, attempt, write)
 
     @database_call
     async def mark_pruned(self, versions: Sequence[int], *, attempt: int | None = None) -> None:
@@ -202,18 +187,16 @@ class PolicyVersions(Repository):
         query = {"_id": {"$in": list(versions)}, "pruned_at": None}
 
         async def write(session: AsyncClientSession) -> None:
-            await fence(self._connection, attempt, session)
             await self._collection(VERSION).update_many(
                 query, {"$currentDate": {"pruned_at": True}}, session=session
             )
 
-        await self._connection.transaction(write)
+        await fenced(self._connection, attempt, write)
 
     @database_call
     async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:
         """Return the versions with these numbers, in any status, oldest first."""
-        cursor = self._collection(VERSION).find({"_id": {"$in": list(ids)}}, sort=[("_id", ASCENDING)])
-        return [PolicyVersion.from_document(document) async for document in cursor]
+        return await self._all(PolicyVersion, VERSION, {"_id": {"$in": list(ids)}}, sort=[("_id", ASCENDING)])
 
 
 def _taken(version: PolicyVersion) -> StoreError:

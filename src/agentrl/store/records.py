@@ -80,14 +80,14 @@ class Records(Repository):
     @database_call
     async def latest_partial(self, claim: Claim) -> PartialGeneration | None:
         """Return the unfinished model call of the previous attempt, if that attempt was released."""
-        found = await self._collection(RECORD).find_one(
+        previous = await self._collection(RECORD).find_one(
             {
                 "task": claim.task.id, "traj_id": claim.traj_id, "attempt": claim.attempt - 1,
                 "status": RecordStatus.RELEASED.value,
             },
             {"partial": 1},
         )  # fmt: skip
-        stored = None if found is None else found.get("partial")
+        stored = None if previous is None else previous.get("partial")
         return None if stored is None else PartialGeneration.from_document(stored)
 
     @database_call

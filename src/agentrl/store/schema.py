@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from datetime import datetime
 from enum import Enum
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pymongo import ASCENDING, DESCENDING, IndexModel
@@ -43,31 +43,9 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import SchemaVersionError, StoreError
 from agentrl.scoring.difficulty import LIMIT
+from agentrl.store import names
 from agentrl.store.mechanics.connection import Json, insert_if_missing
 from agentrl.store.mechanics.slots import LEASE_DEADLINE
-from agentrl.store.names import (
-    DATA,
-    EPOCH,
-    EVALUATION,
-    GATE,
-    GATEWAY_CALL,
-    GATEWAY_SESSION,
-    IMAGE,
-    IMPORTS,
-    LABEL,
-    LEASE,
-    MODEL_CALL,
-    OUTAGE,
-    RECORD,
-    RUN,
-    SCHEMA_VERSION,
-    SERVICE,
-    SETTINGS,
-    STEP,
-    TASK,
-    TOKEN_STATISTICS,
-    VERSION,
-)
 from agentrl.store.views import VIEWS
 
 _COLLECTION_EXISTS = 48
@@ -87,7 +65,8 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
     """Return the schema of a type hint, and its description for error messages."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return _optional(*_schema_of(_without_none(hint), name))
+        inner = next(arg for arg in get_args(hint) if arg is not NoneType)  # T of T | None
+        return _optional(*_schema_of(inner, name))
     if origin is tuple:
         items, what = _schema_of(get_args(hint)[0], name)
         return {"bsonType": "array", "items": items}, f"a list, each: {what}"
@@ -104,11 +83,6 @@ def _schema_of(hint: Any, name: str) -> tuple[Json, str]:
     if isinstance(hint, type) and issubclass(hint, Document):
         return _object(hint), f"a {hint.__name__}"
     return {}, "anything"
-
-
-def _without_none(hint: Any) -> Any:
-    """Return ``T`` of ``T | None``."""
-    return next(arg for arg in get_args(hint) if arg is not type(None))
 
 
 def _optional(schema: Json, what: str) -> tuple[Json, str]:
@@ -142,11 +116,13 @@ def _extra(title: str, description: str, **schema: Any) -> Json:
     return {"title": title, "description": f"{title} is {description}", **schema}
 
 
-def _in_gridfs(cls: type[Document]) -> Json:
-    return _extra(
+def _with_files(cls: type[Document]) -> Json:
+    """Return the schema of a document whose large fields may lie in GridFS."""
+    files = _extra(
         f"{cls.__name__}.packed_in_gridfs", "the fields that lie in GridFS, with the digests of their files",
         bsonType="array", items={"bsonType": "string"},
     )  # fmt: skip
+    return _object(cls, packed_in_gridfs=files)
 
 
 _LAST_CLAIM = _extra(
@@ -169,31 +145,31 @@ _RUN = {
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
 }
-_KEYS = [*CONCERNS, *map(flags_key, FLAGS)]
+_SETTINGS_ID = _extra("Settings._id", "a concern or flags/ROLE", enum=[*CONCERNS, *map(flags_key, FLAGS)])
 
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}
     for name, schema in {
-        TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
-        RECORD: _object(Record),
-        MODEL_CALL: _object(DispatchedSamplingTask, packed_in_gridfs=_in_gridfs(DispatchedSamplingTask)),
-        DATA: _object(DBRecordData, packed_in_gridfs=_in_gridfs(DBRecordData)),
-        VERSION: _object(PolicyVersion),
-        SERVICE: _object(InferenceService),
-        STEP: _object(TrainStep),
-        RUN: _object(RunFact, **_RUN),
-        SETTINGS: _object(RunSettings, _id=_extra("Settings._id", "a concern or flags/ROLE", enum=_KEYS)),
-        GATE: _object(Gate),
-        IMPORTS: _object(ImportList),
-        EPOCH: _object(EpochOpening),
-        LEASE: _object(TrainerLease),
-        OUTAGE: _object(Outage),
-        EVALUATION: _object(Evaluation),
-        IMAGE: _object(Image, packed_in_gridfs=_in_gridfs(Image)),
-        GATEWAY_SESSION: _object(GatewaySession),
-        GATEWAY_CALL: _object(GatewayCall),
-        LABEL: _object(Label),
-        TOKEN_STATISTICS: _object(TokenStatistics),
+        names.TASK: _object(Task, last_claim=_LAST_CLAIM, **{LEASE_DEADLINE: _LEASE_DEADLINE}),
+        names.RECORD: _object(Record),
+        names.MODEL_CALL: _with_files(DispatchedSamplingTask),
+        names.DATA: _with_files(DBRecordData),
+        names.VERSION: _object(PolicyVersion),
+        names.SERVICE: _object(InferenceService),
+        names.STEP: _object(TrainStep),
+        names.RUN: _object(RunFact, **_RUN),
+        names.SETTINGS: _object(RunSettings, _id=_SETTINGS_ID),
+        names.GATE: _object(Gate),
+        names.IMPORTS: _object(ImportList),
+        names.EPOCH: _object(EpochOpening),
+        names.LEASE: _object(TrainerLease),
+        names.OUTAGE: _object(Outage),
+        names.EVALUATION: _object(Evaluation),
+        names.IMAGE: _with_files(Image),
+        names.GATEWAY_SESSION: _object(GatewaySession),
+        names.GATEWAY_CALL: _object(GatewayCall),
+        names.LABEL: _object(Label),
+        names.TOKEN_STATISTICS: _object(TokenStatistics),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -209,19 +185,19 @@ def _index(*fields: str | tuple[str, int], unique: bool = False, where: Json | N
 _ACTIVE_STEPS = {"status": {"$in": values(ACTIVE_STEPS)}}
 
 INDEXES: dict[str, list[IndexModel]] = {
-    TASK: [
+    names.TASK: [
         _index("split", "status", "epoch", "order"),
         _index("split", "status", "slots.status", "epoch", "order"),
         _index("split", "status", LEASE_DEADLINE),
         _index("split", "epoch", "order"),
         _index("split", "admission.rank", where={"admission.rank": {"$gt": 0}}),
         _index("split", "ease", "_id", where={"ease": {"$gte": -LIMIT}}),
-        _index("split", ("group.finalised_at", _DOWN), where={"begun.number": {"$gt": 0}}),
-        _index("split", "status", "group.counted_at_step", "group.finalised_at"),
+        _index("split", ("group.finalized_at", _DOWN), where={"begun.number": {"$gt": 0}}),
+        _index("split", "status", "group.counted_at_step", "group.finalized_at"),
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
     ],
-    RECORD: [
+    names.RECORD: [
         _index("task", "traj_id", "attempt"),
         _index("split", "status", ("created_at", _DOWN), ("_id", _DOWN)),
         _index("status", ("created_at", _DOWN), ("_id", _DOWN)),
@@ -229,12 +205,12 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index(("score", _DOWN), ("_id", _DOWN)),
         _index("split", "min_version", where={"min_version": {"$gte": 0}}),
     ],
-    MODEL_CALL: [
+    names.MODEL_CALL: [
         _index("record", "index", unique=True),
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
     ],
-    IMAGE: [_index("used_at")],
-    DATA: [
+    names.IMAGE: [_index("used_at")],
+    names.DATA: [
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("split", "status", "created_at", "_id", "min_version"),
         _index("split", "status", "trained_count", "task"),
@@ -243,26 +219,26 @@ INDEXES: dict[str, list[IndexModel]] = {
         ),
         _index("task"),
     ],
-    VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
-    SERVICE: [_index("status", "heartbeat")],
-    OUTAGE: [_index("ended_at", "seen_at")],
-    EVALUATION: [_index("status", "seen_at"), _index("version")],
-    LABEL: [_index("record"), _index("label")],
-    TOKEN_STATISTICS: [_index("record")],
-    GATEWAY_SESSION: [_index("record")],
-    GATEWAY_CALL: [
+    names.VERSION: [_index("status", ("_id", _DOWN)), _index("status", "step", ("_id", _DOWN))],
+    names.SERVICE: [_index("status", "heartbeat")],
+    names.OUTAGE: [_index("ended_at", "seen_at")],
+    names.EVALUATION: [_index("status", "seen_at"), _index("version")],
+    names.LABEL: [_index("record"), _index("label")],
+    names.TOKEN_STATISTICS: [_index("record")],
+    names.GATEWAY_SESSION: [_index("record")],
+    names.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),
         _index("record", "after"),
         _index("record", "answer_id"),
     ],
-    STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
+    names.STEP: [_index("step", unique=True, where=_ACTIVE_STEPS), _index("status", "step")],
 }
 
 
 def other_version(what: str, version: object) -> SchemaVersionError:
     """Return the error for ``what``, a run or an export, of another schema version; None: it has none."""
     return SchemaVersionError(
-        f"{what} has schema version {version}, and this AgentRL reads version {SCHEMA_VERSION} only",
+        f"{what} has schema version {version}, and this AgentRL reads version {names.SCHEMA_VERSION} only",
         hint="start a new run, or export it with the AgentRL that wrote it",
     )
 
@@ -289,12 +265,12 @@ async def holds_run(database: AsyncDatabase[Json]) -> bool:
     Raises SchemaVersionError for a run of another one, and StoreError after an unfinished import or renaming,
     which is marked beside the version.
     """
-    holds_tasks = bool(await database.list_collection_names(filter={"name": TASK}))
-    schema = await database.get_collection(RUN).find_one({"_id": SCHEMA})
+    holds_tasks = bool(await database.list_collection_names(filter={"name": names.TASK}))
+    schema = await database.get_collection(names.RUN).find_one({"_id": SCHEMA})
     if (problem := unfinished(database.name, schema or {})) is not None:
         raise problem
     version = None if schema is None else schema["version"]
-    if version != SCHEMA_VERSION and (holds_tasks or schema is not None):
+    if version != names.SCHEMA_VERSION and (holds_tasks or schema is not None):
         raise other_version(f"run {database.name!r}", version)
     return schema is not None
 
@@ -306,7 +282,9 @@ async def open_schema(database: AsyncDatabase[Json]) -> None:
     """
     if not await holds_run(database):
         with contextlib.suppress(DuplicateKeyError):  # another process opened the run at the same moment
-            await database.get_collection(RUN).insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION})
+            await database.get_collection(names.RUN).insert_one(
+                {"_id": SCHEMA, "version": names.SCHEMA_VERSION}
+            )
     await prepare(database)
 
 
@@ -322,7 +300,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         missing = await _missing_indexes(database, name) if name in INDEXES else []
         if missing:
             await database[name].create_indexes(missing)
-    await insert_if_missing(database[GATE], Gate())
+    await insert_if_missing(database[names.GATE], Gate())
     for name, (source, pipeline) in VIEWS.items():
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)

@@ -28,7 +28,7 @@ from agentrl.scoring.difficulty import (
     update_ease,
 )
 from agentrl.store.mechanics.blobs import CHECKSUMS
-from agentrl.store.mechanics.connection import Connection, Json, Repository
+from agentrl.store.mechanics.connection import Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
 
 LEVEL = "meta.level"
@@ -39,32 +39,6 @@ MASTERED_RATE = 0.8
 
 MASTERED_GROUPS = 8
 """Number of recently finalized groups of a level that decide; fewer never do."""
-
-
-class Curriculum(Repository):
-    """Reads the level from stored results, so every sampler finds the same, also after a restart."""
-
-    async def level(self, split: str, session: AsyncClientSession | None) -> float | None:
-        """Return the lowest level with tasks that are not begun and that is not mastered.
-
-        If all are mastered, the highest such level; None if no such task has a level.
-        """
-        waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
-        levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting, session=session))
-        for level in levels:
-            if not await self._is_mastered(split, level, session):
-                return float(level)
-        return float(levels[-1]) if levels else None
-
-    async def _is_mastered(self, split: str, level: float, session: AsyncClientSession | None) -> bool:
-        recent = self._collection(TASK).find(
-            {"split": split, LEVEL: level, "group.finalised_at": {"$ne": None}, "group.scored": {"$gt": 0}},
-            {"group.pass_rate": 1}, sort=[("group.finalised_at", DESCENDING)], limit=MASTERED_GROUPS,
-            session=session,
-        )  # fmt: skip
-        rates = [task["group"].get("pass_rate") or 0.0 async for task in recent]
-        return len(rates) == MASTERED_GROUPS and fmean(rates) >= MASTERED_RATE
-
 
 BY_ORDER = [("epoch", ASCENDING), ("order", ASCENDING)]
 BY_BEGIN = [("begun.number", ASCENDING), *BY_ORDER]
@@ -87,7 +61,7 @@ ORDER, PASS_RATE, CURRICULUM = "order", "pass_rate", "curriculum"
 class Selection:
     """Select tasks by pass rate. No task is sampled more than ``epochs`` times.
 
-    With ``by_level``, tasks are selected in order, from the level of the ``Curriculum`` only.
+    With ``by_level``, tasks are selected in order, from the level of the curriculum only.
     """
 
     epochs: int
@@ -172,10 +146,6 @@ def sort_key(task: Mapping[str, Any]) -> tuple[int, int, int]:
 class TaskSelection(Repository):
     """Selects and begins groups in the transaction of an admission."""
 
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._curriculum = Curriculum(connection)
-
     async def any_left(self, split: str, selection: Selection, excluded: Json) -> bool:
         """Return whether a group may be begun that matches ``excluded``, a filter.
 
@@ -204,7 +174,7 @@ class TaskSelection(Repository):
         first = int(gate.get("begun") or 0) + 1
         estimate = await self._estimate(split, session)
         count = min(capacity, SLOTS_AT_ONCE)
-        level = await self._curriculum.level(split, session) if selection.by_level else None
+        level = await self._level(split, session) if selection.by_level else None
         ordered = await self._ordered(split, count, excluded, session, level)
         known: list[Option] = []
         if not selection.by_level:
@@ -222,6 +192,25 @@ class TaskSelection(Repository):
         await self._write(begins, [choice.option.before for choice in chosen], session)
         return list(begins)
 
+    async def _level(self, split: str, session: AsyncClientSession) -> float | None:
+        """Return the lowest level with tasks that are not begun and that is not mastered.
+
+        If all are mastered, the highest such level; None if no such task has a level. It is read from stored
+        results, so every sampler finds the same, also after a restart.
+        """
+        waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
+        levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting, session=session))
+        for level in levels:
+            decided = {"group.finalized_at": {"$ne": None}, "group.scored": {"$gt": 0}}
+            recent = self._collection(TASK).find(
+                {"split": split, LEVEL: level, **decided}, {"group.pass_rate": 1},
+                sort=[("group.finalized_at", DESCENDING)], limit=MASTERED_GROUPS, session=session,
+            )  # fmt: skip
+            rates = [task["group"].get("pass_rate") or 0.0 async for task in recent]
+            if len(rates) < MASTERED_GROUPS or fmean(rates) < MASTERED_RATE:
+                return float(level)
+        return float(levels[-1]) if levels else None
+
     async def _estimate(self, split: str, session: AsyncClientSession) -> Estimate:
         """Return the estimates of the policy's ability and of new tasks."""
         recent = await self._recent({"split": split}, session)
@@ -230,15 +219,15 @@ class TaskSelection(Repository):
 
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
         """Return the results of the groups of ``query`` that were finalized last."""
-        found = self._collection(TASK).find(
-            {**query, "begun.number": {"$gt": 0}, "group.finalised_at": {"$ne": None}},
+        recent = self._collection(TASK).find(
+            {**query, "begun.number": {"$gt": 0}, "group.finalized_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
-            sort=[("group.finalised_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
+            sort=[("group.finalized_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
         )  # fmt: skip
         return [
             Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],
                    task["begun"]["ease"])
-            async for task in found
+            async for task in recent
             if task["group"]["scored"]
         ]  # fmt: skip
 
@@ -304,8 +293,10 @@ class TaskSelection(Repository):
         if not missing:
             return
         shown = {**dict.fromkeys((*CONTENT, CHECKSUMS), 1), "order": 1}
-        found = tasks.find({"_id": {"$in": [option.before for option in missing]}}, shown, session=session)
-        contents = {task.pop("_id"): task async for task in found}
+        originals = tasks.find(
+            {"_id": {"$in": [option.before for option in missing]}}, shown, session=session
+        )
+        contents = {task.pop("_id"): task async for task in originals}
         documents = [_copy(split, option).to_document() | contents[option.before] for option in missing]
         await tasks.insert_many(documents, session=session)
         keys = {epoch_key(split, option.epoch) for option in missing}

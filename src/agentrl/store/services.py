@@ -58,19 +58,17 @@ class OutageRecords(Repository):
     @database_call
     async def past(self, limit: int) -> list[Outage]:
         """Return the outages that ended last, the latest first."""
-        cursor = self._collection(OUTAGE).find(
-            {"ended_at": {"$ne": None}}, sort=[("ended_at", DESCENDING)], limit=limit
+        return await self._all(
+            Outage, OUTAGE, {"ended_at": {"$ne": None}}, sort=[("ended_at", DESCENDING)], limit=limit
         )
-        return [Outage.from_document(document) async for document in cursor]
 
     @database_call
     async def ongoing(self) -> list[Outage]:
         """Return the outages that go on, the longest first."""
         recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
-        cursor = self._collection(OUTAGE).find(
-            {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
+        return await self._all(
+            Outage, OUTAGE, {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
         )
-        return [Outage.from_document(document) async for document in cursor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +168,8 @@ class Services(Repository):
         alive = [status.value for status in ServiceStatus if status is not ServiceStatus.STOPPED]
         recent = {"$gte": ["$heartbeat", after(-max_age_seconds)]}
         query: Json = {"status": {"$in": alive}, "$expr": recent}
-        found = [
-            InferenceService.from_document(document)
-            async for document in self._collection(SERVICE).find(query)
-        ]
-        return sorted(found, key=lambda service: service.id)
+        services = await self._all(InferenceService, SERVICE, query)
+        return sorted(services, key=lambda service: service.id)
 
     @database_call
     async def stop(self, service_id: str) -> None:
@@ -191,12 +186,12 @@ class Services(Repository):
         newest = await self._collection(RECORD).find_one(
             {"split": split}, {"created_at": 1}, sort=[("created_at", -1)]
         )
-        engines = await self._collection(SERVICE).find().sort("heartbeat", -1).to_list()
+        engines = await self._all(InferenceService, SERVICE, {}, sort=[("heartbeat", DESCENDING)])
         return Liveness(
             at=hello["localTime"].replace(tzinfo=UTC),
             claims=await self._claims(split),
             last_claim=newest["created_at"] if newest else None,
-            engines=[InferenceService.from_document(engine) for engine in engines],
+            engines=engines,
             outages=await OutageRecords(self._connection).ongoing(),
             waiting_for_score=await count_unscored(self._connection, split),
             alive_seconds=alive_seconds,
@@ -204,12 +199,12 @@ class Services(Repository):
 
     async def _claims(self, split: str) -> dict[str, int]:
         live = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}
-        pipeline: list[Json] = [
+        groups = await self._aggregate(
+            TASK,
             {"$match": {"split": split, "status": TaskStatus.RUNNING.value}},
             {"$project": {"slots": live}},
             {"$unwind": "$slots"},
             {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
             {"$sort": {"_id": 1}},
-        ]
-        cursor = await self._collection(TASK).aggregate(pipeline)
-        return {group["_id"]: group["claims"] for group in await cursor.to_list()}
+        )
+        return {group["_id"]: group["claims"] for group in groups}

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pymongo import ASCENDING
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
-from agentrl.documents.base import now, plain
+from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.run import FLAGS, ImportList, RunSettings, flags_key
 from agentrl.errors import ConfigError
 from agentrl.store.mechanics.connection import Repository, database_call
@@ -86,8 +86,7 @@ class Settings(Repository):
     async def all(self) -> list[RunSettings]:
         """Return the settings of every concern that are stored."""
         flags = [flags_key(role) for role in FLAGS]
-        cursor = self._collection(SETTINGS).find({"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
-        return [RunSettings.from_document(document) async for document in cursor]
+        return await self._all(RunSettings, SETTINGS, {"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:
@@ -106,8 +105,7 @@ class Settings(Repository):
 
     async def _configurations(self) -> list[RunSettings]:
         flags = [flags_key(role) for role in FLAGS]
-        cursor = self._collection(SETTINGS).find({"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
-        return [RunSettings.from_document(document) async for document in cursor]
+        return await self._all(RunSettings, SETTINGS, {"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
 
 
 def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:
@@ -119,7 +117,7 @@ def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) ->
     for name, stored in begun.values.items():
         if name in values and values[name] != stored:
             what = f"the model's {name}" if concern == "model" else f"--{name}"
-            yield f"{what} is {_shown(values[name])}, and the run has {_shown(stored)}"
+            yield f"{what} is {excerpt(values[name], _SHOWN)}, and the run has {excerpt(stored, _SHOWN)}"
 
 
 def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collection[str]) -> Iterator[str]:
@@ -128,12 +126,8 @@ def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collecti
         if name in per_process or name not in stored.values or value == stored.values[name]:
             continue
         if stored.id == own.id or (name in own.given and name in stored.given):
-            yield f"--{name} is {_shown(value)}, and {stored.by} has {_shown(stored.values[name])}"
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+            other = excerpt(stored.values[name], _SHOWN)
+            yield f"--{name} is {excerpt(value, _SHOWN)}, and {stored.by} has {other}"
 
 
 def _hint(concern: str, run: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
@@ -19,7 +20,7 @@ from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.step_chunks import NotReadyError, StepChunk, chunks_of
 from agentrl.store.names import STEP
-from agentrl.store.trainer_lease import fence
+from agentrl.store.trainer_lease import fenced
 
 _APPLIED = values(APPLIED_STEPS)
 _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
@@ -82,14 +83,13 @@ class Steps(Repository):
         """Undo the chunks of a plan that are already marked."""
 
         async def decide(session: AsyncClientSession) -> bool:
-            await fence(self._connection, attempt, session)
             result = await self._collection(STEP).update_one(
                 {"_id": step.id, "status": StepStatus.PLANNING.value},
                 {"$set": {"status": StepStatus.REVERTING.value}}, session=session,
             )  # fmt: skip
             return result.matched_count > 0
 
-        if await self._connection.transaction(decide):
+        if await fenced(self._connection, attempt, decide):
             await self._revert(step, step.step - 1, attempt)
 
     @database_call
@@ -157,7 +157,6 @@ class Steps(Repository):
         """
 
         async def decide(session: AsyncClientSession) -> int:
-            await fence(self._connection, attempt, session)
             steps = self._collection(STEP)
             later = {"status": {"$in": _APPLIED}, "step": {"$gt": step}}
             query = {"$or": [later, {"status": {"$in": _PLANS}}]}
@@ -175,7 +174,7 @@ class Steps(Repository):
             )  # fmt: skip
             return await steps.count_documents({"status": StepStatus.REVERTING.value}, session=session)
 
-        undone = await self._connection.transaction(decide)
+        undone = await fenced(self._connection, attempt, decide)
         await self._finish_commits(attempt)
         await self._finish_reverts(attempt)
         return undone
@@ -195,11 +194,8 @@ class Steps(Repository):
             return
         after = undone[-1][1] - 1
 
-        async def uncount(session: AsyncClientSession) -> int:
-            await fence(self._connection, attempt, session)
-            return await step_chunks.uncount_some(self._connection, after, session)
-
-        while await self._connection.transaction(uncount):
+        uncount = partial(step_chunks.uncount_some, self._connection, after)
+        while await fenced(self._connection, attempt, uncount):
             continue
         for step_id, _ in undone:
             step = await self._step(step_id)
@@ -224,7 +220,6 @@ class Steps(Repository):
             async def write(
                 session: AsyncClientSession, number: int = number, chunk: StepChunk = chunk
             ) -> bool:
-                await fence(self._connection, attempt, session)
                 if number == 1 and not await change.begin(session):
                     return False
                 await change.write(chunk, session)
@@ -232,7 +227,7 @@ class Steps(Repository):
                     await change.end(session)
                 return True
 
-            if not await self._connection.transaction(write):
+            if not await fenced(self._connection, attempt, write):
                 return
 
     async def _move(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from pymongo.asynchronous.client_session import AsyncClientSession
-from pymongo.asynchronous.database import AsyncDatabase
 
 from agentrl.documents.base import plain
 from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, insert_if_missing
+from agentrl.store.mechanics.connection import Connection, Repository, database_call, insert_if_missing
 from agentrl.store.mechanics.lease import FREE, DocumentLease, literal, live
 from agentrl.store.names import LEASE, STEP
+
+R = TypeVar("R")
 
 
 class TrainerLeases(Repository):
@@ -35,9 +37,10 @@ class TrainerLeases(Repository):
         refused. The lease is free if it was released, has expired, belongs to ``owner``, or belongs to a
         process that is known to have ended. Otherwise raises LeaseHeldError, which names the holder.
         """
-        await _prepare_lease(self._connection.database)
+        if await self._collection(LEASE).find_one({"_id": TRAINER}, {"_id": 1}) is None:
+            await self._begin_after_planned_steps()
         holder = await self.read()
-        is_dead = holder.host == host and holder.process is not None and has_ended(holder.process)
+        is_dead = _has_ended(holder, host)
         fields = {
             "host": literal(host), "pid": pid, "process": literal(plain(process)), "ended": None,
         }  # fmt: skip
@@ -76,18 +79,21 @@ class TrainerLeases(Repository):
     async def require_free(self, host: str) -> None:
         """Raise LeaseHeldError, naming the holder, if a process on ``host`` could not acquire the lease."""
         held = {"_id": TRAINER, "owner": {"$ne": None}, "$expr": live()}
-        document = await self._collection(LEASE).find_one(held)
-        if document is None:
-            return
-        holder = TrainerLease.from_document(document)
-        if holder.host != host or holder.process is None or not has_ended(holder.process):
+        holder = await self._one(TrainerLease, LEASE, held)
+        if holder is not None and not _has_ended(holder, host):
             raise _held(holder)
 
     @database_call
     async def read(self) -> TrainerLease:
         """Return the lease; ``owner`` is None if no trainer holds it."""
-        document = await self._collection(LEASE).find_one({"_id": TRAINER})
-        return TrainerLease() if document is None else TrainerLease.from_document(document)
+        return await self._one(TrainerLease, LEASE, {"_id": TRAINER}) or TrainerLease()
+
+    async def _begin_after_planned_steps(self) -> None:
+        """Insert the lease with the highest attempt that has planned a step."""
+        ids = self._collection(STEP).find({}, {"_id": 1}, hint=[("_id", 1)])
+        earlier = [document["_id"].partition("/")[0] async for document in ids]
+        attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
+        await insert_if_missing(self._collection(LEASE), TrainerLease(attempt=attempt))
 
 
 async def fence(connection: Connection, attempt: int | None, session: AsyncClientSession) -> None:
@@ -100,19 +106,24 @@ async def fence(connection: Connection, attempt: int | None, session: AsyncClien
         await _lease(connection).write(attempt, {"$inc": {"writes": 1}}, session=session)
 
 
+async def fenced(
+    connection: Connection, attempt: int | None, write: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]
+) -> R:
+    """Run ``write`` in a transaction that ``fence`` protects, and return its result."""
+
+    async def protected(session: AsyncClientSession) -> R:
+        await fence(connection, attempt, session)
+        return await write(session)
+
+    return await connection.transaction(protected)
+
+
 def _lease(connection: Connection) -> DocumentLease:
     return DocumentLease(connection.collection(LEASE), TRAINER, _replaced)
 
 
-async def _prepare_lease(database: AsyncDatabase[Json]) -> None:
-    """Insert the lease if it is missing, with the highest attempt that has planned a step."""
-    if await database[LEASE].find_one({"_id": TRAINER}, {"_id": 1}) is not None:
-        return
-    ids = database[STEP].find({}, {"_id": 1}, hint=[("_id", 1)])
-    steps = [document["_id"] async for document in ids]
-    earlier = (key.partition("/")[0] for key in steps)
-    attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
-    await insert_if_missing(database[LEASE], TrainerLease(attempt=attempt))
+def _has_ended(holder: TrainerLease, host: str) -> bool:
+    return holder.host == host and holder.process is not None and has_ended(holder.process)
 
 
 def _held(holder: TrainerLease) -> LeaseHeldError:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from operator import itemgetter
 from typing import Literal, Self
 
-from pymongo import ASCENDING, ReplaceOne
+from pymongo import ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.base import Root
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TOKEN_STATISTICS
-from agentrl.store.trainer_lease import fence
+from agentrl.store.trainer_lease import fenced
 
 Spans = Literal["any", "all"]
 
@@ -28,10 +26,6 @@ _FETCHED_PER_QUERY = 16
 _GROUPS_PER_UPDATE = 50
 _DATA_PER_UPDATE = 1000
 _UNTRAINED = [DataStatus.READY.value, DataStatus.PLANNED.value]
-_META = dict.fromkeys(
-    ("record", "task", "status", "score", "advantage", "min_version", "max_version", "tokens",
-     "trainable_tokens", "turns", "trained_count", "created_at"), 1,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +53,8 @@ class StaleVersions:
         if self._is_prefix:
             return bound
         old = [{"version": {"$gte": low, "$lte": high}} for low, high in self.ranges]
-        found: Json = {"$elemMatch": {"$or": old}}
-        return {**bound, "spans": found if self.spans == "any" else {"$not": {"$elemMatch": {"$nor": old}}}}
+        any_old: Json = {"$elemMatch": {"$or": old}}
+        return {**bound, "spans": any_old if self.spans == "any" else {"$not": {"$elemMatch": {"$nor": old}}}}
 
     @property
     def expression(self) -> Json:
@@ -85,25 +79,6 @@ class StaleVersions:
         return len(self.ranges) == 1 and self.ranges[0][0] <= 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataMeta(Root):
-    """A DBRecordData without its token tree and packed arrays."""
-
-    id: str
-    record: str
-    task: str
-    status: DataStatus
-    score: float
-    advantage: float
-    min_version: int
-    max_version: int
-    tokens: int
-    trainable_tokens: int
-    turns: int
-    trained_count: int
-    created_at: datetime
-
-
 @dataclass(frozen=True, slots=True)
 class ReadyMember:
     """One ready DBRecordData of a group whose members a step may all train."""
@@ -118,20 +93,6 @@ class Training(Repository):
     """The trainer's calls on training data; ``Groups`` makes them, and ``Steps`` trains them."""
 
     @database_call
-    async def ready(self, split: str, *, limit: int = 0, step: int | None = None) -> list[DataMeta]:
-        """Return the ready data, oldest first; ``limit`` 0 returns all.
-
-        With ``step``, exclude data that must not be trained again before a later step.
-        """
-        query: Json = {"split": split, "status": DataStatus.READY.value}
-        if step is not None:
-            query["not_before_step"] = {"$lte": step}
-        cursor = self._collection(DATA).find(
-            query, _META, sort=[("created_at", ASCENDING), ("_id", ASCENDING)], limit=limit
-        )
-        return [DataMeta.from_document(document) async for document in cursor]
-
-    @database_call
     async def ready_members(
         self, split: str, *, step: int, max_trained_count: int = 1, old: StaleVersions | None = None,
         untrained: bool = False,
@@ -139,9 +100,8 @@ class Training(Repository):
         """Return the ready data of every group that ``step`` may train; a group is whole or absent.
 
         Excludes groups with a member that is planned, must not be trained before a later step, or was trained
-        ``max_trained_count`` times. If
-        ``old.spans`` is "any", excludes groups with a stale member; if "all", excludes only the stale
-        members. ``untrained`` restricts the result to groups that were never trained.
+        ``max_trained_count`` times. If ``old.spans`` is "any", excludes groups with a stale member; if "all",
+        excludes only the stale members. ``untrained`` restricts the result to groups that were never trained.
         """
         is_stale: Json | bool = old.expression if old is not None and old.ranges else False
         whole: Json = {
@@ -151,22 +111,21 @@ class Training(Repository):
             whole["is_stale"] = False
         if untrained:
             whole["trained_count"] = 0
-        pipeline: list[Json] = [
+        by_task: Json = {
+            "_id": "$task",
+            "members": {"$push": {"$cond": [is_stale, "$$REMOVE", "$_id"]}},
+            "is_planned": {"$max": {"$eq": ["$status", DataStatus.PLANNED.value]}},
+            "rests_until": {"$max": "$not_before_step"},
+            "is_stale": {"$max": is_stale},
+            "trained_count": {"$max": "$trained_count"},
+        }
+        groups = await self._aggregate(
+            DATA,
             {"$match": {"split": split, "status": {"$in": _UNTRAINED}}},
-            {
-                "$group": {
-                    "_id": "$task",
-                    "members": {"$push": {"$cond": [is_stale, "$$REMOVE", "$_id"]}},
-                    "is_planned": {"$max": {"$eq": ["$status", DataStatus.PLANNED.value]}},
-                    "rests_until": {"$max": "$not_before_step"},
-                    "is_stale": {"$max": is_stale},
-                    "trained_count": {"$max": "$trained_count"},
-                }
-            },
+            {"$group": by_task},
             {"$match": whole},
             {"$project": {"members": 1, "trained_count": 1}},
-        ]
-        groups = await (await self._collection(DATA).aggregate(pipeline)).to_list()
+        )
         return [
             ReadyMember(id=id, task=group["_id"], trained_count=group["trained_count"])
             for group in sorted(groups, key=itemgetter("_id"))
@@ -194,8 +153,8 @@ class Training(Repository):
             for query in (others, group):
                 marked += await self._update(query, stale, attempt)
         while old.spans == "all":
-            found = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_PER_UPDATE)
-            ids = [item["_id"] async for item in found]
+            cursor = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_PER_UPDATE)
+            ids = [item["_id"] async for item in cursor]
             if not ids:
                 break
             marked += await self._update({**ready, "_id": {"$in": ids}}, stale, attempt)
@@ -205,10 +164,9 @@ class Training(Repository):
         """Update data in one transaction that the trainer's lease fences; return how many."""
 
         async def write(session: AsyncClientSession) -> int:
-            await fence(self._connection, attempt, session)
             return (await self._collection(DATA).update_many(query, change, session=session)).modified_count
 
-        return await self._connection.transaction(write)
+        return await fenced(self._connection, attempt, write)
 
     @database_call
     async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
@@ -225,12 +183,12 @@ class Training(Repository):
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
-        found, unreadable = await self.fetch_readable(ids)
-        missing = [key for key in ids if key not in found]
+        data, unreadable = await self.fetch_readable(ids)
+        missing = [key for key in ids if key not in data]
         if missing:
             why = unreadable.get(missing[0], "it does not exist")
             raise StoreError(f"{len(missing)} training documents are missing, {missing[0]} among them: {why}")
-        return [found[key] for key in ids]
+        return [data[key] for key in ids]
 
     @database_call
     async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
@@ -262,30 +220,16 @@ class Training(Repository):
         query: Json = (
             {"_id": {"$in": list(records or ())}} if tasks is None else {"task": {"$in": list(tasks)}}
         )
-        pipeline: list[Json] = [
-            {"$match": {**query, "score": {"$ne": None}}},
-            {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}},
-        ]
-        async for group in await self._collection(RECORD).aggregate(pipeline):
-            return float(group["mean"])
-        return None
+        mean = {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}}
+        groups = await self._aggregate(RECORD, {"$match": {**query, "score": {"$ne": None}}}, mean)
+        return float(groups[0]["mean"]) if groups else None
 
     @database_call
     async def prefix_cache_hit_rate(self, tasks: Sequence[str]) -> float | None:
         """Return the fraction of prompt tokens of the Records of ``tasks`` that engines had cached."""
-        pipeline: list[Json] = [
-            {"$match": {"task": {"$in": list(tasks)}}},
-            {
-                "$group": {
-                    "_id": None,
-                    "input": {"$sum": "$input_tokens"},
-                    "cached": {"$sum": "$cached_tokens"},
-                }
-            },
-        ]
-        async for group in await self._collection(RECORD).aggregate(pipeline):
-            return float(group["cached"] / group["input"]) if group["input"] else None
-        return None
+        sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
+        groups = await self._aggregate(RECORD, {"$match": {"task": {"$in": list(tasks)}}}, {"$group": sums})
+        return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
 
     @database_call
     async def counts(self, split: str) -> dict[DataStatus, int]:

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.chat.parsers import split_reasoning
+from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.errors import ConfigError
 from agentrl.llm.agent_config import BrowseSection, load_browse
-from agentrl.llm.ask import NoAnswerError, ask
+from agentrl.llm.ask import RULE, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.deadline import Deadline
-from agentrl.llm.untrusted import RULE, fenced
+from agentrl.llm.limits import Deadline
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -60,7 +60,7 @@ class Controller:
         if self.policy.adapter is None:
             return self.published()
         if self._holds_all:
-            return self.policy.kept
+            return self.policy.adapter
         return GatheredAdapter(self.policy.adapter, partial(self._broadcast, "send_adapter"))
 
     def end(self) -> None:

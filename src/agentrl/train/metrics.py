@@ -76,20 +76,19 @@ def merging_metrics(metrics: Mapping[str, Any], total_tokens: int) -> dict[str, 
 
 def call_tokens(data: Sequence[DBRecordData]) -> int:
     """Count the tokens that training would compute if each model call were a row: prompt and output."""
-    return sum(_call_tokens(item) for item in data)
-
-
-def _call_tokens(item: DBRecordData) -> int:
-    before: list[int] = []
-    for node in item.nodes:
-        above = item.nodes[node.parent] if node.parent >= 0 else None
-        before.append(0 if above is None else before[node.parent] + above.end - above.start)
-    ends: dict[int, int] = {}
-    for span in item.spans:
-        index = next(i for i, node in enumerate(item.nodes) if node.start <= span.start < node.end)
-        length = before[index] + span.end - item.nodes[index].start
-        ends[span.call] = max(ends.get(span.call, 0), length)
-    return sum(ends.values())
+    total = 0
+    for item in data:
+        before: list[int] = []
+        for node in item.nodes:
+            above = item.nodes[node.parent] if node.parent >= 0 else None
+            before.append(0 if above is None else before[node.parent] + above.end - above.start)
+        ends: dict[int, int] = {}
+        for span in item.spans:
+            index = next(i for i, node in enumerate(item.nodes) if node.start <= span.start < node.end)
+            length = before[index] + span.end - item.nodes[index].start
+            ends[span.call] = max(ends.get(span.call, 0), length)
+        total += sum(ends.values())
+    return total
 
 
 def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[str, Any]:
@@ -104,8 +103,7 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
         found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
                  if name in update]  # fmt: skip
         if isinstance(value, Mapping):
-            join = _mean_by_key if name.endswith("_fractions") else _sum_by_key
-            joined[name] = join(found[:first_pass])
+            joined[name] = _join_by_key(found[:first_pass], is_mean=name.endswith("_fractions"))
         elif name in _COUNTED:
             joined[name] = sum(number for number, _ in found[:first_pass])
         elif name.startswith("seconds_"):
@@ -120,15 +118,13 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
     return joined
 
 
-def _sum_by_key(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    keys = sorted({key for counts, _ in found for key in counts}, key=int)
-    return {key: sum(counts.get(key, 0.0) for counts, _ in found) for key in keys}
-
-
-def _mean_by_key(found: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+def _join_by_key(found: Sequence[tuple[Mapping[str, float], float]], *, is_mean: bool) -> dict[str, float]:
+    """Return the sum for each key, or the mean over updates by their weights."""
+    keys = sorted({key for values, _ in found for key in values}, key=int)
+    if not is_mean:
+        return {key: sum(values.get(key, 0.0) for values, _ in found) for key in keys}
     total = sum(weight for _, weight in found)
-    keys = sorted({key for shares, _ in found for key in shares}, key=int)
-    return {key: sum(shares.get(key, 0.0) * weight for shares, weight in found) / total for key in keys}
+    return {key: sum(values.get(key, 0.0) * weight for values, weight in found) / total for key in keys}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +149,9 @@ async def step_window(store: Store, split: str, groups: Sequence[str]) -> Window
     """Return the window of a step that trains ``groups``."""
     tasks = [await store.tasks.get(group) for group in groups]
     own = [{"task": task.id, **task.group} for task in tasks if task is not None and task.group is not None]
-    end = max((group["finalised_at"] for group in own), default=None)
+    end = max((group["finalized_at"] for group in own), default=None)
     uncounted = await store.groups.uncounted(split)
-    within = [group for group in uncounted if end is None or group["finalised_at"] <= end]
+    within = [group for group in uncounted if end is None or group["finalized_at"] <= end]
     return Window(groups=within or own)
 
 

@@ -33,8 +33,7 @@ from agentrl.config.schema import (
 from agentrl.config.training import SFTConfig
 from agentrl.data.convert import to_training_data
 from agentrl.data.forest import chain
-from agentrl.distributed.accelerate_config import with_launch_settings
-from agentrl.distributed.world import World, launched_world
+from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.documents.images import Image
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task
@@ -42,7 +41,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
 from agentrl.model.precision import Precision
 from agentrl.train.build import Recipe, build_trainer, step_precision
-from agentrl.train.controller import Controller, follow, lead
+from agentrl.train.controller import follow, lead
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
 from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
@@ -136,7 +135,9 @@ def _fine_tune(configs: Configs, world: World) -> None:
                 time.perf_counter() - started,
             )  # fmt: skip
     output = Path(configs[RunConfig].output)
-    _save(controller, output)
+    policy, published = controller.policy, controller.published()
+    with atomic_model_folder(output, weight_bytes(published)) as temporary:
+        save_model_files(published, policy.base, temporary, policy.chat_template)
     logger.info("saved %s", output)
     controller.end()
 
@@ -144,9 +145,14 @@ def _fine_tune(configs: Configs, world: World) -> None:
 def _build(
     configs: Configs, world: World, steps: int, max_tokens: int, precision: Precision
 ) -> PolicyTrainer:
+    shared = configs[LossConfig]
     recipe = Recipe(
         model=configs[ModelConfig],
-        loss=_loss(configs[LossConfig]),
+        loss=LossConfig(  # with the run's reduction, without bounds or corrections
+            loss_calculater="CrossEntropy",
+            token_level_loss=shared.token_level_loss,
+            skip_length_normalization=shared.skip_length_normalization,
+        ),
         optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
         adapter=configs[AdapterConfig],
         memory=configs[MemoryConfig],
@@ -154,15 +160,6 @@ def _build(
         seed=configs[RunConfig].seed,
     )
     return build_trainer(recipe, weights=None, total_steps=steps, world=world, precision=precision)
-
-
-def _loss(shared: LossConfig) -> LossConfig:
-    """Return cross-entropy with the run's reduction, without bounds or corrections."""
-    return LossConfig(
-        loss_calculater="CrossEntropy",
-        token_level_loss=shared.token_level_loss,
-        skip_length_normalization=shared.skip_length_normalization,
-    )
 
 
 def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:
@@ -190,12 +187,6 @@ def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
             left = np.concatenate([left, generator.permutation(count)])
         yield left[:size].tolist()
         left = left[size:]
-
-
-def _save(controller: Controller, output: Path) -> None:
-    policy, published = controller.policy, controller.published()
-    with atomic_model_folder(output, weight_bytes(published)) as temporary:
-        save_model_files(published, policy.base, temporary, policy.chat_template)
 
 
 def from_conversations(path: Path, chat_format: ChatFormat) -> tuple[list[DBRecordData], Images]:

@@ -11,7 +11,7 @@ import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 
 from agentrl.data.convert import mask_reason
-from agentrl.gateway.model_calls import ATTEMPTS
+from agentrl.gateway.answerer import ATTEMPTS
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.store.client import Store
 

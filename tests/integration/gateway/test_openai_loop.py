@@ -16,17 +16,16 @@ from unmoved.train_dump import make_model
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, ModelConfig, SamplingConfig
+from agentrl.data.finalize_group import explain_difference
 from agentrl.data.planner import build_micro_batches
-from agentrl.data.verify import explain_difference
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.gateway.chains import Chains
+from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.host import GatewayHost
-from agentrl.gateway.model_calls import Answerer
 from agentrl.inference.router import EngineRouter
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
@@ -68,7 +67,6 @@ async def opened_worker(store: Store, served: Served) -> AsyncIterator[Worker]:
     host = GatewayHost(
         Answerer(
             store=store, router=router, chat_format=chat_format, params=params, agent=agent, seed=SEED,
-            chains=Chains(store),
         ),
         GatewayConfig(),
     )  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import small_run as run
+from ready_data import ready_data
 
 from agentrl.cli import db
 from agentrl.cli.db import check_options
@@ -45,7 +46,7 @@ async def test_a_group_whose_rewards_are_equal_is_dropped_and_sampling_refills(s
         told.append(await store.groups.count_open("train"))
     assert told == [0, 0, 1]
     assert await take(store) is None
-    assert {item.task for item in await store.training.ready("train")} == {task_key("train", 0, "2")}
+    assert {item.task for item in await ready_data(store, "train")} == {task_key("train", 0, "2")}
 
 
 async def test_shaped_rewards_keep_the_scores_and_check_out(store: Store) -> None:

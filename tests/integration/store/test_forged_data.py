@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import small_run as run
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.verify import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError
@@ -147,4 +148,4 @@ async def test_a_score_of_no_attempt_that_holds_a_slot_decides_no_group(store: S
     task = await store.tasks.get(run.READY)
     assert task is not None
     assert (task.status, (task.group or {})["outcome"]) == (TaskStatus.COMPLETED, "failed")
-    assert await store.training.ready("train") == []
+    assert await ready_data(store, "train") == []

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules
-from agentrl.data.verify import verifier
+from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.rollout import finalizer as finalize_module
 from agentrl.rollout.finalizer import ATTEMPTS, GroupFinalizer
-from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store import groups
@@ -112,13 +112,13 @@ async def test_attempts_are_counted_and_wait_longer_each_time(
     waits = []
     for attempt in range(1, ATTEMPTS):
         assert await finalizer.run_waiting() == 0
-        counted = (await task_of(store, BAD)).finalising
+        counted = (await task_of(store, BAD)).finalizing
         assert counted is not None
         assert counted["attempts"] == attempt
         waits.append((counted["retry_at"] - now()).total_seconds())
         assert await store.groups.waiting("train") == []
         assert await violations(store) == []
-        await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalising.retry_at": None}})
+        await store.database["Task"].update_one({"_id": BAD}, {"$set": {"finalizing.retry_at": None}})
     assert [round(wait / 1000) for wait in waits] == [1, 2, 4]
     assert await finalizer.run_waiting() == 0
     assert (await task_of(store, BAD)).status is TaskStatus.COMPLETED
@@ -134,7 +134,7 @@ async def test_an_upload_that_was_cut_is_completed(
     await group(store, BAD, 0)
     finalizer = GroupFinalizer(store, GroupConfig(), split="train", seed=0)
     assert await finalizer.run_waiting() == 1
-    [one, two] = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
+    [one, two] = await store.training.fetch([meta.id for meta in await ready_data(store, "train")])
     files, chunks = (store.database[f"DBRecordData.packed.{name}"] for name in ("files", "chunks"))
     await store.database["DBRecordData"].delete_many({})
     await store.database["Record"].update_many(

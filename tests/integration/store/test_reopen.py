@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.record import Failure
@@ -95,7 +96,7 @@ async def test_a_trained_group_and_a_planned_one_stay(store: Store, tmp_path: Pa
     await run.publish(store, tmp_path, 0, step=0, train_step=None)
     await group_of(store, "tool")
     assert await finalize(store) == 1
-    data = tuple(meta.id for meta in await store.training.ready("train"))
+    data = tuple(meta.id for meta in await ready_data(store, "train"))
     await store.steps.plan(TrainStep(id="1/1", step=1, policy_version=0, data=data, owner="t"))
     reopening = Reopening(store.connection)
     assert (await reopening.reopen(["tool"])).left == {Blocker.TRAINED: 1}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
@@ -17,7 +18,7 @@ from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.scoring.group_filters import ScoredGroup
+from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.admin.reopen import Blocker
 from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
@@ -79,7 +80,7 @@ async def test_an_untrained_group_is_decided_again(store: Store, tmp_path: Path)
     assert again.group is not None
     assert [slot.score for slot in again.slots] == [1.0, 0.5]
     assert again.group["mean_score"] == 0.75
-    assert again.group["finalised_at"] == task.group["finalised_at"]
+    assert again.group["finalized_at"] == task.group["finalized_at"]
     assert await violations(store) == []
 
 
@@ -168,13 +169,13 @@ async def test_a_group_filter_is_asked_again_where_it_may_be_imported(
         group_filter=f"{__name__}:second_alone", advantage="reward", min_score_spread=0.0
     )  # fmt: skip
     assert await GroupFinalizer(store, rules, split="train", seed=0).run_waiting() == 1
-    assert [item.id for item in await store.training.ready("train")] == [SECOND]
+    assert [item.id for item in await ready_data(store, "train")] == [SECOND]
     words = ("rescore", "--scorer", ONE, "--record", FIRST)
     assert await agentrl_db(run_config, *words) == 1
     assert "may not import" in capsys.readouterr().out
     assert (await record(store, FIRST)).score == 0.0
     assert await agentrl_db(run_config, *words, "--allowed_modules", __name__) == 0
-    assert {item.id for item in await store.training.ready("train")} == {FIRST, SECOND}
+    assert {item.id for item in await ready_data(store, "train")} == {FIRST, SECOND}
     assert await violations(store) == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pymongo.monitoring
 import pytest
 import small_run as run
+from ready_data import ready_data
 from training_data import group
 
 from agentrl.cli import db
@@ -112,7 +113,7 @@ async def data(store: Store, tmp_path: Path) -> list[str]:
         for value in (0.0, 1.0):
             await run.score(store, await run.claim(store), value)
     await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting()
-    return sorted(meta.id for meta in await store.training.ready("train"))
+    return sorted(meta.id for meta in await ready_data(store, "train"))
 
 
 async def require_no_violation(store: Store) -> None:

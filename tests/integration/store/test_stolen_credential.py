@@ -13,11 +13,11 @@ import pytest
 import small_run as run
 from db_command import agentrl_db
 from pymongo.asynchronous.database import AsyncDatabase
+from ready_data import ready_data
 
 import agentrl
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules
-from agentrl.data.verify import verifier
+from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.registry import allow_imports
@@ -127,7 +127,7 @@ Trick = Callable[[Store, Store], Awaitable[None]]
 
 
 async def _change_a_score(thief: Store, store: Store) -> None:
-    ready = (await store.training.ready("train"))[0]
+    ready = (await ready_data(store, "train"))[0]
     await thief.database["Record"].update_one({"_id": ready.id}, {"$set": {"score": 9.0}})
     problems = await verifier(store)(await store.training.fetch([ready.id]))
     assert "has the score 9.0" in problems[ready.task]
@@ -208,7 +208,7 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
         await run.score(thief, await run.claim(thief), value)
     rules = GroupRules(config=GroupConfig(adv_scaling=50.0), seed=0)
     assert await thief.groups.finalize(key, rules.decide)
-    ready = [item for item in await store.training.ready("train") if item.task == key]
+    ready = [item for item in await ready_data(store, "train") if item.task == key]
     data = await store.training.fetch([item.id for item in ready])
     assert max(item.advantage for item in data) == 50.0
     assert await verifier(store)(data) == {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pymongo.monitoring
 import pytest
+from ready_data import ready_data
 from rollout_fakes import FakeTools
 from test_store_claims import make_tasks, take_one
 from test_store_training import complete, decide, make_call, make_step
@@ -148,7 +149,7 @@ async def everything_that_runs_in_a_loop(store: Store) -> None:
             old = StaleVersions(ranges, spans)
             await training.mark_stale("train", old)
             await training.ready_members("train", step=1, old=old)
-    ready = await training.ready("train", limit=8, step=1)
+    ready = (await ready_data(store, "train", step=1))[:8]
     await tasks.sort_keys([meta.task for meta in ready])
     await training.fetch([meta.id for meta in ready])
     await training.mean_generated_tokens(tasks=[ready[0].task])

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from ready_data import ready_data
 
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.run import FileChecksum, PolicyVersion
@@ -89,10 +90,10 @@ def decide(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
     )
 
 
-async def ready_data(store: Store, count: int) -> list[str]:
+async def finalized(store: Store, count: int) -> list[str]:
     for number in range(count):
         assert await store.groups.finalize(await complete(store, number), decide)
-    return [meta.id for meta in await store.training.ready("train")]
+    return [meta.id for meta in await ready_data(store, "train")]
 
 
 async def test_calls_count_once_and_come_back_whole(store: Store) -> None:
@@ -136,7 +137,7 @@ async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
     assert states == [RecordStatus.READY, RecordStatus.ABANDONED]
     summaries = await store.groups.uncounted("train")
     assert [(summary["task"], summary["mean_score"]) for summary in summaries] == [(task_id, 0.5)]
-    data = await store.training.fetch([meta.id for meta in await store.training.ready("train")])
+    data = await store.training.fetch([meta.id for meta in await ready_data(store, "train")])
     assert data[0].input_ids == pack_ids([1, 2])
     assert await store.groups.count_open("train") == 1
 
@@ -151,7 +152,7 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
 
     with pytest.raises(StoreError, match="1 of 3 Records"):
         await store.groups.finalize(task_id, wrong)
-    assert await store.training.ready("train") == []
+    assert await ready_data(store, "train") == []
     assert await store.groups.waiting("train") == [task_id]
     states = {record.status for record in await store.records.by_task(task_id)}
     assert states == {RecordStatus.SCORED}
@@ -159,11 +160,11 @@ async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
 
 
 async def test_steps_plan_commit_and_revert(store: Store) -> None:
-    one, two, three = await ready_data(store, 3)
+    one, two, three = await finalized(store, 3)
     training = store.training
     await store.steps.plan(make_step(1, [one, two]))
     await store.steps.plan(make_step(1, [one, two]))
-    assert [meta.id for meta in await training.ready("train")] == [three]
+    assert [meta.id for meta in await ready_data(store, "train")] == [three]
     with pytest.raises(StoreError, match="planned already"):
         await store.steps.plan(make_step(1, [three], attempt="b"))
     with pytest.raises(StoreError, match="only 1 of them"):
@@ -171,7 +172,7 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
     assert (await training.counts("train"))[DataStatus.READY] == 1
     for _ in range(2):
         await store.steps.commit("a/1", {"loss": 0.1}, [one], 1, 1)
-    assert [meta.id for meta in await training.ready("train")] == [two, three]
+    assert [meta.id for meta in await ready_data(store, "train")] == [two, three]
     record = await store.records.get(one)
     assert record is not None
     assert (record.trained_count, record.last_trained_step) == (1, 1)
@@ -179,7 +180,7 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
     await store.steps.commit("a/2", {}, [two])
     await store.steps.plan(make_step(3, [three]))
     assert await store.steps.revert_after(1) == 2
-    assert [meta.id for meta in await training.ready("train")] == [two, three]
+    assert [meta.id for meta in await ready_data(store, "train")] == [two, three]
     assert (await training.fetch([two]))[0].trained_at_steps == ()
     last = await store.steps.last()
     assert last is not None
@@ -202,7 +203,7 @@ async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Sto
     await store.groups.finalize(early, decide)
     await commit(1, early)
     await store.groups.finalize(late, decide)
-    before = {"group.finalised_at": datetime(2020, 1, 1, tzinfo=UTC)}
+    before = {"group.finalized_at": datetime(2020, 1, 1, tzinfo=UTC)}
     await store.database["Task"].update_one({"_id": late}, {"$set": before})
     assert await uncounted() == [late]
     await commit(2, early, late)
@@ -214,11 +215,11 @@ async def test_a_group_is_counted_by_one_step_even_if_it_is_seen_late(store: Sto
 
 
 async def test_data_trained_twice_rest_in_between(store: Store) -> None:
-    (one,) = await ready_data(store, 1)
+    (one,) = await finalized(store, 1)
     await store.steps.plan(make_step(1, [one]))
     await store.steps.commit("a/1", {}, [one], max_trained_count=2, retrained_interval=2)
-    assert await store.training.ready("train", step=2) == []
-    assert [meta.trained_count for meta in await store.training.ready("train", step=3)] == [1]
+    assert await ready_data(store, "train", step=2) == []
+    assert [meta.trained_count for meta in await ready_data(store, "train", step=3)] == [1]
     await store.steps.plan(make_step(3, [one]))
     await store.steps.commit("a/3", {}, [one], max_trained_count=2, retrained_interval=2)
     assert (await store.training.counts("train"))[DataStatus.TRAINED] == 1
@@ -228,7 +229,7 @@ async def test_data_trained_twice_rest_in_between(store: Store) -> None:
 
 
 async def test_stale_data_are_set_aside(store: Store) -> None:
-    await ready_data(store, 2)
+    await finalized(store, 2)
     assert await store.training.mark_stale("train", StaleVersions.below(2)) == 2
     assert (await store.training.counts("train"))[DataStatus.STALE] == 2
 
@@ -280,7 +281,7 @@ async def test_versions_are_found_without_reading_them_all(store: Store) -> None
 
 
 async def test_views_read_well(store: Store) -> None:
-    (one,) = await ready_data(store, 1)
+    (one,) = await finalized(store, 1)
     await store.steps.plan(make_step(1, [one]))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": one})
     turn = await store.database["audit_turns"].find_one({"record": one})

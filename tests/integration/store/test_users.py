@@ -18,6 +18,7 @@ import pytest
 import small_run as run
 from db_command import agentrl_db, violations
 from pymongo import MongoClient
+from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.run import InferenceService
@@ -129,7 +130,7 @@ async def test_a_sampler_samples_and_does_no_more(
         assert await store.policy_versions.latest() is not None
         await store.settings.begin("tasks", {"num_generations": 2}, "sample")
         await store.settings.begin("tasks", {"num_generations": 2}, "sample")
-        data = tuple(meta.id for meta in await store.training.ready("train"))
+        data = tuple(meta.id for meta in await ready_data(store, "train"))
         step = TrainStep(id="1/2", step=2, policy_version=1, data=data[:2], owner="s")
         database = store.database
         await refused(
@@ -156,7 +157,7 @@ async def test_a_trainer_trains_and_does_no_more(users: dict[str, RunConfig], tm
     async with await open_store(users["trainer"]) as store:
         attempt = await store.trainer_lease.acquire("t", "h", os.getpid(), 60)
         await store.trainer_lease.renew(attempt, 60)
-        data = tuple(meta.id for meta in await store.training.ready("train"))
+        data = tuple(meta.id for meta in await ready_data(store, "train"))
         step = TrainStep(id=f"{attempt}/2", step=2, policy_version=1, data=data, owner="t")
         await store.training.fetch(data)
         await store.steps.plan(step, attempt=attempt)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.chat.parsers import PARSERS
-from agentrl.chat.parsers.base import _MARKS, parser_of_template
+from agentrl.chat.parsers.base import _MARKS, PARSERS, parser_of_template
 
 
 @pytest.mark.parametrize(

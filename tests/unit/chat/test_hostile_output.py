@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.parsers import PARSERS, get_parser, parse_text, validate_call
-from agentrl.chat.parsers.arguments import read_literal
+from agentrl.chat.parsers.arguments import read_literal, validate_call
+from agentrl.chat.parsers.base import PARSERS, get_parser
 from agentrl.chat.parsers.marked import MarkedParser
-from agentrl.chat.parsers.reasoning import split_reasoning
+from agentrl.chat.parsers.reasoning import parse_text, split_reasoning
 
 TOOL: dict[str, Any] = {
     "type": "function",

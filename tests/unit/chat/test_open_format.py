@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem, unseen_tools, without_thought
 from agentrl.chat.conversation import Conversation
-from agentrl.chat.families import _TOKENS
+from agentrl.chat.family_renderer import _TOKENS
 from agentrl.chat.open_format import open_chat_format
 from agentrl.chat.probe import CONVERSATION, ENDS, TOOLS
 from agentrl.chat.validate_format import generated

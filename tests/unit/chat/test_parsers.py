@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from agentrl.chat.parsers import PARSERS, ToolCall, get_parser, parse_text, validate_call
-from agentrl.chat.parsers.arguments import convert_arguments
+from agentrl.chat.parsers.arguments import convert_arguments, validate_call
+from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser
+from agentrl.chat.parsers.reasoning import parse_text
 from agentrl.errors import ConfigError
 
 ADD = {

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.chat.parsers import (
+from agentrl.chat.parsers.base import get_parser
+from agentrl.chat.parsers.reasoning import (
+    THINK,
     ReasoningTags,
-    get_parser,
     opens_thought,
     parse_text,
     split_reasoning,
     tags_in,
 )
-from agentrl.chat.parsers.reasoning import THINK
 
 CALL = '<tool_call>{"name": "f", "arguments": {"html": "<think>x"}}</tool_call>'
 

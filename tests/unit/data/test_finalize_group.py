@@ -14,7 +14,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError
-from agentrl.scoring.group_filters import ScoredGroup, group_filter
+from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.store.groups import GroupOutcome
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")

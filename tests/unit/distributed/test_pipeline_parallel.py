@@ -14,8 +14,8 @@ from tiny_models import VOCABULARY, chains, packed, tiny_model, tree
 from torch import Tensor, nn
 
 from agentrl.data.forest import TokenForest
+from agentrl.distributed.apply import InFlight, PipelineModel
 from agentrl.distributed.mesh import Layout, Mesh
-from agentrl.distributed.parallel_model import InFlight, PipelineModel
 from agentrl.distributed.pipeline_stages import (
     assign_layers,
     assign_model_layers,

@@ -6,7 +6,7 @@ from typing import Any
 
 import number_game
 import pytest
-from rollout_fakes import ScriptedEngine, format_of
+from rollout_fakes import MemoryImages, ScriptedEngine, call_at_once, format_of
 from trajectories import score_trajectory
 
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
@@ -49,6 +49,7 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
             claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, tools=tools,
             schemas=await tools.list(), params=SamplingParams(), seed=1,
             manage_context=CONTEXT_MANAGERS.get("disabled"), write=write, environment=environment,
+            images=MemoryImages(), hold=call_at_once,
         )  # fmt: skip
         outcome = await run_agent(AGENTS.get(agent), agent, rollout, SamplingConfig())
         await rollout.finish()

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_fakes import MemoryImages
 from tiny_vision import drawn, save_vision_model
 
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.images import image_of_bytes, image_refs
-from agentrl.gateway.chains import Chain, prompt_of
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.errors import GatewayError
-from agentrl.gateway.history import prefix_digests
-from agentrl.gateway.images import store_images
-from agentrl.rollout.images import MemoryImages
+from agentrl.gateway.request_prompts import store_images
+from agentrl.rollout.prompts import Chain, prefix_digests, prompt_of
 
 DATA = base64.b64encode(drawn()).decode()
 URL = f"data:image/png;base64,{DATA}"

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local.cache import KVCache
-from agentrl.inference.engines.local.model import Chunk
-from agentrl.inference.engines.local.sampling import RowSampler
+from agentrl.inference.engines.local.sampling import RowSampler, StopStrings
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
-from agentrl.inference.engines.local.stop_strings import StopStrings
+from agentrl.inference.engines.local.vision import Chunk
 
 VOCAB = 97
 STOP = 96

@@ -15,8 +15,7 @@ from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask, spending
 from agentrl.llm.client import _retry_after, endpoint_client
-from agentrl.llm.deadline import Deadline
-from agentrl.llm.limits import Window
+from agentrl.llm.limits import Deadline, Window
 
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -25,11 +24,6 @@ QUESTION = [{"role": "user", "content": "?"}]
 async def llm() -> AsyncIterator[fake_llm.FakeLLM]:
     async with fake_llm.fake_llm() as server:
         yield server
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imported() -> None:
-    import openai.resources.chat  # noqa: F401  slow: its time must not count in a question's
 
 
 @pytest.fixture(autouse=True)

@@ -97,12 +97,11 @@ def test_an_adapter_folder_is_no_model_and_no_whole_weights(tmp_path: Path) -> N
     config = ModelConfig(model_name_or_path=str(base))
     policy = load_policy(config, adapter=AdapterConfig(lora_rank=2))
     assert policy.adapter is not None
-    assert (
-        weight_bytes(policy.kept) < weight_bytes(policy.published) == weight_bytes(load_policy(config).kept)
-    )
+    whole = weight_bytes(load_policy(config).published)
+    assert weight_bytes(policy.adapter) < weight_bytes(policy.published) == whole
     saved = tmp_path / "saved"
     saved.mkdir()
-    save_model_files(policy.kept, base, saved)
+    save_model_files(policy.adapter, base, saved)
     assert load_policy(config, saved, AdapterConfig(lora_rank=2)).adapter is not None
     with pytest.raises(ModelError, match="holds an adapter"):
         load_policy(config, saved)

@@ -43,13 +43,13 @@ def test_trajectories_and_groups_are_summed_up(setting: _Setting) -> None:
     for score in (0.0, 1.0, 1.0):
         setting.log(logging.INFO, "sampled", record="train/0/a/0/1")
         setting.log(logging.INFO, "scored", record="train/0/a/0/1", score=score)
-    setting.log(logging.INFO, "group finalised", task="train/0/a")
+    setting.log(logging.INFO, "group finalized", task="train/0/a")
     assert setting.console.lines == ["the sampler begins"]
     setting.now = 61.0
     setting.digest.tick()
     setting.digest.tick()
     assert setting.console.lines[1:] == [
-        "last 61 s: 3 × sampled, 3 × scored (mean 0.667), 1 × group finalised"
+        "last 61 s: 3 × sampled, 3 × scored (mean 0.667), 1 × group finalized"
     ]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from agentrl.chat.parsers import ToolCall
+from agentrl.chat.parsers.base import ToolCall
 from agentrl.errors import ToolServerError
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.tool_calls import Tools, run_tool_calls

@@ -16,14 +16,15 @@ from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError
 from agentrl.registry import allow_imports
-from agentrl.scoring.group_filters import (
+from agentrl.scoring.groups import (
     GROUP_FILTERS,
     ScoredGroup,
     ScoredTrajectory,
+    decide_group,
     dropped_by_filter,
+    filtered_of,
     group_filter,
 )
-from agentrl.scoring.groups import decide_group, filtered_of
 
 TASK = Task(
     id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q", answer=["4"], meta={"level": [1]}

@@ -16,16 +16,14 @@ import yaml
 from agentrl.errors import ConfigError, DependencyKind, ScorerError
 from agentrl.llm.agent_config import load_browse, load_judge
 from agentrl.scoring import judge
-from agentrl.scoring import rubric as rubric_module
-from agentrl.scoring.judge import judge_prompt, verdict_of
+from agentrl.scoring.judge import SharedAnswers, judge_prompt, verdict_of
 from agentrl.scoring.scorers import ScorerContext, run_scorer
-from agentrl.scoring.shared_answers import SharedAnswers
 
 
 @pytest_asyncio.fixture
 async def llm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[fake_llm.FakeLLM]:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    monkeypatch.setattr(judge, "_verdicts", SharedAnswers())
+    monkeypatch.setattr(judge, "_answers", SharedAnswers())
     async with fake_llm.fake_llm() as server:
         yield server
 
@@ -312,9 +310,8 @@ RUBRIC = [
     ],
 )
 async def test_a_rubric_is_a_weighted_score(
-    tmp_path: Path, llm: fake_llm.FakeLLM, reply: str, expected: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, llm: fake_llm.FakeLLM, reply: str, expected: float
 ) -> None:
-    monkeypatch.setattr(rubric_module, "_verdicts", SharedAnswers())
     llm.replies = {"a": [reply]}
     path = write_config(tmp_path, llm, "a")
     result = await run_scorer("rubric", rubric_context(path, RUBRIC), 60)

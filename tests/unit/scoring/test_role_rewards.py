@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
 from agentrl.data.forest import forest_from_data
-from agentrl.data.verify import explain_difference, group_problem
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     FixedModelCall,
@@ -23,7 +22,7 @@ from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ScorerError
-from agentrl.scoring.role_rewards import checked_role_rewards
+from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")

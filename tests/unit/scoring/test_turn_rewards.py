@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
 from agentrl.data.forest import forest_from_data
-from agentrl.data.verify import explain_difference, group_problem
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
-from agentrl.scoring.turn_rewards import turn_advantages
+from agentrl.scoring.rewards import turn_advantages
 from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")

@@ -50,7 +50,7 @@ class Trained:
         return self
 
     def kept(self) -> SavableModel:
-        return self.policy.kept
+        return self.policy.adapter or self.policy.published
 
     def save_optimizer(self, folder: Path) -> None:
         save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())

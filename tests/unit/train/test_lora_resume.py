@@ -40,7 +40,7 @@ def controller(base: Path, weights: Path | None = None, rank: int = 4) -> Contro
 
 
 def parameters(trained: Controller) -> list[torch.Tensor]:
-    return [value for _, value in trained.policy.kept.named_parameters()]
+    return [value for _, value in trained.kept().named_parameters()]
 
 
 def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:

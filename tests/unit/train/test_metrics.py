@@ -84,7 +84,7 @@ def moment(minute: int) -> datetime:
 
 def summary(mean: float, scored: int, minute: int, task: str = "t") -> dict[str, Any]:
     return {
-        "task": task, "mean_score": mean, "pass_rate": mean, "scored": scored, "finalised_at": moment(minute),
+        "task": task, "mean_score": mean, "pass_rate": mean, "scored": scored, "finalized_at": moment(minute),
         "trained": scored if 0 < mean < 1 else 0,
     }  # fmt: skip
 

@@ -1,14 +1,15 @@
-"""Convert arguments that a format writes as text to the types that the tool's schema gives."""
+"""Convert arguments that a format writes as text by the tool's schema, and validate calls against it."""
 
 from __future__ import annotations
 
-import ast
-import math
+import difflib
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
-from agentrl.chat.parsers.base import CallSyntaxError, Tools, finite_float, load_json
+from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, finite_float, load_json, read_literal
 
 _DEPTH = 16
 """Longest chain of references and alternatives that is followed."""
@@ -259,42 +260,71 @@ def _type_of(value: Any) -> str:
     return names.get(type(value), "string")
 
 
-_CONSTANTS = {"true": True, "false": False, "null": None}
-_PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+Check = Callable[[Mapping[str, Any]], str | None]
+"""Returns the problem of a call's arguments; None if they fit the schema."""
 
 
-def read_literal(text: str) -> Any:
-    """Return the value of a Python literal. Raises ValueError for text that JSON cannot express."""
+def validate_call(call: ToolCall, tools: Tools) -> str | None:
+    """Return None if ``call`` matches one of the ``tools``, else the problem as text.
+
+    Arguments of a tool with an invalid schema are not validated.
+    """
+    parameters = parameters_of(call.name, tools)
+    if parameters is None:
+        return _unknown_tool(call.name, tools)
+    problem = _check(json.dumps(parameters, default=str))(call.arguments)
+    if problem is None:
+        return None
+    expected = ", ".join(_signature(parameters)) or "none"
+    return f"{call.name}: {problem}. Arguments: {expected}."
+
+
+def load_validator() -> None:
+    """Import what validation needs: it takes 50 ms, which the first tool calls would wait for."""
+    _check("{}")
+
+
+@lru_cache(maxsize=1024)
+def _check(parameters: str) -> Check:
+    """Return the check of a schema given as JSON. Compiling one takes half a millisecond, so it is cached."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError, UnknownType, best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    schema = json.loads(parameters)
     try:
-        return literal_of(ast.parse(text.strip(), mode="eval").body)
-    except _PARSE_ERRORS as error:
-        raise ValueError(f"not a literal: {error}") from error
+        Draft202012Validator.check_schema(schema)
+    except (SchemaError, re.error):
+        return lambda arguments: None
+    validator = Draft202012Validator(schema, registry=Registry())
+
+    def check(arguments: Mapping[str, Any]) -> str | None:
+        try:
+            error = best_match(validator.iter_errors(arguments))
+        except (UnknownType, Unresolvable, re.error):
+            return None
+        if error is None:
+            return None
+        where = ".".join(str(part) for part in error.absolute_path)
+        return f"argument {where}: {error.message}" if where else str(error.message)
+
+    return check
 
 
-def literal_of(node: ast.expr) -> Any:
-    """Return the value of a parsed literal. Raises ValueError for an expression and for bytes or sets."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        if isinstance(node.value, float) and not math.isfinite(node.value):
-            raise ValueError("a number is not finite")
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        return _CONSTANTS[node.id]
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [literal_of(item) for item in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [_key_of(key) for key in node.keys]
-        return dict(zip(keys, map(literal_of, node.values), strict=True))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = literal_of(node.operand)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return -value if isinstance(node.op, ast.USub) else value
-    raise ValueError(f"{ast.unparse(node)[:120]} is not a literal")
+def _unknown_tool(name: str, tools: Tools) -> str:
+    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    if not names:
+        return f"there is no tool named {name!r}; no tools are offered"
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"there is no tool named {name!r}; {hint}The tools are: {', '.join(names)}"
 
 
-def _key_of(node: ast.expr | None) -> str:
-    if node is None:
-        raise ValueError("** is not a literal")
-    key = literal_of(node)
-    if isinstance(key, (list, dict)):
-        raise ValueError(f"a key is {type(key).__name__}")
-    return key if isinstance(key, str) else str(key)
+def _signature(parameters: Mapping[str, Any]) -> list[str]:
+    required = parameters.get("required", ())
+    rows = []
+    for name, spec in parameters.get("properties", {}).items():
+        kind = spec.get("type", "any") if isinstance(spec, Mapping) else "any"
+        rows.append(f"{name}{'' if name in required else '?'} ({kind})")
+    return rows

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.chat.parsers.arguments import literal_of, read_literal
 from agentrl.chat.parsers.base import (
     ARGUMENT_KEYS,
     MOST_FAILURES,
@@ -18,6 +17,8 @@ from agentrl.chat.parsers.base import (
     Tools,
     call_of,
     decode_json,
+    literal_of,
+    read_literal,
     shown,
     skip_space,
     tool_call_parser,

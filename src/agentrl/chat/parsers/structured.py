@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from agentrl.chat.parsers.arguments import read_literal
 from agentrl.chat.parsers.base import (
     CallSyntaxError,
     ParsedMessage,
@@ -15,6 +14,7 @@ from agentrl.chat.parsers.base import (
     Tools,
     arguments_of,
     load_json,
+    read_literal,
     shown,
     skip_space,
     tool_call_parser,

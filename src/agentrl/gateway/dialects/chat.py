@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import PromptTokensDetails
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
@@ -111,11 +108,10 @@ class ChatCompletions:
         choice = {
             "index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": _logprobs(answer),
         }  # fmt: skip
-        whole = ChatCompletion.model_validate({
+        return {
             "id": f"chatcmpl-{answer.id}", "object": "chat.completion", "created": answer.created,
             "model": answer.model, "choices": [choice], "usage": _usage(answer),
-        })  # fmt: skip
-        return whole.model_dump(mode="json", exclude_unset=True)
+        }  # fmt: skip
 
     def stream(self, request: GatewayRequest) -> _Stream:
         """Return the events of an answer."""
@@ -160,10 +156,7 @@ class _Stream:
             yield self._chunk({"tool_calls": [entry]})
         yield self._chunk({}, _finish(answer), _logprobs(answer))
         if self._request.include_usage:
-            whole = ChatCompletionChunk.model_validate({
-                **self._head, "choices": [], "usage": _usage(answer),
-            })  # fmt: skip
-            yield _event(whole.model_dump(mode="json", exclude_unset=True))
+            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None) -> bytes:
@@ -252,13 +245,13 @@ def _finish(answer: Answer) -> str:
     return _FINISH.get(answer.finish_reason, answer.finish_reason)
 
 
-def _usage(answer: Answer) -> CompletionUsage:
-    return CompletionUsage(
-        prompt_tokens=answer.prompt_tokens,
-        completion_tokens=answer.generated_tokens,
-        total_tokens=answer.prompt_tokens + answer.generated_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
-    )
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.generated_tokens,
+        "total_tokens": answer.prompt_tokens + answer.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
 
 
 def _logprobs(answer: Answer) -> dict[str, Any] | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
+from agentrl.documents.images import Part, joined
 from agentrl.gateway.errors import invalid
 from agentrl.gateway.request import kind_of, refuse_media, short
-
-Part = dict[str, Any]
 
 
 def image_part(value: Any, where: str) -> Part:
@@ -52,32 +51,3 @@ def source_part(source: Any, where: str) -> Part:
         raise invalid(f"{where}.source has the type {short(kind)}; send the bytes as base64", where)
     media_type = str(source.get("media_type") or "image/png")
     return {"type": "image", "url": f"data:{media_type};base64,{source['data']}", "where": where}
-
-
-def joined(pieces: Sequence[str | Part], between: str = "") -> Any:
-    """Return texts as one text, or as parts if there are images among them."""
-    if all(isinstance(piece, str) for piece in pieces):
-        return between.join(str(piece) for piece in pieces)
-    content: Any = ""
-    for piece in pieces:
-        content = appended(content, piece if isinstance(piece, str) else [piece], between)
-    return content
-
-
-def appended(content: Any, more: Any, between: str) -> Any:
-    """Return two contents as one; texts that meet have ``between`` between them."""
-    if isinstance(content, str) and isinstance(more, str):
-        return f"{content}{between}{more}"
-    parts = [*_parts(content)]
-    for part in _parts(more):
-        if parts and parts[-1]["type"] == part["type"] == "text":
-            parts[-1] = {"type": "text", "text": f"{parts[-1]['text']}{between}{part['text']}"}
-        else:
-            parts.append(part)
-    return parts
-
-
-def _parts(content: Any) -> list[Part]:
-    if isinstance(content, list):
-        return content
-    return [{"type": "text", "text": content}] if content else []

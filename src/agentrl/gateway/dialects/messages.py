@@ -10,7 +10,8 @@ import orjson
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
-from agentrl.gateway.dialects.images import appended, joined, source_part
+from agentrl.documents.images import appended, joined
+from agentrl.gateway.dialects.images import source_part
 from agentrl.gateway.errors import GatewayError, Kind, invalid
 from agentrl.gateway.request import (
     MAX_TOOLS,

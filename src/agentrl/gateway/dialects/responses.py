@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from openai.types.responses import Response
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
@@ -202,7 +201,7 @@ def _head(answer_id: str, created: int, about: GatewayRequest | Answer) -> dict[
 
 def _response(answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
     is_cut = answer.finish_reason == "length"
-    whole = Response.model_validate({
+    return {
         **_head(answer.id, answer.created, answer),
         "status": "incomplete" if is_cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -213,8 +212,7 @@ def _response(answer: Answer, items: list[dict[str, Any]]) -> dict[str, Any]:
             "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
             "output_tokens_details": {"reasoning_tokens": 0},
         },
-    })  # fmt: skip
-    return whole.model_dump(mode="json", exclude_unset=True)
+    }  # fmt: skip
 
 
 def _items(answer: Answer) -> list[dict[str, Any]]:

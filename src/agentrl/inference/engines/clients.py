@@ -76,8 +76,9 @@ class VllmClient(EngineClient):
 
     async def load(self) -> EngineLoad:
         """Return the running and queued requests, from the metrics: ``/load`` also counts aborted ones."""
-        metrics = (await self._http.respond("GET", "/metrics")).text
-        return EngineLoad(requests=sum(int(float(count)) for count in _REQUESTS.findall(metrics)))
+        _, metrics = await self._http.respond("GET", "/metrics")
+        counts = _REQUESTS.findall(metrics.decode("utf-8", "replace"))
+        return EngineLoad(requests=sum(int(float(count)) for count in counts))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating; ``retract`` keeps the KV cache until weights are loaded, which drops it."""

@@ -135,7 +135,7 @@ async def _take_back(connection: Connection, task_id: str, session: AsyncClientS
 GIVEN_UP = "group"
 """The failure kind of a group that could not be finalized."""
 _BEGUN = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value, TaskStatus.COMPLETED.value]
-_UNDECIDED: Json = {"group": None, "finalising": None}
+_UNDECIDED: Json = {"group": None, "finalizing": None}
 
 
 @dataclass(slots=True, kw_only=True)

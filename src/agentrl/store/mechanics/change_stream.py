@@ -202,10 +202,10 @@ def _private_folder() -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"agentrl-{os.geteuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        state = folder.lstat()
     except OSError:
         return None
-    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o077
     return folder if is_private else None
 
 

@@ -228,15 +228,12 @@ class Connection:
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
         """Return the StoreError for a driver error that was raised while ``doing``."""
-        found = store_error(doing, error, self.host, self.timeout)
-        if self._folder is None or not isinstance(found, StoreUnavailableError):
-            return found
-        problem = disk_problem(self._folder)
-        return (
-            found
-            if problem is None
-            else StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
-        )
+        failure = store_error(doing, error, self.host, self.timeout)
+        if self._folder is not None and isinstance(failure, StoreUnavailableError):
+            problem = disk_problem(self._folder)
+            if problem is not None:
+                return StoreUnavailableError(f"{doing}: {problem.message}", hint=problem.hint)
+        return failure
 
     async def call(self, operation: Callable[[], Awaitable[R]], doing: str) -> R:
         """Call ``operation``; retry it during an outage as ``retry_outages`` allows. Raises StoreErrors."""
@@ -292,11 +289,12 @@ S = TypeVar("S", bound=Repository)
 def database_call(
     method: Callable[Concatenate[S, P], Awaitable[R]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
-    """Decorate a public method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
+    """Decorate a method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
 
     The method's name begins the message: ``PolicyVersions.by_ids`` becomes "policy versions: by ids".
     """
-    doing = _BEFORE_CAPITAL.sub(" ", method.__qualname__).lower().replace("_", " ").replace(".", ": ")
+    owner, name = method.__qualname__.rsplit(".", 1)
+    doing = f"{_BEFORE_CAPITAL.sub(' ', owner).lower()}: {name.strip('_').replace('_', ' ')}"
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -19,14 +19,15 @@ class WriteCoalescer(Generic[Item, Result]):
 
     An item that arrives while nothing is in flight is written at once. ``batched`` returns the results or
     errors of its items in order, or None if it cannot write them all. In that case, and after any error
-    except an outage, ``single`` writes each item: an item that cannot be encoded or that the server refuses
-    gets an error of its own, and the others are written. Both functions must be idempotent.
+    except an outage, ``single`` (or else ``batched``) writes each item alone: an item that cannot be encoded
+    or that the server refuses gets an error of its own, and the others are written. Both functions must be
+    idempotent.
     """
 
     def __init__(
         self,
         batched: Callable[[Sequence[Item]], Coroutine[Any, Any, Sequence[Result | BaseException] | None]],
-        single: Callable[[Item], Coroutine[Any, Any, Result]],
+        single: Callable[[Item], Coroutine[Any, Any, Result]] | None = None,
     ) -> None:
         self._batched = batched
         self._single = single
@@ -81,7 +82,15 @@ class WriteCoalescer(Generic[Item, Result]):
             results: Sequence[Result | BaseException] | None = None if error is not None else batched.result()
             if results is not None:
                 return results
-        single: list[Result | BaseException] = await asyncio.gather(
-            *map(self._single, items), return_exceptions=True
+        alone: list[Result | BaseException] = await asyncio.gather(
+            *map(self._write_alone, items), return_exceptions=True
         )
-        return single
+        return alone
+
+    async def _write_alone(self, item: Item) -> Result:
+        if self._single is not None:
+            return await self._single(item)
+        (result,) = await self._batched([item]) or ()
+        if isinstance(result, BaseException):
+            raise result
+        return result

@@ -91,7 +91,7 @@ class GroupRow(Root):
     failed: int | None = None
     outcome: str | None = None
     trained: int | None = None
-    finalised_at: datetime | None = None
+    finalized_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,7 @@ GROUPS: list[Json] = [
             "failed": "$group.failed",
             "outcome": "$group.outcome",
             "trained": "$group.trained",
-            "finalised_at": "$group.finalised_at",
+            "finalized_at": "$group.finalized_at",
         }
     },
 ]

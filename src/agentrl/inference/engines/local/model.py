@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache, Slot
-from agentrl.inference.engines.local.images import RequestImages
+from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
 from agentrl.model.vision import PixelReader
@@ -30,17 +29,6 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = "agentrl_slots"
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next tokens of one sequence to compute, at positions ``start …`` of the sequence in ``slot``."""
-
-    slot: Slot
-    start: int
-    token_ids: NDArray[np.int32]
-    wants_logits: bool
-    images: RequestImages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +114,10 @@ class LocalModel:
             segments=tuple(self._segment(c, int(end)) for c, end in zip(chunks, ends, strict=True)),
         )
         if self.vision is not None:
-            return self._forward_vision(chunks, ids, wanted, batch)
+            inputs = vision_inputs(self._model, chunks, np.maximum(ids, 0), self.device)
+            model: Any = self._model
+            output = model.get_decoder()(**inputs, use_cache=False, slot_batch=batch)
+            return cast("Tensor", model.get_output_embeddings()(output.last_hidden_state[0, wanted]).float())
         output = self._model(
             input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device),
             position_ids=torch.from_numpy(positions)[None].to(self.device),
@@ -135,16 +126,6 @@ class LocalModel:
             slot_batch=batch,
         )
         return cast("Tensor", output.logits[0].float())
-
-    def _forward_vision(
-        self, chunks: Sequence[Chunk], ids: NDArray[np.int32], wanted: list[int], batch: _Batch
-    ) -> Tensor:
-        """Compute chunks of a model with a vision tower; negative ids are tokens of images."""
-        inputs = _vision_inputs(self._model, chunks, np.maximum(ids, 0), self.device)
-        model: Any = self._model
-        output = model.get_decoder()(**inputs, use_cache=False, slot_batch=batch)
-        head = model.get_output_embeddings()
-        return cast("Tensor", head(output.last_hidden_state[0, wanted]).float())
 
     def _segment(self, chunk: Chunk, end: int) -> _Segment:
         count = len(chunk.token_ids)
@@ -225,36 +206,6 @@ def _held_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> t
     held = dtype if is_fast and dtype == torch.bfloat16 else torch.float32
     logger.info("%s weights are multiplied in %s: %s", dtype, held, reason)
     return held
-
-
-def _vision_inputs(
-    model: Any, chunks: Sequence[Chunk], ids: NDArray[np.int32], device: torch.device
-) -> dict[str, Any]:
-    """Return the decoder's inputs: embeddings with the features of images, and positions [3, 1, n]."""
-    embeds = model.get_input_embeddings()(torch.from_numpy(ids.astype(np.int64)).to(device))
-    mask = torch.zeros(len(ids), dtype=torch.bool, device=device)
-    positions, deep = [], []
-    begin = 0
-    for chunk in chunks:
-        end = chunk.start + len(chunk.token_ids)
-        if chunk.images is None:
-            positions.append(np.tile(np.arange(chunk.start, end), (3, 1)))
-        else:
-            positions.append(chunk.images.positions_of(chunk.start, end))
-            here, rows = chunk.images.rows(chunk.start, end)
-            features, layers = chunk.images.features(model)
-            embeds[begin + here] = features[rows].to(embeds.dtype)
-            mask[begin + here] = True
-            deep.append([layer[rows] for layer in layers or ()])
-        begin += len(chunk.token_ids)
-    inputs: dict[str, Any] = {
-        "inputs_embeds": embeds[None],
-        "position_ids": torch.from_numpy(np.concatenate(positions, axis=1)).to(device)[:, None],
-    }
-    if mask.any() and deep and deep[0]:
-        inputs["visual_pos_masks"] = mask[None]
-        inputs["deepstack_visual_embeds"] = [torch.cat(layer) for layer in zip(*deep, strict=True)]
-    return inputs
 
 
 def _eos_ids(folder: str, config: Any) -> frozenset[int]:

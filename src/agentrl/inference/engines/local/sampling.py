@@ -1,19 +1,24 @@
-"""Sample token ids and their logprobs from a batch of logits, for the local engine."""
+"""Sample token ids and their logprobs from a batch of logits, and end a generation at a stop string."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from agentrl.documents.sampling import SamplingParams
 
+_PARAMS = {item.name for item in fields(SamplingParams)} - {"extra"}
 _BLOCK = 256
 _WIDTHS = (64, 1024)
+_SPARE_TOKENS = 8
+"""Further tokens to decode: the first ones may be parts of a character."""
 
 
 @dataclass(slots=True)
@@ -162,3 +167,43 @@ def _truncate(values: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, T
     rank = torch.arange(width, device=device)
     keep = (rank < top_k) & ((before <= top_p) | (top_p >= 1.0)) & (values >= min_p * values[:, :1])
     return values.where(keep, 0.0), ~keep[:, -1] | (top_k[:, 0] <= width)
+
+
+class StopStrings:
+    """The stop strings of one generation."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._tokens = max(len(stop.encode()) for stop in stops) + _SPARE_TOKENS
+
+    def completed_by(self, output_ids: Sequence[int]) -> str | None:
+        """Return the stop string that the last token of a generation completes; None without one."""
+        text = self._tokenizer.decode(list(output_ids[-self._tokens :]), skip_special_tokens=False)
+        return next((stop for stop in self._stops if stop in text), None)
+
+
+def read_params(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """Return the sampling parameters, and the options ``ignore_eos``, ``sampling_seed`` and ``stop``.
+
+    Raises ValueError, TypeError and AgentRLError for parameters that are not supported.
+    """
+    options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None, "stop": None}
+    unknown = [name for name in values if name not in _PARAMS and name not in options]
+    if unknown:
+        raise ValueError(f"the local engine does not support sampling parameter {unknown[0]!r}")
+    options |= {name: values[name] for name in options if values.get(name) is not None}
+    known = {name: values[name] for name in _PARAMS if values.get(name) is not None}
+    if "stop_token_ids" in known:
+        known["stop_token_ids"] = tuple(known["stop_token_ids"])
+    return SamplingParams(**{"max_new_tokens": 128, **known}), options
+
+
+def read_stops(value: object) -> tuple[str, ...]:
+    """Return the sampling parameter ``stop``. Raises ValueError unless it is text or a list of texts."""
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop must be a text or a list of texts, not {value!r}")
+    return tuple(stops)

@@ -1,39 +1,32 @@
-"""Continuous batching of the local engine: choose the tokens of each forward pass."""
+"""Continuous batching of the local engine: choose the tokens of each forward pass, in a thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache, Slot
-from agentrl.inference.engines.local.images import RequestImages
-from agentrl.inference.engines.local.model import Chunk
-from agentrl.inference.engines.local.sampling import RowSampler, sample
-from agentrl.inference.engines.local.stop_strings import StopStrings
+from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, sample
+from agentrl.inference.engines.local.vision import Chunk, RequestImages
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
 _FIRST_ROWS = 256
-
-
-class Model(Protocol):
-    """The part of a model that the scheduler needs."""
-
-    vocab_size: int
-    eos_ids: frozenset[int]
-
-    def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
-        """Return logits [chunks with ``wants_logits``, vocab] at the last token of each such chunk."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +78,7 @@ class GenerationRequest:
         self.spans[-1]["end"] = index + 1
         if token in self.stop_ids:
             self.finish_reason = {"type": "stop", "matched": token}
-        elif self.stop_strings and (stop := self.stop_strings.found_in(self.output_ids)) is not None:
+        elif self.stop_strings and (stop := self.stop_strings.completed_by(self.output_ids)) is not None:
             self.finish_reason = {"type": "stop", "matched": stop}
         elif self.length == len(self.tokens):
             self.finish_reason = {"type": "length", "length": index + 1}
@@ -99,7 +92,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: Model, cache: KVCache, *, version: str, max_running: int, chunk_tokens: int = 256
+        self, model: LocalModel, cache: KVCache, *, version: str, max_running: int, chunk_tokens: int = 256
     ) -> None:
         self.model = model
         self.cache = cache
@@ -132,10 +125,32 @@ class Scheduler:
             for request in reversed(self.running.copy()):
                 self._retract(request)
 
-    def replace_model(self, model: Model, version: str) -> None:
-        """Use other weights from the next step on; the KV cache of running requests stays unchanged."""
-        self.model = model
-        self.version = version
+    def resume(self) -> None:
+        """Continue after ``pause``."""
+        self.paused = False
+
+    def flush(self) -> bool:
+        """Drop cached prefixes; do nothing and return False while requests are running."""
+        if not self.running:
+            self.cache.drop_idle()
+        return not self.running
+
+    def replace_model(self, model: LocalModel, version: str, *, flush: bool = False) -> None:
+        """Use other weights from the next step on; the KV cache of running requests stays unchanged.
+
+        Raises ModelError if ``flush`` is set and requests that are paused ``in_place`` still use the cache.
+        """
+        if flush and not self.flush():
+            raise ModelError(
+                "the cache cannot be flushed: requests that are paused in place use it",
+                hint="pause with mode retract, or send flush_cache false",
+            )
+        self.model, self.version = model, version
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in the running and waiting requests."""
+        return sum(request.length for request in (*self.running, *self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -240,3 +255,71 @@ def _slot(request: GenerationRequest) -> Slot:
     if request.slot is None:
         raise RuntimeError(f"request {request.rid} is not running")
     return request.slot
+
+
+class Worker:
+    """Owns a scheduler in a thread, which runs its steps, and calls between them."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        """Other threads read it; they change it by ``call``."""
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._swap: tuple[Callable[[Scheduler], None], Future[None]] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the thread after its current step; abort all requests."""
+        self._calls.put(None)
+        self._thread.join(timeout)
+
+    def call(self, function: Callable[[Scheduler], T]) -> Future[T]:
+        """Return at once, with a future of what ``function`` returns in the thread."""
+        done: Future[T] = Future()
+        self._calls.put(lambda: self._settle(done, function))
+        return done
+
+    def swap(self, model: LocalModel, version: str, *, flush: bool) -> Future[None]:
+        """Serve ``model``: at once while paused, else when the running requests have ended."""
+        done: Future[None] = Future()
+
+        def schedule() -> None:
+            if self._swap is not None:
+                done.set_exception(ModelError("another weight update is in progress"))
+                return
+            self.scheduler.draining = True
+            self._swap = (lambda scheduler: scheduler.replace_model(model, version, flush=flush), done)
+
+        self._calls.put(schedule)
+        return done
+
+    def _run(self) -> None:
+        scheduler = self.scheduler
+        while True:
+            calls = [] if scheduler.has_work else [self._calls.get()]
+            while not self._calls.empty():
+                calls.append(self._calls.get())
+            for call in calls:
+                if call is None:
+                    scheduler.abort(None)
+                    return
+                call()
+            if self._swap is not None and (scheduler.paused or not scheduler.running):
+                function, done = self._swap
+                self._swap, scheduler.draining = None, False
+                self._settle(done, function)
+            if scheduler.has_work:
+                try:
+                    scheduler.step()
+                except Exception as error:
+                    log.exception("a forward pass failed; its requests end")
+                    scheduler.fail_all(error)
+
+    def _settle(self, done: Future[T], function: Callable[[Scheduler], T]) -> None:
+        try:
+            done.set_result(function(self.scheduler))
+        except Exception as error:  # noqa: BLE001 - passed to the caller
+            done.set_exception(error)

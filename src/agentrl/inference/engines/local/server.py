@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from tokenizers import Tokenizer
 
 from agentrl.documents.images import image_of_url
-from agentrl.documents.sampling import SamplingParams, logprobs_of
+from agentrl.documents.sampling import logprobs_of
 from agentrl.errors import AgentRLError, ImageError
-from agentrl.inference.engines.local.images import read_request_images
 from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.sampling import RowSampler
-from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode
-from agentrl.inference.engines.local.stop_strings import StopStrings, read_stops
-from agentrl.inference.engines.local.worker import Worker
+from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, read_params, read_stops
+from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler, Worker
+from agentrl.inference.engines.local.vision import read_request_images
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 STREAM_INTERVAL = 16
 """Tokens per event of a stream; the first token is sent at once."""
 
-_PARAMS = {item.name for item in dataclasses.fields(SamplingParams)} - {"extra"}
 _PAUSE_MODES = get_args(PauseMode)
 
 
@@ -48,6 +47,7 @@ class LocalServer:
     ) -> None:
         """``tokenizer`` is called for requests with stop strings only."""
         self._worker = worker
+        self._scheduler = worker.scheduler
         self._model = model
         self._load = load
         self._context_length = context_length
@@ -55,29 +55,34 @@ class LocalServer:
         self._tokenizer = tokenizer
         self._updating = asyncio.Lock()
 
-    def app(self) -> FastAPI:
+    def app(self) -> Starlette:
         """Return the application; the worker starts and stops with it."""
-        app = FastAPI(title="AgentRL local engine", lifespan=self._lifespan)
-        app.post("/generate")(self.generate)
-        app.get("/health")(self.health)
-        app.get("/health_generate")(self.health)
-        app.get("/model_info")(self.model_info)
-        app.get("/server_info")(self.server_info)
-        app.get("/v1/loads")(self.loads)
-        app.api_route("/flush_cache", methods=["GET", "POST"])(self.flush_cache)
-        app.post("/pause_generation")(self.pause)
-        app.post("/continue_generation")(self.resume)
-        app.post("/abort_request")(self.abort)
-        app.post("/update_weights_from_disk")(self.update_weights)
-        app.post("/update_weight_version")(self.update_weight_version)
-        app.add_exception_handler(_BadRequestError, _bad_request)
-        return app
+        routes = [
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/health_generate", self.health),
+            Route("/model_info", self.model_info),
+            Route("/server_info", self.server_info),
+            Route("/v1/loads", self.loads),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/pause_generation", self.pause, methods=["POST"]),
+            Route("/continue_generation", self.resume, methods=["POST"]),
+            Route("/abort_request", self.abort, methods=["POST"]),
+            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+        ]
+        handlers: Any = {_BadRequestError: _bad_request}
+        return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     @asynccontextmanager
-    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self._worker.start()
         yield
         await asyncio.to_thread(self._worker.stop)
+
+    async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
+        """Return what ``function`` returns between two steps of the scheduler."""
+        return await asyncio.wrap_future(self._worker.call(function))
 
     async def generate(self, request: Request) -> Response:
         """Generate, with ``stream`` as events; abort the request if the client disconnects."""
@@ -91,7 +96,7 @@ class LocalServer:
         generation = self._generation(body, report)
         if body.get("image_data"):
             await asyncio.to_thread(self._add_images, generation, body["image_data"])
-        await asyncio.wrap_future(self._worker.submit(generation))
+        await self._in_thread(lambda scheduler: scheduler.submit(generation))
         if body.get("stream"):
             return StreamingResponse(self._events(generation, parts), media_type="text/event-stream")
         answer = await self._whole(request, generation, parts)
@@ -107,7 +112,7 @@ class LocalServer:
         try:
             await asyncio.wait({finished, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not finished.done():
-                self._worker.abort(generation.rid)
+                self._worker.call(lambda scheduler: scheduler.abort(generation.rid))
             return await finished
         finally:
             gone.cancel()
@@ -126,61 +131,69 @@ class LocalServer:
             yield b"data: [DONE]\n\n"
         finally:
             if not is_last:
-                self._worker.abort(generation.rid)
+                self._worker.call(lambda scheduler: scheduler.abort(generation.rid))
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Return 200 while requests are processed, 503 while paused."""
-        return Response(status_code=503 if self._worker.paused else 200)
+        return Response(status_code=503 if self._scheduler.paused else 200)
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, _: Request) -> Response:
         """Return the served model."""
-        return {
-            "model_path": self._model.folder,
-            "is_generation": True,
-            "weight_version": self._worker.version,
-            "vocab_size": self._model.vocab_size,
-        }
+        return JSONResponse(
+            {
+                "model_path": self._model.folder,
+                "is_generation": True,
+                "weight_version": self._scheduler.version,
+                "vocab_size": self._model.vocab_size,
+            }
+        )
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self, _: Request) -> Response:
         """Return the engine's settings and load."""
-        running, waiting = self._worker.loads
-        return {
-            "engine": "local",
-            "instance": self._instance,
-            "model_path": self._model.folder,
-            "weight_version": self._worker.version,
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": str(self._model.device),
-            "context_length": self._context_length,
-            "paused": self._worker.paused,
-            "running_requests": running,
-            "waiting_requests": waiting,
-        }
+        return JSONResponse(
+            {
+                "engine": "local",
+                "instance": self._instance,
+                "model_path": self._model.folder,
+                "weight_version": self._scheduler.version,
+                "dtype": str(self._model.dtype).removeprefix("torch."),
+                "device": str(self._model.device),
+                "context_length": self._context_length,
+                "paused": self._scheduler.paused,
+                "running_requests": len(self._scheduler.running),
+                "waiting_requests": len(self._scheduler.waiting),
+            }
+        )
 
-    async def loads(self) -> dict[str, Any]:
+    async def loads(self, _: Request) -> Response:
         """Return the number of running and waiting requests."""
-        running, waiting = self._worker.loads
-        rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
-        return {"loads": [{**rank, "num_total_tokens": self._worker.tokens}]}
+        scheduler = self._scheduler
+        rank = {
+            "dp_rank": 0,
+            "num_running_reqs": len(scheduler.running),
+            "num_waiting_reqs": len(scheduler.waiting),
+            "num_total_tokens": scheduler.tokens,
+        }
+        return JSONResponse({"loads": [rank]})
 
-    async def flush_cache(self) -> Response:
+    async def flush_cache(self, _: Request) -> Response:
         """Drop cached prefixes; return 400 while requests are running."""
-        flushed = await asyncio.wrap_future(self._worker.flush())
+        flushed = await self._in_thread(Scheduler.flush)
         text = "Cache flushed." if flushed else "Requests are running: the cache was not flushed."
         return Response(text, status_code=200 if flushed else 400, media_type="text/plain")
 
-    async def pause(self, request: Request) -> dict[str, str]:
+    async def pause(self, request: Request) -> Response:
         """Pause in one of the three modes."""
         mode = (await _json(request)).get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise _BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
-        await asyncio.wrap_future(self._worker.pause(mode))
-        return {"status": "ok", "message": "Generation is paused."}
+        await self._in_thread(lambda scheduler: scheduler.pause(mode))
+        return JSONResponse({"status": "ok", "message": "Generation is paused."})
 
-    async def resume(self) -> dict[str, str]:
+    async def resume(self, _: Request) -> Response:
         """Continue after a pause."""
-        await asyncio.wrap_future(self._worker.resume())
-        return {"status": "ok", "message": "Generation continues."}
+        await self._in_thread(Scheduler.resume)
+        return JSONResponse({"status": "ok", "message": "Generation continues."})
 
     async def abort(self, request: Request) -> Response:
         """End one request or all."""
@@ -188,7 +201,8 @@ class LocalServer:
         rid = body.get("rid")
         if not body.get("abort_all") and not rid:
             raise _BadRequestError("abort_request needs rid, or abort_all true")
-        await asyncio.wrap_future(self._worker.abort(None if body.get("abort_all") else str(rid)))
+        chosen = None if body.get("abort_all") else str(rid)
+        await self._in_thread(lambda scheduler: scheduler.abort(chosen))
         return Response(status_code=200)
 
     async def update_weights(self, request: Request) -> JSONResponse:
@@ -203,23 +217,24 @@ class LocalServer:
                 model = await asyncio.to_thread(self._load, path)
                 self._model.check_same_shape(model)
                 if body.get("abort_all_requests"):
-                    await asyncio.wrap_future(self._worker.abort(None))
-                name = self._worker.version if version is None else str(version)
+                    await self._in_thread(lambda scheduler: scheduler.abort(None))
+                name = self._scheduler.version if version is None else str(version)
                 await asyncio.wrap_future(self._worker.swap(model, name, flush=flush))
             except AgentRLError as error:
                 answer = {"success": False, "message": str(error), "num_paused_requests": 0}
                 return JSONResponse(answer, status_code=400)
             self._model = model
-        paused = sum(self._worker.loads) if self._worker.paused else 0
+        paused = len(self._scheduler.running) + len(self._scheduler.waiting) if self._scheduler.paused else 0
         return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
 
-    async def update_weight_version(self, request: Request) -> dict[str, Any]:
+    async def update_weight_version(self, request: Request) -> Response:
         """Set the version of the served weights."""
         version = (await _json(request)).get("new_version")
         if not isinstance(version, str):
             raise _BadRequestError("update_weight_version needs new_version, a string")
-        await asyncio.wrap_future(self._worker.rename(version))
-        return {"success": True, "message": f"Weight version is {version}.", "new_version": version}
+        await self._in_thread(lambda scheduler: setattr(scheduler, "version", version))
+        message = f"Weight version is {version}."
+        return JSONResponse({"success": True, "message": message, "new_version": version})
 
     def _generation(
         self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
@@ -233,7 +248,14 @@ class LocalServer:
             raise _BadRequestError(
                 f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
             )
-        params, options = _sampling_params(body.get("sampling_params") or {})
+        try:
+            params, options = read_params(body.get("sampling_params") or {})
+            stops = read_stops(options["stop"])
+            if stops and self._tokenizer is None:
+                raise ValueError("the local engine has no tokenizer for the sampling parameter stop")
+            stop_strings = StopStrings(self._tokenizer(), stops) if stops and self._tokenizer else None
+        except (ValueError, TypeError, AgentRLError) as error:
+            raise _BadRequestError(str(error)) from error
         limit = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
@@ -245,21 +267,10 @@ class LocalServer:
             sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
             stop_ids=stop_ids,
             finish=report,
-            stop_strings=self._stop_strings(options["stop"]),
+            stop_strings=stop_strings,
             progress=report if body.get("stream") else None,
             progress_tokens=STREAM_INTERVAL,
         )
-
-    def _stop_strings(self, value: object) -> StopStrings | None:
-        try:
-            stops = read_stops(value)
-            if not stops:
-                return None
-            if self._tokenizer is None:
-                raise _BadRequestError("the local engine has no tokenizer for the sampling parameter stop")
-            return StopStrings(self._tokenizer(), stops)
-        except (ValueError, AgentRLError) as error:
-            raise _BadRequestError(str(error)) from error
 
     def _add_images(self, generation: GenerationRequest, data: Any) -> None:
         """Read the images of a request: a list of ``data:`` URLs, one for each run of image tokens."""
@@ -290,7 +301,9 @@ class LocalServer:
             "prompt_tokens": generation.prompt_tokens,
             "completion_tokens": generation.reported,
             "cached_tokens": generation.cached_tokens or 0,
-            "weight_version": generation.spans[-1]["version"] if generation.spans else self._worker.version,
+            "weight_version": generation.spans[-1]["version"]
+            if generation.spans
+            else self._scheduler.version,
             "weight_versions": [dict(span) for span in generation.spans],
             "num_retractions": generation.retractions,
         }
@@ -322,20 +335,3 @@ async def _json(request: Request) -> dict[str, Any]:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _sampling_params(values: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """Return the sampling parameters, and the options ``ignore_eos``, ``sampling_seed`` and ``stop``."""
-    options: dict[str, Any] = {"ignore_eos": False, "sampling_seed": None, "stop": None}
-    unknown = [name for name in values if name not in _PARAMS and name not in options]
-    if unknown:
-        raise _BadRequestError(f"the local engine does not support sampling parameter {unknown[0]!r}")
-    options |= {name: values[name] for name in options if values.get(name) is not None}
-    known = {name: values[name] for name in _PARAMS if values.get(name) is not None}
-    if "stop_token_ids" in known:
-        known["stop_token_ids"] = tuple(known["stop_token_ids"])
-    known.setdefault("max_new_tokens", 128)
-    try:
-        return SamplingParams(**known), options
-    except (AgentRLError, TypeError) as error:
-        raise _BadRequestError(str(error)) from error

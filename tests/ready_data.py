@@ -1,0 +1,17 @@
+"""The ready data of a run, as its database holds them."""
+
+from __future__ import annotations
+
+from agentrl.documents.training import DBRecordData
+from agentrl.store.client import Store
+
+
+async def ready_data(store: Store, split: str = "train", *, step: int | None = None) -> list[DBRecordData]:
+    """The ready data of a split, oldest first; with ``step``, those that this step may train."""
+    query = {
+        "split": split,
+        "status": "ready",
+        **({} if step is None else {"not_before_step": {"$lte": step}}),
+    }
+    cursor = store.database["DBRecordData"].find(query, sort=[("created_at", 1), ("_id", 1)])
+    return [DBRecordData.from_document(document) async for document in cursor]

@@ -1,0 +1,157 @@
+"""Check that connections are kept only after a whole answer, and that a closed one is not used again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentrl.inference.http import Connections, EngineHttp
+
+PLAIN = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 5\r\n\r\nhello"
+EVENTS = b'data: {"a": 1}\n\ndata: [DONE]\n\n'
+STREAM = (
+    b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"%x\r\n%s\r\n0\r\n\r\n" % (len(EVENTS), EVENTS)
+)  # fmt: skip
+
+
+class Server:
+    """Answers every request with ``answer``; closes the connection after it if ``closes``."""
+
+    def __init__(self) -> None:
+        self.answer = PLAIN
+        self.closes = False
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.closed = asyncio.Event()
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        self.connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+                self.requests.append(head + await reader.readexactly(int(length.split(b":")[1])))
+                writer.write(self.answer)
+                if self.closes:
+                    break
+        except asyncio.IncompleteReadError:
+            pass
+        writer.close()
+        self.closed.set()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    found = Server()
+    listening = await asyncio.start_server(found.serve, "127.0.0.1", 0)
+    found.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with listening, asyncio.timeout(20):
+        yield found
+
+
+async def ask(connections: Connections) -> bytes:
+    async with connections.request("POST", "/x", b"{}", {"content-type": "text/plain"}) as answer:
+        assert (answer.status, answer.headers["content-type"]) == (200, "text/plain")
+        return b"".join([piece async for piece in answer.pieces()])
+
+
+async def test_a_connection_is_kept_after_a_whole_answer(server: Server) -> None:
+    connections = Connections(f"{server.url}/prefix/")
+    assert [await ask(connections) for _ in range(3)] == [b"hello"] * 3
+    assert server.connections == 1
+    assert server.requests[0].startswith(b"POST /prefix/x HTTP/1.1\r\n")
+    assert server.requests[0].endswith(b"\r\n\r\n{}")
+    await asyncio.gather(*(ask(connections) for _ in range(3)))
+    assert server.connections == 3
+    await connections.close()
+
+
+async def test_a_connection_that_the_server_closed_is_not_used_again(server: Server) -> None:
+    server.closes = True
+    connections = Connections(server.url)
+    for _ in range(3):
+        assert await ask(connections) == b"hello"
+        await server.closed.wait()
+        await asyncio.sleep(0.01)  # the end of the connection arrives
+    assert server.connections == 3
+    await connections.close()
+
+
+async def test_a_connection_with_half_an_answer_is_closed(server: Server) -> None:
+    server.answer = PLAIN[:-2]
+    connections = Connections(server.url)
+    async with connections.request("POST", "/x", b"", {}) as answer:
+        assert answer.status == 200
+    await server.closed.wait()
+    server.answer = PLAIN
+    assert await ask(connections) == b"hello"
+    await connections.close()
+
+
+async def test_a_stream_is_read_to_its_end_and_keeps_its_connection(server: Server) -> None:
+    server.answer = STREAM
+    http = EngineHttp(server.url)
+    for _ in range(3):
+        assert [event async for event in http.stream("/generate", b"{}", 5.0, {})] == [{"a": 1}]
+    assert server.connections == 1
+    await http.close()
+
+
+async def test_what_is_not_http_is_an_error(server: Server) -> None:
+    server.answer = b"hello\r\n\r\n"
+    connections = Connections(server.url)
+    with pytest.raises(ConnectionError, match=r"is not HTTP/1\.1"):
+        await ask(connections)
+    server.answer = b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000
+    with pytest.raises(ConnectionError, match="longer than 65536 bytes"):
+        await ask(connections)
+    server.answer, server.closes = b"", True
+    with pytest.raises(ConnectionError, match="closed the connection before the end"):
+        await ask(connections)
+    server.answer = PLAIN[:-2]
+    with pytest.raises(ConnectionError, match="closed the connection before the end"):
+        await ask(connections)
+    await connections.close()
+
+
+async def test_an_informational_answer_comes_before_the_real_one(server: Server) -> None:
+    server.answer = b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n" + PLAIN
+    connections = Connections(server.url)
+    assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
+    assert server.connections == 1
+    await connections.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        PLAIN.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"),
+        PLAIN.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        PLAIN + b"HTTP/1.1 200 more",
+    ],
+)
+async def test_a_connection_that_the_server_will_close_is_not_kept(server: Server, answer: bytes) -> None:
+    server.answer = answer
+    connections = Connections(server.url)
+    assert [await ask(connections) for _ in range(2)] == [b"hello"] * 2
+    assert server.connections == 2
+    await connections.close()
+
+
+async def test_a_body_without_a_length_ends_with_the_connection(server: Server) -> None:
+    server.answer, server.closes = PLAIN.replace(b"content-length: 5\r\n", b""), True
+    connections = Connections(server.url)
+    assert await ask(connections) == b"hello"
+    await connections.close()
+
+
+async def test_a_header_cannot_hold_a_line_break(server: Server) -> None:
+    connections = Connections(server.url)
+    with pytest.raises(ValueError, match="a line break"):
+        async with connections.request("POST", "/x", b"", {"x": "y\r\nhost: other"}):
+            pass
+    assert server.connections == 0
