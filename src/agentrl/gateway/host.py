@@ -86,7 +86,7 @@ class GatewayHost:
         record = await self._store.records.get(claim.record_id)
         result.reward = None if record is None else record.reported_reward
         left_out = untrained(train, result.calls)
-        await self._store.gateways.choose_calls(claim, train, left_out)
+        await self._store.records.keep(claim, train_rule=train, untrained_calls=left_out)
         if left_out:
             share = describe_share(result.calls, train, left_out)
             logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})
