@@ -151,7 +151,7 @@ def comparison_json(a: Evaluation, b: Evaluation, found: Comparison) -> Json:
     """Return a comparison as JSON for ``--json``."""
     return {
         "a": a.id, "b": b.id, "tasks": found.tasks, "only_a": found.only_a, "only_b": found.only_b,
-        "score": found.score.to_json(), "pass": found.passed.to_json(),
+        "score": dataclasses.asdict(found.score), "pass": dataclasses.asdict(found.passed),
     }  # fmt: skip
 
 

@@ -6,29 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentrl.errors import ENGINES, ToolServerError, tool_server
+from agentrl.errors import ToolServerError, tool_server
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.tool_calls import Tools
 from agentrl.tools.base import Schema, ToolResult
-
-
-class EngineWatch:
-    """Receives the router's reports: whether any engine generates."""
-
-    def __init__(self, outages: Outages) -> None:
-        self._outages = outages
-
-    def engines_awaited(self) -> None:
-        """Record that the first engine has not come up yet."""
-        self._outages.not_up_yet(ENGINES)
-
-    def engines_down(self, why: str) -> None:
-        """Record that a model call found no engine that works."""
-        self._outages.failed(ENGINES, why)
-
-    def engines_up(self) -> None:
-        """Record that an engine has generated."""
-        self._outages.succeeded(ENGINES)
 
 
 class HeldTools:

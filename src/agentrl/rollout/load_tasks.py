@@ -27,8 +27,7 @@ from agentrl.scoring.scorers import SCORERS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.task_loading import LoadResult
-    from agentrl.store.tasks import TaskReferences
+    from agentrl.store.tasks import LoadResult, TaskReferences
 
 
 logger = logging.getLogger(__name__)
