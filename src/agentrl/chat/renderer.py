@@ -155,7 +155,14 @@ class Adaptation:
             adapted = [part for message in adapted for part in _content_apart(message)]
         if self.one_call_each:
             adapted = _one_call_each(adapted)
-        return [_as_user(message) for message in adapted] if self.orphans_as_user else adapted
+        if not self.orphans_as_user:
+            return adapted
+        return [
+            {"role": "user", "content": message.get("content")}
+            if message.get("role") == "tool" and not message.get("tool_call_id")
+            else message
+            for message in adapted
+        ]
 
     def describe(self) -> str:
         """Return what is changed, as the end of a sentence; empty if nothing is."""
@@ -296,9 +303,3 @@ def _by_call(calls: Sequence[Message], results: Sequence[Message]) -> list[list[
             place = ids.index(result["tool_call_id"]) if result.get("tool_call_id") in ids else len(calls)
         answers[min(place, len(calls) - 1)].append(result)
     return answers
-
-
-def _as_user(message: Message) -> Message:
-    if message.get("role") != "tool" or message.get("tool_call_id"):
-        return message
-    return {"role": "user", "content": message.get("content")}

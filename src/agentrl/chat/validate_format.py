@@ -76,7 +76,7 @@ def _with_tools(plain: ChatFormat) -> tuple[ChatFormat, list[str]]:
             continue
         for orphans in (False, True):
             tried = rewritten(**changes, orphans_as_user=orphans)
-            if not any(_problems_of_error(tried)):
+            if not any(_problems(tried, ERROR, (len(ERROR),), TOOLS)):
                 return tried, []
     spelled_out = rewritten(calls_as_text=True)
     if not _tool_problems(spelled_out):
@@ -197,16 +197,6 @@ def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
         if message["role"] == "tool" and others:
             yield f"attributes the result of {message.get('name', 'no tool')} to {others.pop()}"
         place = end + len(message["content"])
-
-
-def _problems_of_error(chat_format: ChatFormat) -> Iterator[str]:
-    """Yield what is wrong with a tool message without a call, the answer to a malformed call."""
-    try:
-        prompt = chat_format.render(ERROR, TOOLS)
-        yield from lost(chat_format.decode(prompt), ERROR)
-        yield from _extension_problems(chat_format, ERROR, prompt, TOOLS)
-    except TrajectoryError as error:
-        yield f"fails: {error.message}"
 
 
 def _shows(

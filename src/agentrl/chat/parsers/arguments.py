@@ -158,20 +158,16 @@ def _choices(part: Mapping[str, Any]) -> list[Any]:
 
 
 def _types(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of a schema by JSON schema's names, also those that a database, Python or C names."""
     kinds = part.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if isinstance(kind, str):
-            yield _standard_type(kind)
+            base = re.split(r"[(\[<\d ]", kind.strip().lower())[0]
+            yield kind if kind in _TYPES else _ALIASES.get(base, base)
     if kinds is None and "properties" in part:
         yield "object"
     if kinds is None and "items" in part:
         yield "array"
-
-
-def _standard_type(kind: str) -> str:
-    """Return JSON schema's name of a type that a database, Python or C names."""
-    base = re.split(r"[(\[<\d ]", kind.strip().lower())[0]
-    return kind if kind in _TYPES else _ALIASES.get(base, base)
 
 
 def _json_or_text(text: str) -> Any:
