@@ -85,12 +85,12 @@ def _first_conversion(text: str, decoded: Any, types: set[str]) -> Any:
 
 def _alternatives(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
-    found = _resolve(spec, root)
-    if not isinstance(found, Mapping) or depth == 0:
+    schema = _resolve(spec, root)
+    if not isinstance(schema, Mapping) or depth == 0:
         return
-    yield found
+    yield schema
     for word in ("anyOf", "oneOf", "allOf"):
-        inner = found.get(word)
+        inner = schema.get(word)
         for item in inner if isinstance(inner, list) else ():
             yield from _alternatives(item, root, depth - 1)
 
@@ -115,8 +115,8 @@ def _object_schemas(
 def _contradicts(schema: Mapping[str, Any], root: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
     properties = schema.get("properties")
     for key, spec in properties.items() if isinstance(properties, Mapping) else ():
-        found = _resolve(spec, root)
-        choices = _choices(found) if isinstance(found, Mapping) else []
+        resolved = _resolve(spec, root)
+        choices = _choices(resolved) if isinstance(resolved, Mapping) else []
         if key in texts and choices and not any(_means(texts[key], choice) for choice in choices):
             return True
     return False
@@ -128,15 +128,15 @@ def _means(text: str, choice: Any) -> bool:
 
 def _property(key: str, schemas: list[Mapping[str, Any]]) -> Any:
     """Return the schema of one argument: all that its object schemas say about it."""
-    found = [
+    specs = [
         schema["properties"][key]
         for schema in schemas
         if isinstance(schema.get("properties"), Mapping) and key in schema["properties"]
     ]
-    if not found:
+    if not specs:
         extra = (schema.get("additionalProperties") for schema in schemas)
-        found = [item for item in extra if isinstance(item, Mapping)]
-    return found[0] if len(found) == 1 else {"anyOf": found}
+        specs = [item for item in extra if isinstance(item, Mapping)]
+    return specs[0] if len(specs) == 1 else {"anyOf": specs}
 
 
 def _resolve(spec: Any, root: Mapping[str, Any]) -> Any:

@@ -200,7 +200,7 @@ def read_python_calls(text: str, at: int, closing: str) -> Block:
 
 
 def _arguments_end(text: str, at: int) -> tuple[int, str]:
-    """Return the place behind the bracket at ``at``, and its text with line breaks in strings escaped.
+    """Return the position behind the bracket at ``at``, and its text with line breaks in strings escaped.
 
     Raises CallSyntaxError for brackets or quotes that do not match.
     """
@@ -255,10 +255,10 @@ def _parse(name: str, source: str) -> ast.Call:
     problem: Exception | None = None
     for text in (source, _RESERVED.sub(rf"\1{_MARK}\2\3", source)):
         try:
-            found = ast.parse(f"f{text}", mode="eval").body
+            node = ast.parse(f"f{text}", mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = problem or error
             continue
-        if isinstance(found, ast.Call):
-            return found
+        if isinstance(node, ast.Call):
+            return node
     raise CallSyntaxError(f"the tool call is not a Python call ({problem}): {shown(name + source)}")

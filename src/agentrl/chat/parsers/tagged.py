@@ -93,7 +93,7 @@ class QwenParser(HermesParser):
 
 
 def _read_function(text: str, at: int, close: str, tools: Tools) -> tuple[ToolCall, int]:
-    """Return the function at ``at`` and the place behind it. Raises CallSyntaxError."""
+    """Return the function at ``at`` and the position behind it. Raises CallSyntaxError."""
     head = _FUNCTION.match(text, at)
     if head is None:
         raise CallSyntaxError(f"the tool call has no name: write <function=NAME>: {shown(text[at:])}")
@@ -117,7 +117,7 @@ def _read_function(text: str, at: int, close: str, tools: Tools) -> tuple[ToolCa
 
 
 def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) -> tuple[str, int]:
-    """Return a value and the place behind it.
+    """Return a value and the position behind it.
 
     It ends at the ``</parameter>`` that closes it, tags inside the value paired. A value without one ends
     at the next parameter, or with the function.
@@ -137,8 +137,8 @@ def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) ->
     )
     ends = [found.start() for found in islice(following, 1)]
     for mark in (FUNCTION_END, close):
-        if (place := text.find(mark, at, min(ends, default=len(text)))) >= 0:
-            ends.append(place)
+        if (index := text.find(mark, at, min(ends, default=len(text)))) >= 0:
+            ends.append(index)
     if not ends:
         raise CallSyntaxError(f"a parameter is not closed by {PARAMETER_END}: {shown(text[at:])}")
     value = text[at : min(ends)].rstrip()
