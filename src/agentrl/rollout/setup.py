@@ -37,9 +37,8 @@ from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.held_claims import owner_name
-from agentrl.rollout.holding import EngineWatch
 from agentrl.rollout.housekeeping import EpochPlan
-from agentrl.rollout.outages import Outages
+from agentrl.rollout.outages import EngineWatch, Outages
 from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker

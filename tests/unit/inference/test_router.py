@@ -15,8 +15,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
-from agentrl.rollout.holding import EngineWatch
-from agentrl.rollout.outages import Outages
+from agentrl.rollout.outages import EngineWatch, Outages
 
 Answer = Generation | EngineError
 
