@@ -28,7 +28,7 @@ HEAD = """\
 # Licences
 
 AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Its wheel and sdist contain one file of others:
-`plotly-basic.min.js`, the part of plotly.js 4.1.1 that the dashboard uses, under the MIT licence that it names. `pip`
+uPlot 1.6.32, which draws the charts of the dashboard, under the MIT licence beside it. `pip`
 fetches the packages below; `python scripts/licenses.py > docs/licenses.md` writes this page from the metadata of the
 versions that the tests use.
 

@@ -24,7 +24,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Checkpoint, Limits, Retention
+from agentrl.store.admin.retention import Checkpoint, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
@@ -362,7 +362,7 @@ class History:
     async def prune(self) -> None:
         """An operator deletes what nothing needs."""
         last_step = self.checkpoint.step if self.checkpoint else 0
-        await Retention(self.store.connection).prune(Limits(last_step=last_step))
+        await Retention(self.store.connection).prune(last_step=last_step)
 
     async def _call(self, claim: Claim, index: int) -> None:
         prompt = 2 + 6 * index

@@ -12,7 +12,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from agentrl.config.load import Configs, parse
-from agentrl.observe.tracing.open import tracing
+from agentrl.observe.tracing import tracing
 
 
 @dataclass(frozen=True, kw_only=True)

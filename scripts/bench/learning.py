@@ -22,19 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import demo_path  # noqa: F401
+from demo.tiny import build_tiny_model
 from harness import add_quick
 from learning_cases import CASES, Case, corpus, quick_case
 
 from agentrl.config.schema import RunConfig
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.processes import thread_limits
-from agentrl.quickstart.tiny import build_tiny_model
 from agentrl.scoring.evaluation import Difference, EvaluatedTask, difference
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -242,10 +243,10 @@ def as_json(case: Case, results: Sequence[Result], overall: Difference) -> dict[
     """Return all results as JSON."""
     seeds = [
         {"seed": item.seed, "seconds": item.seconds, "points": [vars(point) for point in item.points],
-         "test": difference(item.pairs).to_json()}
+         "test": asdict(difference(item.pairs))}
         for item in results
     ]  # fmt: skip
-    return {"case": case.name, "seeds": seeds, "overall": overall.to_json()}
+    return {"case": case.name, "seeds": seeds, "overall": asdict(overall)}
 
 
 def plot(case: Case, results: Sequence[Result], overall: Difference, out: Path) -> None:

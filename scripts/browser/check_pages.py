@@ -179,7 +179,7 @@ class Check:
         charts = page.locator("[data-chart]").count()
         if charts:
             page.wait_for_function(
-                "document.querySelectorAll('.js-plotly-plot .main-svg').length > 0", timeout=_TIMEOUT_MS
+                "document.querySelectorAll('.uplot canvas').length > 0", timeout=_TIMEOUT_MS
             )
         page.wait_for_timeout(300)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from agentrl.losses.batch import TokenBatch, TokenLosses
     from agentrl.losses.registry import loss
     from agentrl.losses.settings import LossSettings
-    from agentrl.observe.tracker_registry import tracker
+    from agentrl.observe.tracker_libraries import tracker
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
@@ -81,7 +81,7 @@ _MODULES = {
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.base",
-    "tracker": "observe.tracker_registry",
+    "tracker": "observe.tracker_libraries",
 }
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -171,6 +172,19 @@ def half_of_cores() -> int:
         quota, period = _CPU_LIMIT.read_text(encoding="ascii").split()
         cores = min(cores, int(quota) / int(period))
     return max(1, int(min(cores, _MOST_CORES) / 2))
+
+
+def free_port(*wanted: int) -> int:
+    """Return the first port of ``wanted`` that is free on the loopback interface, else any free one."""
+    for port in (*wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no port of the loopback interface is free")
 
 
 def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:

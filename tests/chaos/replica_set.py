@@ -12,14 +12,15 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
-from agentrl.store.embedded.credentials import Credentials, uri
 from agentrl.store.embedded.daemon import (
     REPLICA_SET,
+    Credentials,
     PortTakenError,
     free_port,
     is_daemon,
     start_daemon,
     stop_daemon,
+    uri,
 )
 from agentrl.store.embedded.mongod import choose_mongod
 

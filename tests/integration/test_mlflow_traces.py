@@ -20,7 +20,7 @@ from rollout_fakes import FakeTools, ScriptedEngine, format_of
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.process import free_port
-from agentrl.observe.tracing.open import tracing
+from agentrl.observe.tracing import tracing
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 

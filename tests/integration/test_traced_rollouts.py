@@ -25,7 +25,7 @@ from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import EngineError, OutageError, ScorerError
 from agentrl.gateway.host import GatewayHost
-from agentrl.observe.tracing.open import tracing
+from agentrl.observe.tracing import tracing
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.worker import Worker

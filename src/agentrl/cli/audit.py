@@ -84,14 +84,13 @@ class RecordsFlags:
             )
 
     @property
-    def given(self) -> str:
-        """Return the filters that were given, as flags."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return " ".join(
-            f"--{name} {value}"
-            for name, value in values.items()
+    def given(self) -> dict[str, Any]:
+        """Return the filters that were given."""
+        values = dataclasses.asdict(self)
+        return {
+            name: value for name, value in values.items()
             if name not in ("order", "limit") and value is not None
-        )
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def main(argv: list[str]) -> int:
         )
     value, screen = asyncio.run(_read(configs, names, shape.read))
     if configs[PageFlags].json:
-        from agentrl.observe.json_output import print_json
+        from agentrl.observe.terminal import print_json
 
         print_json(value)
     else:
@@ -192,7 +191,8 @@ async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:
     flags = configs[RecordsFlags]
     rows, is_complete = await _search(store, flags)
     if not rows:
-        given = f" with {flags.given}" if flags.given else ""
+        words = " ".join(f"--{name} {value}" for name, value in flags.given.items())
+        given = f" with {words}" if words else ""
         looked = "" if is_complete else f" among those searched in {_SEARCH_SECONDS:.0f} s"
         raise AgentRLError(
             f"run {store.run_name!r} has no Record{given}{looked}",
@@ -207,18 +207,8 @@ async def _search(store: Store, flags: RecordsFlags) -> tuple[list[TrajectoryRow
     from agentrl.observe.progress import progress
     from agentrl.store.views.trajectories import MAX_PAGE, Bounds, TrajectoryFilter, TrajectoryOrder
 
-    wanted = TrajectoryFilter(
-        status=flags.status,
-        score=Bounds(flags.min_score, flags.max_score),
-        step=flags.step,
-        split=flags.split,
-        task=flags.task,
-        tool=flags.tool,
-        failure=flags.failure,
-        text=flags.text,
-        version=flags.version,
-        label=flags.label,
-    )
+    fields = {name: value for name, value in flags.given.items() if not name.endswith("_score")}
+    wanted = TrajectoryFilter(score=Bounds(flags.min_score, flags.max_score), **fields)
     rows: list[TrajectoryRow] = []
     after, until = None, time.monotonic() + _SEARCH_SECONDS
     with progress("searching trajectories") as bar:

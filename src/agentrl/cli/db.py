@@ -14,8 +14,8 @@ from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import ClaimConfig, RunConfig
 from agentrl.documents.run import SETTINGS
 from agentrl.errors import ConfigError
-from agentrl.observe.json_output import print_json
 from agentrl.observe.progress import progress
+from agentrl.observe.terminal import print_json
 
 if TYPE_CHECKING:
     from agentrl.store.admin.archive import Manifest
@@ -239,9 +239,9 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     if last_step is None:
         print(f"there is no checkpoint under {output}: nothing that was trained is deleted")
     async with await open_existing(run) as store:
-        retention = Retention(store.connection)
-        limits = await retention.limits(last_step=last_step or 0, older_than_days=days, before_step=step)
-        pruned = await retention.prune(limits, dry_run=arguments.dry_run)
+        pruned = await Retention(store.connection).prune(
+            last_step=last_step or 0, older_than_days=days, before_step=step, dry_run=arguments.dry_run
+        )
         images, image_bytes = await ImageRetention(store.connection).prune(dry_run=arguments.dry_run)
     said = "would be deleted" if arguments.dry_run else "deleted"
     print(

@@ -11,17 +11,8 @@ from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskCo
 from agentrl.errors import ConfigError
 
 KINDS = (
-    "engine",
-    "tool",
-    "environment",
-    "scorer",
-    "timeout",
-    "trajectory",
-    "image",
-    "lease",
-    "internal",
-    "group",
-)
+    "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
+)  # fmt: skip
 
 
 def add_rescore(subparsers: Any) -> None:

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
     from agentrl.evaluation.command import evaluate
     from agentrl.observe.logging import setup
-    from agentrl.observe.tracing.open import tracing
+    from agentrl.observe.tracing import tracing
 
     quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
     setup(configs[RunConfig], "eval", console_level=quiet)

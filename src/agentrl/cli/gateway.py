@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     )
     from agentrl.gateway.serve import serve_gateway
     from agentrl.observe.logging import setup
-    from agentrl.observe.tracing.open import tracing
+    from agentrl.observe.tracing import tracing
 
     setup(configs[RunConfig], "gateway")
     with tracing(configs, "gateway"):

@@ -62,7 +62,7 @@ def _report_choice(status: EmbeddedStatus) -> None:
 
 def _print_json(mongo: EmbeddedMongo, action: str) -> int:
     """Print the state of the server without its password; return 3 if it is down."""
-    from agentrl.observe.json_output import print_json
+    from agentrl.observe.terminal import print_json
 
     if action != "status":
         raise ConfigError(f"--json goes with status, not with {action}", hint="leave --json out")

@@ -69,8 +69,7 @@ def _run_config(arguments: argparse.Namespace, name: str = RunConfig.run_name) -
 
 async def list_runs(arguments: argparse.Namespace) -> int:
     """Print a row per run, those with the latest activity first."""
-    from agentrl.observe.json_output import print_json, to_json
-    from agentrl.observe.terminal import stdout_console
+    from agentrl.observe.terminal import print_json, stdout_console, to_json
     from agentrl.snapshot.status_screen import render_run_list
     from agentrl.store.views.runs import Runs, connect_server
 

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         validate=require_trainable,
     )
     from agentrl.observe.logging import setup
-    from agentrl.observe.tracing.open import tracing
+    from agentrl.observe.tracing import tracing
     from agentrl.rollout.sample import sample
 
     setup(configs[RunConfig], "sample")

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         extra=[ScoreFlags],
     )
     from agentrl.observe.logging import setup
-    from agentrl.observe.tracing.open import tracing
+    from agentrl.observe.tracing import tracing
     from agentrl.rollout.scoring import score
 
     setup(configs[RunConfig], "score")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -41,8 +41,7 @@ class StatusFlags:
             )
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """One reading of the database: the value for JSON, and the screen."""
 
     value: Any
@@ -67,8 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _show(configs: Configs) -> None:
-    from agentrl.observe.json_output import print_json
-    from agentrl.observe.terminal import stdout_console
+    from agentrl.observe.terminal import print_json, stdout_console
     from agentrl.store.client import open_existing
     from agentrl.store.views.runs import connect_server
 
@@ -127,7 +125,7 @@ def _run_reader(store: Store, configs: Configs) -> Callable[[], Awaitable[_Readi
 
 
 def _runs_reader(connection: Connection, configs: Configs) -> Callable[[], Awaitable[_Reading]]:
-    from agentrl.observe.json_output import to_json
+    from agentrl.observe.terminal import to_json
     from agentrl.snapshot.status_screen import render_runs
     from agentrl.store.views.runs import Runs
 

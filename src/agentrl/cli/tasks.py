@@ -80,7 +80,7 @@ async def _load(arguments: argparse.Namespace) -> int:
 
 
 async def _list(arguments: argparse.Namespace) -> int:
-    from agentrl.observe.json_output import print_json
+    from agentrl.observe.terminal import print_json
     from agentrl.store.client import open_store
 
     async with await open_store(group_of(RunConfig, arguments)) as store:

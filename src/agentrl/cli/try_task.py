@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
             " task's id, or a task file",
         )
-    from agentrl.observe.tracing.open import tracing
+    from agentrl.observe.tracing import tracing
     from agentrl.rollout.try_task import try_task
 
     flags = configs[TryConfig]

@@ -1,11 +1,11 @@
-"""Make charts, each a figure that plotly.js draws and the same numbers as a table; the curves of a run."""
+"""Make charts, each a figure that the page's script draws and the same numbers as a table; a run's curves."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import orjson
 from markupsafe import Markup
@@ -24,8 +24,8 @@ T = TypeVar("T")
 _NATS = "nats per token"
 Kind = Literal["line", "bar", "stack", "histogram"]
 Value = float | int | None
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-"""Of lines by their order: where two coincide, the one below shows through the gaps of the one above."""
+_DASHES = (None, (9, 5), (2, 4), (9, 4, 2, 4), (16, 6), (16, 5, 2, 5))
+"""Of lines by their order, in pixels: where two coincide, one shows through the gaps of the other."""
 TABLE_ROWS = 50
 """Rows of a chart's table; of longer series it shows the last ones."""
 
@@ -68,19 +68,17 @@ class Chart:
     def json(self) -> Markup:
         """Return the figure as JSON without a character that ends a script element."""
         figure = {
-            "data": [self._trace(series, place) for place, series in enumerate(self.series)],
-            "layout": {
-                "xaxis": {"title": {"text": _plain(self.x_title)}},
-                "yaxis": {
-                    "title": {"text": _plain(self.y_title)},
-                    **({"range": self.y_range} if self.y_range else {}),
-                    **({"type": "log"} if self.log_y else {}),
-                },
-                **({"barmode": "stack"} if self.kind == "stack" else {}),
-                **({"bargap": 0.02} if self.kind == "histogram" else {}),
-                "showlegend": len(self.series) > 1,
-                **({"meta": {"linkOfX": self.link_of_x}} if self.link_of_x else {}),
-            },
+            "kind": self.kind,
+            "x_title": self.x_title,
+            "y_title": self.y_title,
+            "y_range": self.y_range,
+            "log_y": self.log_y,
+            "link_of_x": self.link_of_x,
+            "series": [
+                {"name": series.name, "dash": _DASHES[index % len(_DASHES)] if self.kind == "line" else None}
+                for index, series in enumerate(self.series)
+            ],
+            "data": [[list(map(_finite, values)) for values in (each.x, each.y)] for each in self.series],
         }
         text = orjson.dumps(figure).decode()
         for character in "<>&\u2028\u2029":
@@ -96,38 +94,19 @@ class Chart:
     def rows(self) -> list[list[str]]:
         """The rows of the table: a value of x, and each series' value there."""
         table: dict[Value, list[str]] = {}
-        for place, series in enumerate(self.series):
+        for index, series in enumerate(self.series):
             for x, y in zip(series.x, series.y, strict=True):
                 row = table.setdefault(
                     x, [number(x) if isinstance(x, float) else str(x), *[""] * len(self.series)]
                 )
-                row[place + 1] = number(y)
+                row[index + 1] = number(y)
         return list(table.values())[-TABLE_ROWS:]
-
-    def _trace(self, series: Series, place: int) -> dict[str, Any]:
-        drawn: dict[str, Any] = {
-            "name": _plain(series.name),
-            "x": [_finite(x) for x in series.x],
-            "y": [_finite(y) for y in series.y],
-        }
-        if self.kind in ("bar", "stack", "histogram"):
-            drawn["type"] = "bar"
-        else:
-            drawn["type"] = "scatter"
-            drawn["mode"] = "lines+markers" if len(series.x) <= 60 else "lines"
-            drawn["line"] = {"dash": _DASHES[place % len(_DASHES)]}
-        return drawn
 
 
 def _finite(value: Value) -> float | int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _plain(text: str) -> str:
-    """Return text that plotly.js shows as it is: it reads ``<b>``, ``<a href>`` and entities as markup."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +193,10 @@ def evaluation_chart(evaluations: Sequence[Evaluation]) -> Chart:
         title="Evaluation scores",
         help="Mean score of each evaluated version, by task file.",
         series=[
-            Series(name=name, x=[step for step, _ in sorted(found)], y=[value for _, value in sorted(found)])
-            for name, found in files.items()
+            Series(
+                name=name, x=[step for step, _ in sorted(points)], y=[value for _, value in sorted(points)]
+            )
+            for name, points in files.items()
         ],
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from starlette.exceptions import HTTPException
@@ -93,9 +93,10 @@ HANDLERS: dict[type[Exception] | int, ExceptionHandler] = {
 }
 
 
+_TEXTS: Final = ("status", "split", "task", "tool", "failure", "label", "text")
+_RANGES: Final = ("score", "tokens", "turns")
 FIELDS: Final = (
-    "status", "split", "task", "step", "version", "tool", "failure", "label", "text",
-    "min_score", "max_score", "min_tokens", "max_tokens", "min_turns", "max_turns", "order",
+    *_TEXTS, "step", "version", *(f"{end}_{name}" for name in _RANGES for end in ("min", "max")), "order",
 )  # fmt: skip
 _MAX_CHARS = 500
 PAGE_ROWS = 50
@@ -203,18 +204,12 @@ def read_form(query: Mapping[str, str]) -> FilterForm:
         if len(value) > _MAX_CHARS:
             raise BadQueryError(f"{name} has {len(value)} characters: give at most {_MAX_CHARS}")
     with checked_query():
-        wanted = TrajectoryFilter(
-            status=given.get("status"), split=given.get("split"), task=given.get("task"),
-            tool=given.get("tool"), failure=given.get("failure"), text=given.get("text"),
-            label=given.get("label"), step=whole(given, "step"), version=whole(given, "version"),
-            score=_bounds("score", given), tokens=_bounds("tokens", given), turns=_bounds("turns", given),
-        )  # fmt: skip
+        fields: dict[str, Any] = {name: given.get(name) for name in _TEXTS}
+        for name in _RANGES:
+            fields[name] = Bounds(*(_number(f"{end}_{name}", given) for end in ("min", "max")))
+        wanted = TrajectoryFilter(step=whole(given, "step"), version=whole(given, "version"), **fields)
     order = choice(given, "order", list(TrajectoryOrder), TrajectoryOrder.NEWEST)
     return FilterForm(given=given, wanted=wanted, order=TrajectoryOrder(order))
-
-
-def _bounds(name: str, given: Mapping[str, str]) -> Bounds:
-    return Bounds(*(_number(f"{side}_{name}", given) for side in ("min", "max")))
 
 
 def _number(name: str, given: Mapping[str, str]) -> float | None:

@@ -60,9 +60,9 @@ def visible(value: object) -> Markup:
     text = "" if value is None else str(value).replace("\r\n", "\n")
     parts: list[Markup] = []
     end = 0
-    for found in _HIDDEN.finditer(text):
-        parts += [escape(text[end : found.start()]), _marked(found[0])]
-        end = found.end()
+    for match in _HIDDEN.finditer(text):
+        parts += [escape(text[end : match.start()]), _marked(match[0])]
+        end = match.end()
     return Markup("").join([*parts, escape(text[end:])])
 
 
@@ -181,7 +181,7 @@ def render(
 
     ``run`` gives the page the navigation of a run, with ``section`` (of ``SECTIONS``) marked as the current
     one. With ``live``, elements that have an ``id`` and the attribute ``data-live`` are replaced when the run
-    changes. With ``charts``, the page loads plotly.js.
+    changes. With ``charts``, the page loads what draws them.
     """
     theme = request.cookies.get(THEME_COOKIE)
     events = None
@@ -210,12 +210,12 @@ class _File:
 @cache
 def _files() -> dict[str, _File]:
     """Return the files by name."""
-    found = {}
+    files = {}
     for path in sorted(_FOLDER.iterdir()):
         if path.suffix in _TYPES:
             version = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-            found[path.name] = _File(path, version, _TYPES[path.suffix])
-    return found
+            files[path.name] = _File(path, version, _TYPES[path.suffix])
+    return files
 
 
 def asset(name: str) -> str:

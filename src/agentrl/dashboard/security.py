@@ -50,7 +50,7 @@ CONTENT_POLICY = "; ".join(
     [
         "default-src 'none'",
         "script-src 'self'",
-        "style-src 'self' 'unsafe-inline'",  # plotly.js sets the style attributes of what it draws
+        "style-src 'self'",
         "img-src 'self' data: blob:",
         "font-src 'self'",
         "connect-src 'self'",

@@ -16,12 +16,11 @@ from starlette.middleware import Middleware
 
 from agentrl.bounded_http import bind, serve_until_signal
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard import live, render
-from agentrl.dashboard.live import LiveUpdates
+from agentrl.dashboard import render, stores
 from agentrl.dashboard.pages import all_routes
 from agentrl.dashboard.query import HANDLERS
 from agentrl.dashboard.security import DashboardOptions, Guard
-from agentrl.dashboard.stores import StorePool
+from agentrl.dashboard.stores import LiveUpdates, StorePool
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.snapshot.snapshot import Cache
 
@@ -44,7 +43,7 @@ def create_app(options: DashboardOptions) -> Starlette:
         await app.state.stores.close()
 
     app = Starlette(
-        routes=[*render.routes, *live.routes, *all_routes()],
+        routes=[*render.routes, *stores.routes, *all_routes()],
         middleware=[Middleware(Guard, options)],
         exception_handlers=HANDLERS,
         lifespan=lifespan,

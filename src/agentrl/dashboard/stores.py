@@ -1,23 +1,29 @@
-"""Share among requests the Stores of runs, what they read, and whole pages."""
+"""Share among requests the Stores of runs, what they read and whole pages; push changes to open pages."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from agentrl.config.run import EngineListConfig
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.render import THEME_COOKIE
+from agentrl.errors import AgentRLError
 from agentrl.snapshot.snapshot import Cache, SnapshotReader
 from agentrl.store.client import Store, open_existing
+from agentrl.store.mechanics.change_stream import WATCHED
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.views.runs import Runs, RunSummary, connect_server
 
@@ -67,18 +73,15 @@ class StorePool:
                 await _close(opened)
             elif not opened.users and opened.store is None:
                 self._opened.pop(name, None)
-            await self._shrink()
+            idle = [key for key, each in self._opened.items() if not each.users]
+            for key in idle[: max(0, len(self._opened) - MAX_OPEN)]:
+                await _close(self._opened.pop(key))
 
     async def forget(self, name: str) -> None:
         """Open run ``name`` anew at the next request: it was renamed or deleted."""
         opened = self._opened.pop(name, None)
         if opened is not None and not opened.users:
             await _close(opened)
-
-    async def _shrink(self) -> None:
-        idle = [name for name, opened in self._opened.items() if not opened.users]
-        for name in idle[: max(0, len(self._opened) - MAX_OPEN)]:
-            await _close(self._opened.pop(name))
 
     async def server(self) -> Connection:
         """Return the connection for what concerns all runs."""
@@ -151,9 +154,126 @@ def shared(seconds: float) -> Callable[[Page], Page]:
         async def answer(request: Request) -> Response:
             theme = request.cookies.get(THEME_COOKIE)
             key = ("page", request.url.path, request.url.query, theme)
-            found = await cache_of(request).get(key, seconds, lambda: page(request))
-            return Response(found.body, found.status_code, media_type="text/html")
+            response = await cache_of(request).get(key, seconds, lambda: page(request))
+            return Response(response.body, response.status_code, media_type="text/html")
 
         return answer
 
     return decorate
+
+
+logger = logging.getLogger(__name__)
+
+MAX_CLIENTS = 2000
+"""Open pages that receive changes; pages beyond the limit ask again every few seconds."""
+_REST_SECONDS = 1.0
+"""Shortest time between two events."""
+_TICK_SECONDS = 15.0
+"""An event comes this often without a change: heartbeats change no watched collection, and proxies close
+silent connections."""
+_RETRY_SECONDS = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Feed:
+    """The clients of one run, and the task that follows it."""
+
+    clients: set[asyncio.Queue[str]] = field(default_factory=set)
+    follower: asyncio.Task[None] | None = None
+
+
+class LiveUpdates:
+    """Sends an event to the open pages of a run when it changes; a run without open pages is not followed."""
+
+    def __init__(self, stores: StorePool) -> None:
+        self._stores = stores
+        self._feeds: dict[str, _Feed] = {}
+        self._closing = asyncio.Event()
+
+    @property
+    def clients(self) -> int:
+        """The number of open connections."""
+        return sum(len(feed.clients) for feed in self._feeds.values())
+
+    async def events(self, run: str) -> AsyncGenerator[str, None]:
+        """Yield server-sent events until the client goes or the server stops."""
+        feed = self._feeds.setdefault(run, _Feed())
+        queue: asyncio.Queue[str] = asyncio.Queue(maxsize=1)
+        feed.clients.add(queue)
+        if feed.follower is None:
+            feed.follower = asyncio.create_task(self._follow(run, feed), name=f"dashboard-{run}")
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            yield "retry: 2000\n\n"
+            while not self._closing.is_set():
+                getting = asyncio.ensure_future(queue.get())
+                try:
+                    await asyncio.wait({getting, closing}, return_when=asyncio.FIRST_COMPLETED)
+                    if getting.done():
+                        yield f"event: {getting.result()}\ndata: {run}\n\n"
+                finally:
+                    getting.cancel()
+        finally:
+            closing.cancel()
+            feed.clients.discard(queue)
+            if not feed.clients and feed.follower is not None:
+                feed.follower.cancel()
+                self._feeds.pop(run, None)
+
+    def stop(self) -> None:
+        """End every stream, so that the server can stop."""
+        self._closing.set()
+
+    async def close(self) -> None:
+        """End every stream and stop following."""
+        self.stop()
+        followers = [feed.follower for feed in self._feeds.values() if feed.follower is not None]
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+
+    async def _follow(self, run: str, feed: _Feed) -> None:
+        while True:
+            try:
+                async with self._stores.open(run) as store:
+                    await self._push_changes(store, feed)
+            except AgentRLError:
+                pass
+            except Exception:
+                logger.exception("the changes of a run cannot be followed", extra={"run": run})
+            _send(feed, "away")
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _push_changes(self, store: Store, feed: _Feed) -> None:
+        while True:
+            changed = await store.wait_for_change(*WATCHED, timeout=_TICK_SECONDS)
+            if store.seconds_since_outage == 0.0:
+                _send(feed, "away")
+            else:
+                _send(feed, "change" if changed else "tick")
+            await asyncio.sleep(_REST_SECONDS)
+
+
+def _send(feed: _Feed, event: str) -> None:
+    """Give every client the event; a client that has not read the last one gets only the newest."""
+    for queue in feed.clients:
+        with contextlib.suppress(asyncio.QueueEmpty):
+            queue.get_nowait()
+        queue.put_nowait(event)
+
+
+async def _events(request: Request) -> Response:
+    updates: LiveUpdates = request.app.state.updates
+    if updates.clients >= MAX_CLIENTS:
+        return PlainTextResponse(
+            f"This dashboard has {MAX_CLIENTS} open pages already; this one polls.\n",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            {"Retry-After": "60"},
+        )
+    run = request.path_params["run"]
+    async with request.app.state.stores.open(run):
+        pass  # an unknown run is a 404 instead of a stream without events
+    return StreamingResponse(updates.events(run), media_type="text/event-stream")
+
+
+routes = [Route("/runs/{run}/events", _events)]

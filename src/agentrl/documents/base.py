@@ -208,3 +208,9 @@ def _to_text(value: Any) -> str:
         return str(replace_surrogates(json.dumps(value, default=str)))
     except (RecursionError, ValueError, TypeError):
         return f"[{type(value).__name__}, nested too deeply]"
+
+
+def excerpt(value: Any, limit: int) -> str:
+    """Return a value as errors show it: as ASCII, cut to ``limit`` characters."""
+    text = ascii(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

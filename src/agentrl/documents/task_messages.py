@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from agentrl.documents.base import excerpt
 from agentrl.documents.images import Image, ImageRef, image_of_file, image_of_url
 from agentrl.errors import ImageError
 from agentrl.validation import problems_of, validate
@@ -45,12 +46,12 @@ MAX_TASK_IMAGES: Final = 64
 
 def image_refs_of(sources: Sequence[str], folder: Path | None) -> tuple[ImageRef, ...]:
     """Return the images of a task's field ``images``, after decoding each. Raises BadTaskError."""
-    return tuple(_ref(source, folder, f"images[{place}]") for place, source in enumerate(sources))
+    return tuple(_ref(source, folder, f"images[{index}]") for index, source in enumerate(sources))
 
 
 def read_images(sources: Sequence[str], folder: Path | None) -> list[Image]:
     """Return the same images with their bytes. Raises BadTaskError."""
-    return [_read(source, folder, f"images[{place}]") for place, source in enumerate(sources)]
+    return [_read(source, folder, f"images[{index}]") for index, source in enumerate(sources)]
 
 
 def _read(source: str, folder: Path | None, where: str) -> Image:
@@ -151,11 +152,11 @@ def _message(where: str, item: Any) -> Message:
         raise BadTaskError(f"{where} is {kind_of(item)}; it must be an object with a role")
     role = item.get("role")
     if role not in ROLES:
-        raise BadTaskError(f"{where}: the role is {_excerpt(role)}; choose one of {', '.join(ROLES)}")
+        raise BadTaskError(f"{where}: the role is {excerpt(role, _SHOWN)}; choose one of {', '.join(ROLES)}")
     message = {key: value for key, value in item.items() if value is not None}
     unknown = sorted(set(message) - _KEYS[role])
     if unknown:
-        raise BadTaskError(f"{where}: a message of role {role} has no {_excerpt(unknown[0])}")
+        raise BadTaskError(f"{where}: a message of role {role} has no {excerpt(unknown[0], _SHOWN)}")
     for key in sorted(_KEYS[role] - {"content", "tool_calls"}):
         if not isinstance(message.get(key, ""), str):
             raise BadTaskError(f"{where}: {key} is {kind_of(message[key])}; it must be text")
@@ -169,13 +170,10 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    if not parts or not all(_is_text_part(part) for part in parts):
+    texts: list[Any] = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise BadTaskError(f"{where}: content is {kind_of(content)}; it must be text or a list of text parts")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return "".join(texts)
 
 
 def _link_tool_calls(field: str, messages: list[Message], first: int) -> list[Message]:
@@ -208,7 +206,7 @@ def _result(where: str, message: Message, open_calls: dict[str, str]) -> Message
     call_id = message.get("tool_call_id") or next(iter(open_calls), None)
     if call_id not in open_calls:
         raise BadTaskError(f"{where}: no call before it waits for a result" + (
-            f" with the id {_excerpt(call_id)}" if call_id else ""
+            f" with the id {excerpt(call_id, _SHOWN)}" if call_id else ""
         ))  # fmt: skip
     return {**message, "name": open_calls.pop(call_id), "tool_call_id": call_id}
 
@@ -217,8 +215,8 @@ def _calls(where: str, value: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise BadTaskError(f"{where}: tool_calls is {kind_of(value)}; it must be a list of calls")
     calls = [
-        _call(f"{where}.tool_calls[{place}]", item, f"shot{index % 1000:03d}{place % 100:02d}")
-        for place, item in enumerate(value)
+        _call(f"{where}.tool_calls[{number}]", item, f"shot{index % 1000:03d}{number % 100:02d}")
+        for number, item in enumerate(value)
     ]
     if len({call["id"] for call in calls}) < len(calls):
         raise BadTaskError(f"{where}: two tool calls have one id")
@@ -243,12 +241,7 @@ def _arguments(where: str, value: Any) -> dict[str, Any]:
         try:
             value = json.loads(value) if value.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise BadTaskError(f"{where}: arguments are not JSON: {_excerpt(value)}") from error
+            raise BadTaskError(f"{where}: arguments are not JSON: {excerpt(value, _SHOWN)}") from error
     if not isinstance(value, (dict, type(None))):
         raise BadTaskError(f"{where}: arguments are {kind_of(value)}; they must be an object")
     return value or {}
-
-
-def _excerpt(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -23,7 +23,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router, WrappedEngine
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
@@ -208,12 +208,26 @@ class FixedVersionRouter:
             yield _FixedVersionEngine(engine, self._version)
 
 
-class _FixedVersionEngine(WrappedEngine):
+class _FixedVersionEngine:
     """The engine of one trajectory."""
 
     def __init__(self, engine: Engine, version: int) -> None:
-        super().__init__(engine)
+        self._engine = engine
         self._version = version
+
+    @property
+    def context_length(self) -> int | None:
+        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
+        return self._engine.context_length
+
+    @property
+    def partial(self) -> PartialGeneration | None:
+        """The tokens of an unfinished call."""
+        return self._engine.partial
+
+    @partial.setter
+    def partial(self, value: PartialGeneration | None) -> None:
+        self._engine.partial = value
 
     async def generate(
         self,
@@ -225,11 +239,11 @@ class _FixedVersionEngine(WrappedEngine):
     ) -> Generation:
         """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
         for _ in range(_ATTEMPTS):
-            generation = await self.engine.generate(input_ids, params, progress, images, encoded)
+            generation = await self._engine.generate(input_ids, params, progress, images, encoded)
             others = {span.version for span in generation.versions} - {self._version}
             if not others:
                 return generation
-            self.engine.partial = None
+            self._engine.partial = None
             logger.warning("a model call with tokens of version %s is repeated", sorted(others))
         raise EngineError(
             f"{_ATTEMPTS} model calls in a row had tokens of another version than {self._version}",

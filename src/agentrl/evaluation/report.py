@@ -154,7 +154,8 @@ def comparison_json(a: Evaluation, b: Evaluation, comparison: Comparison) -> Jso
     """Return a comparison as JSON for ``--json``."""
     return {
         "a": a.id, "b": b.id, "tasks": comparison.tasks, "only_a": comparison.only_a,
-        "only_b": comparison.only_b, "score": comparison.score.to_json(), "pass": comparison.passed.to_json(),
+        "only_b": comparison.only_b, "score": dataclasses.asdict(comparison.score),
+        "pass": dataclasses.asdict(comparison.passed),
     }  # fmt: skip
 
 

@@ -156,27 +156,6 @@ class Router(Protocol):
         ...
 
 
-class WrappedEngine:
-    """An engine whose calls go to another one, ``engine``; a subclass says how."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        return self.engine.context_length
-
-    @property
-    def partial(self) -> PartialGeneration | None:
-        """The tokens of an unfinished call."""
-        return self.engine.partial
-
-    @partial.setter
-    def partial(self, value: PartialGeneration | None) -> None:
-        self.engine.partial = value
-
-
 def join_spans(parts: Sequence[Sequence[VersionSpan]]) -> list[VersionSpan]:
     """Concatenate consecutive spans; merge neighbours of one version."""
     joined: list[VersionSpan] = []

@@ -8,14 +8,16 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.session import Client, EngineSession, Tokens
+from agentrl.inference.session import EngineSession
+from agentrl.rollout.outages import Outages
 from agentrl.store.mechanics.retry import log_store_errors
 
 log = logging.getLogger(__name__)
@@ -33,22 +35,6 @@ _FOREIGN_HINT = (
 )
 _GROUPS_KEPT = 4096
 """Groups whose engines are remembered; an engine's cache holds fewer."""
-
-
-class Watch(Protocol):
-    """Gets reports on whether any engine generates: ``EngineWatch``."""
-
-    def engines_awaited(self) -> None:
-        """Record that no engine has come up since this process began."""
-        ...
-
-    def engines_down(self, why: str) -> None:
-        """Record that a model call found no engine that works."""
-        ...
-
-    def engines_up(self) -> None:
-        """Record that an engine has generated."""
-        ...
 
 
 class EngineRouter:
@@ -70,12 +56,12 @@ class EngineRouter:
         max_age: float = 1.0,
         backoff: float = 0.5,
         suspect_seconds: float = 5.0,
-        client: Callable[[InferenceService], Client] | None = None,
-        tokens: Tokens | None = None,
+        client: Callable[[InferenceService], EngineClient] | None = None,
+        tokens: ChatFormat | None = None,
         tokenizer: str | None = None,
         max_model_len: int | None = None,
         router_url: str | None = None,
-        watch: Watch | None = None,
+        outages: Outages | None = None,
     ) -> None:
         """Create a router over the engines that ``live`` lists; the list is cached for ``max_age`` seconds.
         A model call does not wait for a newer list until it is three times as old.
@@ -88,7 +74,8 @@ class EngineRouter:
         the engines fail. A failed engine is avoided for ``suspect_seconds``.
 
         With ``router_url`` all calls go there, to a router with SGLang's API that chooses the engine; none
-        goes there while one of the engines has another tokenizer.
+        goes there while one of the engines has another tokenizer. ``outages`` is told whether any engine
+        generates.
         """
         self.tokens = tokens
         self.wait_seconds = wait_seconds
@@ -101,13 +88,13 @@ class EngineRouter:
                 service.engine, service.url, token_timeout, vocab_size=vocab_size, instance=service.instance
             )
         )
-        self._front: Client | None = None
+        self._front: EngineClient | None = None
         if router_url is not None:
             self._front = engine_client("sglang", router_url, token_timeout, vocab_size=vocab_size)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._watch = watch
-        self._clients: dict[str, Client] = {}
+        self._outages = outages
+        self._clients: dict[str, EngineClient] = {}
         self._services: tuple[InferenceService, ...] = ()
         self._context_length = max_model_len or None
         self._foreign: dict[str, str] = {}
@@ -175,7 +162,7 @@ class EngineRouter:
             self._had_engine = self._had_engine or bool(self._usable())
             self._refreshed_at = time.monotonic()
 
-    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> Client:
+    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> EngineClient:
         """Return the session's engine, else the least loaded one; EngineError after ``deadline``.
 
         ``tokens`` is the length of the prompt that the engine will get.
@@ -224,10 +211,10 @@ class EngineRouter:
         now = time.monotonic()
         is_down = bool(attempt > 1 or self._foreign) if self._front is not None else not self._usable()
         is_first = is_down and not (self._had_engine or self._foreign or self._front is not None)
-        if self._watch is not None and is_first:
-            self._watch.engines_awaited()
-        elif self._watch is not None and is_down:
-            self._watch.engines_down(why)
+        if self._outages is not None and is_first:
+            self._outages.not_up_yet(ENGINES)
+        elif self._outages is not None and is_down:
+            self._outages.failed(ENGINES, why)
         if now >= deadline:
             raise EngineError(
                 f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
@@ -243,9 +230,9 @@ class EngineRouter:
         await asyncio.sleep(min(self._backoff * 2 ** min(attempt - 1, 4), max(deadline - now, 0.0)))
 
     def generated(self) -> None:
-        """Report to the watch that an engine has generated."""
-        if self._watch is not None:
-            self._watch.engines_up()
+        """Record that an engine has generated."""
+        if self._outages is not None:
+            self._outages.succeeded(ENGINES)
 
     def _refresh_in_background(self) -> bool:
         """Return whether the list of engines is new enough for a model call; start a refresh if it is due."""
@@ -302,7 +289,7 @@ class EngineRouter:
         load = max(service.running_tokens, in_flight[service.url]) + (0 if cached else tokens)
         return service.status is not ServiceStatus.READY, load, service.running_requests, service.url
 
-    def _client(self, service: InferenceService) -> Client:
+    def _client(self, service: InferenceService) -> EngineClient:
         if service.id not in self._clients:
             self._clients[service.id] = self._new_client(service)
         return self._clients[service.id]

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     PartialGeneration,
@@ -20,6 +21,7 @@ from agentrl.documents.model_call import (
 )
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
+from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import (
     EncodedIds,
     EngineInterruptedError,
@@ -33,46 +35,10 @@ from agentrl.inference.engine import (
 log = logging.getLogger(__name__)
 
 
-class Client(Protocol):
-    """The part of an engine client that a session needs."""
-
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        rid: str,
-        *,
-        encoded: EncodedIds | None = None,
-        routing_key: str | None = None,
-        images: Sequence[Image] = (),
-        keep: Callable[[Generation], None] = lambda _: None,
-        progress: Progress | None = None,
-    ) -> Generation:
-        """Sample a continuation of ``input_ids``."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections."""
-        ...
-
-
-class Tokens(Protocol):
-    """The part of a chat format with which a session detects the end of a generation."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end a generation."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``."""
-        ...
-
-
 class Engines(Protocol):
     """The part of the router that a session needs."""
 
-    tokens: Tokens | None
+    tokens: ChatFormat | None
     wait_seconds: float
 
     @property
@@ -80,7 +46,7 @@ class Engines(Protocol):
         """Return the largest number of tokens of a prompt and its continuation; None if unknown."""
         ...
 
-    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> Client:
+    async def pick(self, session: EngineSession, tokens: int, deadline: float) -> EngineClient:
         """Return the client of the session's engine, which gets ``tokens`` tokens."""
         ...
 
@@ -242,7 +208,7 @@ def _shifted(progress: Progress, by: int) -> Progress:
 
 
 def _reason(
-    part: Generation, done: Sequence[int], params: SamplingParams, tokens: Tokens | None
+    part: Generation, done: Sequence[int], params: SamplingParams, tokens: ChatFormat | None
 ) -> FinishReason:
     """Return the finish reason after ``part``; ``abort`` if the generation has to be resumed."""
     if part.finish_reason != "abort":
@@ -252,7 +218,7 @@ def _reason(
     return "length" if len(done) >= params.max_new_tokens else "abort"
 
 
-def _stops(done: Sequence[int], params: SamplingParams, tokens: Tokens | None) -> bool:
+def _stops(done: Sequence[int], params: SamplingParams, tokens: ChatFormat | None) -> bool:
     """Return whether the ids ``done`` end in a stop token or contain a stop string, by SGLang's rules.
 
     Stop tokens do not count with ``ignore_eos``. A string of ``stop`` and a match of ``stop_regex`` count at

@@ -100,10 +100,16 @@ def setup(run: RunConfig, role: str, id: str | None = None, *, console_level: in
     file = _open_file(Path(run.log_dir) / file_name)
     file.setFormatter(LineFormatter(name, date_format="%Y-%m-%d %H:%M:%S"))
     console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", color=_wants_color()))
+    is_colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    console.setFormatter(LineFormatter(name, date_format="%H:%M:%S", color=is_colored))
     console.addFilter(lambda record: record.levelno >= console_level)
-    _install(LogWriter([console if run.verbose else ConsoleDigest(console), file]))
-    logging.getLogger().setLevel(run.log_level)
+    root = logging.getLogger()
+    for handler in _installed:
+        root.removeHandler(handler)
+        handler.close()
+    _installed[:] = [LogWriter([console if run.verbose else ConsoleDigest(console), file])]
+    root.addHandler(_installed[0])
+    root.setLevel(run.log_level)
     for logger, level in _QUIET.items():
         logging.getLogger(logger).setLevel(max(level, logging.getLevelName(run.log_level)))
     quiet_transformers()
@@ -163,10 +169,6 @@ def _value(value: object) -> str:
     return repr(text) if not text or re.search(r"[\s=\"']", text) else text
 
 
-def _wants_color() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-
-
 def _open_file(path: Path) -> RotatingFileHandler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,15 +178,6 @@ def _open_file(path: Path) -> RotatingFileHandler:
             f"the log file {path} cannot be written: {error.strerror}",
             hint="give --log_dir a folder that this user can write",
         ) from error
-
-
-def _install(writer: LogWriter) -> None:
-    root = logging.getLogger()
-    for handler in _installed:
-        root.removeHandler(handler)
-        handler.close()
-    _installed[:] = [writer]
-    root.addHandler(writer)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

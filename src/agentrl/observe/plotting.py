@@ -104,10 +104,10 @@ def plot_metrics(run_name: str, steps: Sequence[StepRow], names: Sequence[str], 
     committed = _committed(steps)
     figure = new_figure(8.0, 1.2 + 2.2 * len(names))
     rows = figure.subplots(len(names), 1, sharex=True, squeeze=False)
-    for place, (axes, name) in enumerate(zip(rows[:, 0], names, strict=True)):
+    for index, (axes, name) in enumerate(zip(rows[:, 0], names, strict=True)):
         points = [(step.step, value) for step in committed if (value := step.metric(name)) is not None]
         axes.plot(
-            [x for x, _ in points], [y for _, y in points], color=COLORS[place % len(COLORS)],
+            [x for x, _ in points], [y for _, y in points], color=COLORS[index % len(COLORS)],
             linewidth=1.8, marker="o", markersize=3, label=name,
         )  # fmt: skip
         finish(axes)

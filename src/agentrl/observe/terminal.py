@@ -1,12 +1,16 @@
-"""Write values for people: numbers, times, tables, and text without control characters."""
+"""Write values: for people as numbers, times and tables without control characters; for programs as JSON."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import datetime
+from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich import box
@@ -55,8 +59,8 @@ def stdout_console() -> Console:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], *, text: int = 1) -> Table:
     """Return a table; the first ``text`` columns are left-aligned, the others are right-aligned numbers."""
     built = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, column in enumerate(columns):
-        built.add_column(Text(column), justify="left" if place < text else "right", overflow="fold")
+    for index, column in enumerate(columns):
+        built.add_column(Text(column), justify="left" if index < text else "right", overflow="fold")
     for row in rows:
         built.add_row(*(cell if isinstance(cell, Text) else Text(clean(cell)) for cell in row))
     return built
@@ -132,3 +136,30 @@ def age(then: datetime | None, now: datetime) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def to_json(value: Any) -> Any:
+    """Return ``value`` as objects, lists, texts, numbers, booleans and None, without fields of bytes."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        return {name: to_json(item) for name, item in fields.items() if not isinstance(item, bytes)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence | Set):
+        return [to_json(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return str(value)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON value on one line of stdout. Characters other than ASCII are escaped."""
+    print(json.dumps(to_json(value)), flush=True)

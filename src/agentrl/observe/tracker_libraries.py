@@ -1,8 +1,9 @@
-"""The trackers of seven libraries; each works offline unless its environment names a server or a key.
+"""Where trackers of metrics register, and the trackers of seven libraries.
 
-accelerate's trackers write, except to MLflow. What is set here is where they write, and that they do not
-record the command line, the console, the environment or code, which may contain secrets. Their error reports
-to the libraries' makers are off.
+Each works offline unless its environment names a server or a key. accelerate's trackers write,
+except to MLflow. What is set here is where they write, and that they do not record the command line, the
+console, the environment or code, which may contain secrets. Their error reports to the libraries' makers are
+off.
 """
 
 from __future__ import annotations
@@ -10,13 +11,35 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.tracker_registry import Tracker, tracker
+from agentrl.registry import Registry
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a run."""
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Send one step's metrics, all of them finite numbers."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+TrackerFactory = Callable[[RunConfig, Path, Mapping[str, Any]], Tracker]
+"""Opens a tracker for a run, with its output folder and the parameters to show beside the run."""
+
+TRACKERS: Registry[TrackerFactory] = Registry("tracker", group="agentrl.trackers", flag="--report_to")
+
+
+def tracker(*names: str) -> Callable[[TrackerFactory], TrackerFactory]:
+    """Register a class or function ``(RunConfig, output folder, parameters) -> Tracker`` under ``names``."""
+    return TRACKERS.register(*names)
+
 
 PROJECT: Final = "agentrl"
 """The project or experiment of a tracker, unless the library's own environment variable names another."""
@@ -107,8 +130,8 @@ class _Mlflow:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
         earlier = self._client.search_runs(
             [experiment], f"attributes.run_name = '{run.run_name}'", max_results=1
         )

@@ -20,7 +20,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe import tracker_libraries  # noqa: F401  registers the libraries
 from agentrl.observe.redact import redact
-from agentrl.observe.tracker_registry import TRACKERS, Tracker
+from agentrl.observe.tracker_libraries import TRACKERS, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +53,12 @@ def open_trackers(
 
 def public_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``parameters`` without secrets, which a rule of ``redact`` finds by name or by shape."""
-    return {name: _public(name, value) for name, value in parameters.items()}
-
-
-def _public(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return redact(f"{name}={value}").removeprefix(f"{name}=")
+    return {
+        name: value
+        if value is None or isinstance(value, bool | int | float)
+        else redact(f"{name}={value}").removeprefix(f"{name}=")
+        for name, value in parameters.items()
+    }
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

@@ -28,8 +28,7 @@ from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.task_loading import LoadResult
-    from agentrl.store.tasks import TaskReferences
+    from agentrl.store.tasks import LoadResult, TaskReferences
 
 
 logger = logging.getLogger(__name__)

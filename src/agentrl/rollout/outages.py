@@ -212,25 +212,6 @@ class Outages:
             return
 
 
-class EngineWatch:
-    """Receives the router's reports: whether any engine generates."""
-
-    def __init__(self, outages: Outages) -> None:
-        self._outages = outages
-
-    def engines_awaited(self) -> None:
-        """Record that the first engine has not come up yet."""
-        self._outages.not_up_yet(ENGINES)
-
-    def engines_down(self, why: str) -> None:
-        """Record that a model call found no engine that works."""
-        self._outages.failed(ENGINES, why)
-
-    def engines_up(self) -> None:
-        """Record that an engine has generated."""
-        self._outages.succeeded(ENGINES)
-
-
 class LateServers:
     """The servers of one sampler that have not answered yet. Each is an outage until it does."""
 

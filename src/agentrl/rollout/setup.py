@@ -31,14 +31,14 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
-from agentrl.inference.router import EngineRouter, LiveEngines, Watch
+from agentrl.inference.router import EngineRouter, LiveEngines
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.housekeeping import EpochPlan
-from agentrl.rollout.outages import EngineWatch, Outages
+from agentrl.rollout.outages import Outages
 from agentrl.rollout.prompts import context_problem
 from agentrl.rollout.sampler import SamplerConfig
 from agentrl.rollout.worker import Worker
@@ -73,7 +73,7 @@ def max_model_len(model: ModelConfig, folder: str) -> int | None:
 
 
 def open_router(
-    live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str, watch: Watch | None = None
+    live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str, outages: Outages | None = None
 ) -> EngineRouter:
     """Return the router over the engines of ``live``, for the model in ``folder``."""
     sampling = configs[SamplingConfig]
@@ -85,7 +85,7 @@ def open_router(
         tokenizer=tokenizer_fingerprint(folder),
         max_model_len=max_model_len(configs[ModelConfig], folder),
         router_url=configs[EngineConfig].router_url,
-        watch=watch,
+        outages=outages,
     )
 
 
@@ -230,9 +230,7 @@ async def open_worker(
     params = sampling_params(sampling, chat_format)
     folder = await model_folder(store, configs[ModelConfig])
     outages = Outages(sampling.outage_wait_seconds)
-    router = open_router(
-        live or (lambda: live_engines(store, engine)), configs, chat_format, folder, EngineWatch(outages)
-    )
+    router = open_router(live or (lambda: live_engines(store, engine)), configs, chat_format, folder, outages)
     engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     try:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,6 @@ class Estimate:
     low: float
     high: float
 
-    def to_json(self) -> dict[str, float]:
-        """Return the three numbers by name."""
-        return {"value": self.value, "low": self.low, "high": self.high}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -85,19 +81,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers as JSON."""
-        return {
-            "tasks": self.tasks,
-            "scored": self.scored,
-            "failed": self.failed,
-            "score": None if self.score is None else self.score.to_json(),
-            "pass_at": {str(k): value.to_json() for k, value in self.pass_at.items()},
-            "turns": self.turns,
-            "seconds": self.seconds,
-            "input_tokens": self.input_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "cost": self.cost,
-        }
+        return {**asdict(self), "pass_at": {str(k): asdict(value) for k, value in self.pass_at.items()}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,13 +210,6 @@ class Difference:
 
     With one trajectory per task, on passes, this is McNemar's exact test.
     """
-
-    def to_json(self) -> dict[str, float | int | dict[str, float]]:
-        """Return the numbers by name."""
-        return {
-            "a": self.a, "b": self.b, "effect": self.effect.to_json(), "p_permutation": self.p_permutation,
-            "better": self.better, "worse": self.worse, "p_sign": self.p_sign,
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -152,7 +152,7 @@ SCORERS: Registry[Scorer] = Registry(
     group="agentrl.scorers",
     convert=_scorer_of,
     built_in=[
-        *(f"agentrl.scoring.{name}" for name in ("built_in", "judge", "code")),
+        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
         "agentrl.environments.scorer",
     ],
 )

@@ -83,8 +83,8 @@ _BOUNDS: Sequence[_Bound] = (
 
 def findings(run: RunSnapshot) -> list[Finding]:
     """Return what is wrong, the worst first; empty for a healthy run."""
-    found = [finding for check in _CHECKS for finding in check(run)]
-    return sorted(found, key=lambda finding: finding.severity != "bad")
+    wrong = [finding for check in _CHECKS for finding in check(run)]
+    return sorted(wrong, key=lambda finding: finding.severity != "bad")
 
 
 def state(run: RunSnapshot) -> tuple[str, Severity | Literal[""]]:
@@ -246,7 +246,7 @@ def _learning(run: RunSnapshot) -> Iterator[Finding]:
     rewards = _values(run.steps, "reward")
     part = max(_LAST, len(rewards) // 4)
     if len(rewards) >= 4 * _LAST and fmean(rewards[-part:]) < max(
-        fmean(rewards[place : place + part]) for place in range(0, len(rewards) - part, part)
+        fmean(rewards[index : index + part]) for index in range(0, len(rewards) - part, part)
     ) - _REWARD_LOSS * (max(rewards) - min(rewards) or 1):
         yield Finding(
             severity="warn",

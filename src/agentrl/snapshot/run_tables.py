@@ -12,9 +12,8 @@ from rich.text import Text
 
 from agentrl.documents.run import Evaluation
 from agentrl.documents.status import SHOWN_STATUSES, DataStatus, ServiceStatus, TaskStatus
-from agentrl.observe.json_output import to_json
-from agentrl.observe.live import number
-from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table, table_of
+from agentrl.observe.progress import metric_text
+from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table, table_of, to_json
 from agentrl.snapshot.findings import findings
 from agentrl.snapshot.snapshot import RunSnapshot
 from agentrl.snapshot.status_screen import common_json
@@ -158,8 +157,8 @@ def _policy(item: Evaluation) -> str:
 
 def _statuses(title: str, counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str]) -> Table:
     rows = [
-        [name, *(found.get(status, 0) or MISSING for status in statuses), sum(found.values())]
-        for name, found in sorted(counts.items())
+        [name, *(by_status.get(status, 0) or MISSING for status in statuses), sum(by_status.values())]
+        for name, by_status in sorted(counts.items())
     ]
     return table(title, ["split", *statuses, "all"], rows)
 
@@ -242,7 +241,7 @@ def _training(run: RunSnapshot, details: RunDetails) -> Iterator[Table]:
             step.step,
             step.status,
             step.policy_version,
-            *(number(step.metrics, key, form) for key, form in _STEP_METRICS.values()),
+            *(metric_text(step.metrics, key, form) for key, form in _STEP_METRICS.values()),
             age(step.committed_at or step.planned_at, run.at),
         ]
         for step in details.steps

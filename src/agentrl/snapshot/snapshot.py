@@ -152,23 +152,23 @@ class Cache:
 
         A value that is older by up to ``stale`` seconds is returned at once, while it is read anew.
         """
-        found = self._values.get(key)
-        if found is not None and time.monotonic() - found[0] <= seconds:
+        kept = self._values.get(key)
+        if kept is not None and time.monotonic() - kept[0] <= seconds:
             self._values.move_to_end(key)
-            return cast("T", found[1])
+            return cast("T", kept[1])
         reading = self._reads.get(key)
         if reading is None:
             reading = asyncio.create_task(self._read(key, read), name="cached-read")
             self._reads[key] = reading
             reading.add_done_callback(_retrieve)
-        if found is not None and time.monotonic() - found[0] <= seconds + stale:
-            return cast("T", found[1])
+        if kept is not None and time.monotonic() - kept[0] <= seconds + stale:
+            return cast("T", kept[1])
         return cast("T", await asyncio.shield(reading))
 
     def peek(self, key: Hashable) -> object | None:
         """Return the value of ``key`` of any age; None without one."""
-        found = self._values.get(key)
-        return None if found is None else found[1]
+        kept = self._values.get(key)
+        return None if kept is None else kept[1]
 
     def clear(self) -> None:
         """Forget every value, after a change that all readers must see."""
@@ -232,8 +232,8 @@ class SnapshotReader:
             "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
             "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
         }
-        found = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
-        return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **found)
+        parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
 
     async def steps(self) -> list[StepRow]:
         """Return the committed steps, oldest first. Only new ones are read: a committed step is final.
@@ -258,8 +258,8 @@ class SnapshotReader:
 
     async def _planned(self) -> StepRow | None:
         unfinished = (StepStatus.PLANNING, StepStatus.PLANNED)
-        found = await self._store.views.steps(status=unfinished, last=1)
-        return found[-1] if found else None
+        steps = await self._store.views.steps(status=unfinished, last=1)
+        return steps[-1] if steps else None
 
     async def _cached(
         self, name: str, read: Callable[[], Awaitable[T]], seconds: float = _COUNT_SECONDS, stale: float = 0.0
@@ -273,8 +273,8 @@ def stated_alive_seconds(configs: Configs) -> float | None:
 
 
 def _flag(configurations: Sequence[RunSettings], name: str) -> Any:
-    found = (configuration.values.get(name) for configuration in configurations)
-    return next((value for value in found if value is not None), None)
+    given = (configuration.values.get(name) for configuration in configurations)
+    return next((value for value in given if value is not None), None)
 
 
 def _alive_seconds(configurations: Sequence[RunSettings]) -> float:

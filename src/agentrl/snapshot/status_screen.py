@@ -12,9 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.documents.status import ServiceStatus
-from agentrl.observe.json_output import to_json
-from agentrl.observe.live import number
-from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table_of
+from agentrl.observe.progress import metric_text
+from agentrl.observe.terminal import MISSING, age, excerpt, fixed, table_of, to_json
 from agentrl.snapshot.findings import findings, state
 from agentrl.snapshot.snapshot import RunSnapshot
 from agentrl.store.views.rows import StepRow
@@ -65,12 +64,12 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
 
 
 def _finding_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
-    found = findings(run)
-    for finding in found:
+    wrong = findings(run)
+    for finding in wrong:
         label = "wrong" if finding.severity == "bad" else "look at"
         text = Text(excerpt(finding.what, 400), style=_SEVERITY_STYLES[finding.severity])
         yield label, text.append(f"\n→ {finding.hint}", style="dim")
-    if not found and run.steps and not run.finished:
+    if not wrong and run.steps and not run.finished:
         yield "healthy", Text("nothing is down, no metric is out of its usual range", style="green")
 
 
@@ -83,11 +82,11 @@ def _step_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
     text = Text(f"{last.step}", style="bold")
     text.append(f"  {age(last.committed_at or last.planned_at, run.at)}")
     text.append(f"  {_steps_per_hour(run.steps)} steps/h")
-    text.append(f"  {number(metrics, 'tokens_per_second', ',.0f')} tok/s trained", style="dim")
+    text.append(f"  {metric_text(metrics, 'tokens_per_second', ',.0f')} tok/s trained", style="dim")
     yield "step", text
     text = Text(fixed(last.reward), style="bold green")
     text.append(f"  {sparkline([step.reward for step in run.steps[-LAST_STEPS:]])}", style="green")
-    text.append(f"  pass rate {fixed(last.pass_rate, 2)}  KL(μ‖π) {number(metrics, 'kl_k3', '.1e')}")
+    text.append(f"  pass rate {fixed(last.pass_rate, 2)}  KL(μ‖π) {metric_text(metrics, 'kl_k3', '.1e')}")
     yield "reward", text
     stale = f"mean {fixed(last.staleness_mean, 2)}, max {fixed(last.staleness_max, 0)} steps"
     yield "staleness", Text(stale)

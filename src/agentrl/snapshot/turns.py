@@ -74,7 +74,7 @@ def json_text(value: Any) -> str:
 class MessageView:
     """A message that the model read."""
 
-    place: int
+    index: int
     """Its index in the messages of the call."""
     role: str
     text: Shown
@@ -177,12 +177,12 @@ def _messages(
 ) -> Iterator[MessageView]:
     whole = full_messages(call, parent)
     repeats_given = call.parent is None and list(call.messages[: len(given)]) == list(given)
-    for place, (stored, message) in enumerate(zip(call.messages, whole, strict=True)):
+    for index, (stored, message) in enumerate(zip(call.messages, whole, strict=True)):
         role = str(message.get("role", "?"))
         yield MessageView(
-            place=place,
+            index=index,
             role=role,
-            is_given=repeats_given and place < len(given) and role != "system",
+            is_given=repeats_given and index < len(given) and role != "system",
             text=shown(_whole_message(message)),
             images=_images([message]),
             is_result="execution" in stored,
@@ -322,12 +322,12 @@ def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | Non
     kind, _, number = part.rpartition("-")
     if not number.isdecimal() or len(number) > 6:
         return None
-    place = int(number)
+    index = int(number)
     if kind == "message":
         messages = full_messages(call, parent)
-        return _whole_message(messages[place]) if place < len(messages) else None
-    if kind in ("arguments", "result") and place < len(call.tool_executions):
-        execution = call.tool_executions[place]
+        return _whole_message(messages[index]) if index < len(messages) else None
+    if kind in ("arguments", "result") and index < len(call.tool_executions):
+        execution = call.tool_executions[index]
         return json_text(execution.arguments) if kind == "arguments" else execution.result
     return None
 

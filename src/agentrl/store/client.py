@@ -45,9 +45,8 @@ from agentrl.store.trainer_lease import TrainerLeases
 from agentrl.store.training import Training
 from agentrl.store.views.counts import Counts
 from agentrl.store.views.details import Details
-from agentrl.store.views.read import Views
+from agentrl.store.views.read import TokenReads, Views
 from agentrl.store.views.scores import Rewards
-from agentrl.store.views.tokens import TokenReads
 from agentrl.store.views.trajectories import TrajectorySearch
 
 _RUNS_SHOWN = 20

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pymongo import ASCENDING
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
-from agentrl.documents.base import now, plain
+from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.run import FLAGS, ImportList, RunSettings, flags_key
 from agentrl.errors import ConfigError
 from agentrl.store.mechanics.connection import Repository, database_call
@@ -117,7 +117,7 @@ def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) ->
     for name, stored in begun.values.items():
         if name in values and values[name] != stored:
             what = f"the model's {name}" if concern == "model" else f"--{name}"
-            yield f"{what} is {_shown(values[name])}, and the run has {_shown(stored)}"
+            yield f"{what} is {excerpt(values[name], _SHOWN)}, and the run has {excerpt(stored, _SHOWN)}"
 
 
 def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collection[str]) -> Iterator[str]:
@@ -126,12 +126,8 @@ def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collecti
         if name in per_process or name not in stored.values or value == stored.values[name]:
             continue
         if stored.id == own.id or (name in own.given and name in stored.given):
-            yield f"--{name} is {_shown(value)}, and {stored.by} has {_shown(stored.values[name])}"
-
-
-def _shown(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+            other = excerpt(stored.values[name], _SHOWN)
+            yield f"--{name} is {excerpt(value, _SHOWN)}, and {stored.by} has {other}"
 
 
 def _hint(concern: str, run: str) -> str:

@@ -15,9 +15,9 @@ from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import AgentRLError, PublishError, TrainingError
-from agentrl.observe.live import StepView
+from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
-from agentrl.observe.tracker_registry import Tracker
+from agentrl.observe.tracker_libraries import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease

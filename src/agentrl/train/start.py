@@ -37,8 +37,8 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
-from agentrl.observe.live import StepView
-from agentrl.observe.tracing.open import tracing
+from agentrl.observe.progress import StepView
+from agentrl.observe.tracing import tracing
 from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages

@@ -22,7 +22,7 @@ import small_run as run
 from starlette.applications import Starlette
 
 from agentrl.config.schema import RunConfig
-from agentrl.dashboard import live
+from agentrl.dashboard import stores
 from agentrl.dashboard.security import DashboardOptions
 from agentrl.dashboard.serve import create_app
 from agentrl.documents.run import Evaluation, PolicyVersion
@@ -269,9 +269,9 @@ async def test_a_server_that_is_away_is_named() -> None:
 async def test_clients_of_a_run_share_one_feed(
     store: Store, run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "MAX_CLIENTS", 3)
+    monkeypatch.setattr(stores, "MAX_CLIENTS", 3)
     async with opened(run_config) as (app, client):
-        updates: live.LiveUpdates = app.state.updates
+        updates: stores.LiveUpdates = app.state.updates
         streams = [updates.events(store.run_name) for _ in range(3)]
         for stream in streams:
             assert (await anext(stream)).startswith("retry:")

@@ -22,7 +22,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.status import EpochStatus
-from agentrl.store import epochs, task_loading
+from agentrl.store import epochs, tasks
 from agentrl.store.client import Store, open_store
 
 pytestmark = pytest.mark.integration
@@ -33,10 +33,10 @@ DIE = """
 import asyncio, os, signal, sys
 import pymongo.monitoring
 from agentrl.config.schema import RunConfig
-from agentrl.store import epochs, task_loading
+from agentrl.store import epochs, tasks
 from agentrl.store.client import open_store
 
-epochs._BATCH = task_loading._BATCH = {batch}
+epochs._BATCH = tasks._BATCH = {batch}
 writes = 0
 
 class DieBeforeTheThirdBatch(pymongo.monitoring.CommandListener):
@@ -92,7 +92,7 @@ pymongo.monitoring.register(INSERTED)
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every opening take several batches."""
-    for module in (epochs, task_loading):
+    for module in (epochs, tasks):
         monkeypatch.setattr(module, "_BATCH", BATCH)
 
 

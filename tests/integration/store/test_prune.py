@@ -28,8 +28,7 @@ ABANDONED = f"{run.ABANDONED}/1/1"
 
 async def prune(store: Store, *, last_step: int = 1, dry_run: bool = False, **limits: float) -> Pruned:
     retention = Retention(store.connection)
-    chosen = await retention.limits(last_step=last_step, **limits)  # type: ignore[arg-type]
-    return await retention.prune(chosen, dry_run=dry_run)
+    return await retention.prune(last_step=last_step, dry_run=dry_run, **limits)  # type: ignore[arg-type]
 
 
 async def resume_before_step_1(store: Store) -> None:

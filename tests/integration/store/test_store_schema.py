@@ -36,7 +36,7 @@ async def test_a_refusal_names_the_field_and_what_it_should_be(
     monkeypatch.setattr(Task, "to_document", lambda _: broken)
     with pytest.raises(StoreError) as caught:
         await store.tasks.load([TASK])
-    assert caught.value.message == f"tasks: load: document 'train/0/a' is refused: {message}"
+    assert caught.value.message == f"tasks: insert: document 'train/0/a' is refused: {message}"
 
 
 @pytest.mark.parametrize("collection", COLLECTIONS)

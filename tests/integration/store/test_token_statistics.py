@@ -89,9 +89,8 @@ async def test_an_import_restores_them_and_prune_deletes_them_with_their_traject
     await store.training.put_token_statistics([item, kept])
     await Transfer(store.connection).export(tmp_path / "exported")
     retention = Retention(store.connection)
-    limits = await retention.limits(last_step=1, older_than_days=0)
-    counted = await retention.prune(limits, dry_run=True)
-    assert await retention.prune(limits) == counted
+    counted = await retention.prune(last_step=1, older_than_days=0, dry_run=True)
+    assert await retention.prune(last_step=1, older_than_days=0) == counted
     assert await store.database["TokenStatistics"].distinct("_id") == ["other"]
 
     copy = replace(run_config, run_name=f"{run_config.run_name}_copy")

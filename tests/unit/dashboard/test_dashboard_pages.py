@@ -13,8 +13,8 @@ from agentrl.dashboard.pages.rewards import VALUES, dependence, disagreements, e
 from agentrl.dashboard.pages.tokens import PAGE, Colour, decoder, legend_of, token_views
 from agentrl.dashboard.query import BadQueryError, read_form
 from agentrl.documents.base import now
+from agentrl.store.views.read import CallTokens, StepValues
 from agentrl.store.views.scores import ScoredTrajectory
-from agentrl.store.views.tokens import CallTokens, StepValues
 
 
 def tokens_of(advantages: list[float], logprobs: list[float]) -> CallTokens:
@@ -39,7 +39,7 @@ def test_a_token_has_a_level_of_the_chosen_value_and_all_values_in_words() -> No
         "token 0 · id 7 · logprob 0.000 (probability 1) · policy version 1 · trained, advantage +0.500"
     )
     assert views[2].detail == "token 2 · id 9 · no logprob · version unknown · not trained"
-    assert [view.place for view in token_views(tokens, Colour.LOGPROB, None, start=2)] == [2]
+    assert [view.index for view in token_views(tokens, Colour.LOGPROB, None, start=2)] == [2]
     zero = [view.level for view in token_views(tokens_of([0.0] * 3, [0.0] * 3), Colour.ADVANTAGE, None)]
     assert zero == ["p0"] * 3
     assert PAGE > 0

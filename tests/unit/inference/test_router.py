@@ -15,7 +15,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.router import EngineRouter
-from agentrl.rollout.outages import EngineWatch, Outages
+from agentrl.rollout.outages import Outages
 
 Answer = Generation | EngineError
 
@@ -103,7 +103,7 @@ async def test_waiting_for_the_first_engine_is_no_outage_and_logged_once(
     fleet = Fleet(service("a", status=ServiceStatus.STARTING))
     outages, changed = Outages(), asyncio.Event()
     outages.changed = changed.set
-    router = fleet.router(watch=EngineWatch(outages), max_age=0.0)  # type: ignore[arg-type]
+    router = fleet.router(outages=outages, max_age=0.0)  # type: ignore[arg-type]
     with caplog.at_level("INFO", logger="agentrl"):
         async with router.session("t") as session, asyncio.timeout(10):
             waiting = asyncio.create_task(session.generate([1], PARAMS))

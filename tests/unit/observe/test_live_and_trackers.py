@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
-from agentrl.observe.live import HEADER_EVERY, StepView, seconds_of
+from agentrl.observe.progress import HEADER_EVERY, StepView, seconds_of
 from agentrl.observe.trackers import flatten, open_trackers
 
 METRICS = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agentrl.observe.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, render
+from agentrl.cli.parity import BFLOAT16_LIMIT, MEAN_LIMIT, Difference, render
 
 
 def test_the_difference_is_absolute_over_all_tokens() -> None:

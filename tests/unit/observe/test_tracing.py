@@ -16,13 +16,16 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from otlp_collector import Collector, trace_flags, traced
 
 from agentrl.errors import ConfigError, EngineError
-from agentrl.observe.tracing.content import TEXT_LIMIT, render, render_messages
-from agentrl.observe.tracing.destination import Destination, read_destination
-from agentrl.observe.tracing.mlflow import MlflowFileExporter, login_headers
-from agentrl.observe.tracing.open import tracing
-from agentrl.observe.tracing.sender import Sender
-from agentrl.observe.tracing.tracer import OtelTracer
-from agentrl.spans import NO_SPAN, tracer, use_tracer
+from agentrl.observe.span_exporters import MlflowFileExporter, Sender, login_headers
+from agentrl.observe.tracing import (
+    TEXT_LIMIT,
+    Destination,
+    read_destination,
+    render,
+    render_messages,
+    tracing,
+)
+from agentrl.spans import NO_SPAN, Tracer, tracer, use_tracer
 
 
 @pytest.mark.parametrize(
@@ -173,8 +176,8 @@ async def test_failures_are_named_and_cancelled_spans_are_not_failures() -> None
 def test_a_collector_that_is_away_is_warned_of_once_and_delays_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.observe.tracing.open.FLUSH_SECONDS", 0.2)
-    monkeypatch.setattr("agentrl.observe.tracing.open.EXPORT_SECONDS", 0.1)
+    monkeypatch.setattr("agentrl.observe.tracing.FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("agentrl.observe.tracing.EXPORT_SECONDS", 0.1)
     with caplog.at_level(logging.WARNING), _opened("http://127.0.0.1:1"):
         for _ in range(600):
             _one_span()
@@ -207,7 +210,7 @@ class SlowExporter(SpanExporter):
 def test_a_full_queue_drops_spans_and_counts_them(caplog: pytest.LogCaptureFixture) -> None:
     exporter = SlowExporter()
     sender = Sender(exporter, "there", limit=300)
-    with use_tracer(OtelTracer(sender, {}, policy="p", content=False)), caplog.at_level(logging.INFO):
+    with use_tracer(Tracer(sender.tracer({}))), caplog.at_level(logging.INFO):
         for _ in range(1000):
             _one_span()
         exporter.go.set()
@@ -223,7 +226,7 @@ def test_a_fault_of_the_exporter_does_not_end_the_sender(caplog: pytest.LogCaptu
     exporter.fails = 1
     exporter.go.set()
     sender = Sender(exporter, "there", limit=3000)
-    with use_tracer(OtelTracer(sender, {}, policy="p", content=False)), caplog.at_level(logging.INFO):
+    with use_tracer(Tracer(sender.tracer({}))), caplog.at_level(logging.INFO):
         for _ in range(512):
             _one_span()
         sender.close(10)

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config.schema import RunConfig
 from agentrl.observe import trackers
-from agentrl.observe.tracker_registry import TRACKERS
+from agentrl.observe.tracker_libraries import TRACKERS
 from agentrl.observe.trackers import open_trackers, public_parameters
 
 

@@ -58,7 +58,7 @@ def test_few_shot_messages_are_set_apart_from_the_turns() -> None:
     answer = {"role": "assistant", "content": "4"}
     reset = replace(call(2, None), messages=(system, *examples, question, answer))
     turns = turns_of(RECORD, [first, call(1, 0), reset], [first, call(1, 0), reset])
-    given = [[message.place for message in turn.messages if message.is_given] for turn in turns]
+    given = [[message.index for message in turn.messages if message.is_given] for turn in turns]
     assert given == [[1, 2], [], [1, 2]]
     plain = replace(first, messages=(system, question))
     assert not any(message.is_given for message in turns_of(RECORD, [plain], [plain])[0].messages)

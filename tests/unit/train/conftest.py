@@ -18,7 +18,7 @@ from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfi
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.distributed.world import single_process
-from agentrl.observe.live import StepView
+from agentrl.observe.progress import StepView
 from agentrl.observe.trackers import open_trackers
 from agentrl.train import checkpoint, saving
 from agentrl.train.build import Recipe, build_trainer

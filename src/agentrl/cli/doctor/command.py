@@ -30,9 +30,8 @@ from agentrl.config.schema import (
     ToolConfig,
     flag,
 )
-from agentrl.observe.json_output import print_json
 from agentrl.observe.progress import progress
-from agentrl.observe.terminal import stdout_console, table
+from agentrl.observe.terminal import print_json, stdout_console, table
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

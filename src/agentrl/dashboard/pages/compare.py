@@ -162,10 +162,10 @@ async def _pair(request: Request) -> Response:
     both: list[WholeTrajectory] = []
     async with open_run(request) as store:
         for record_id in ids:
-            found = await store.views.whole_trajectory(record_id)
-            if found is None:
+            trajectory = await store.views.whole_trajectory(record_id)
+            if trajectory is None:
                 raise no_trajectory(store.run_name, record_id)
-            both.append(found)
+            both.append(trajectory)
     pairs = pair_turns(both[0].calls, both[1].calls)
     return render(
         request, "compare_trajectories.html", run=store.run_name, section="trajectories",
@@ -249,7 +249,7 @@ def _side(text: str | None, shared: int) -> Side | None:
 
 def _shared(one: str, other: str) -> int:
     """Return how many characters two texts begin with together."""
-    differing = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    differing = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differing, min(len(one), len(other)))
 
 

@@ -143,16 +143,16 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 def repeated_answers(rows: Sequence[ScoredTrajectory]) -> list[RepeatedAnswer]:
     """Return the answers that at least two tasks got, those of the most tasks first."""
-    found: dict[str, list[ScoredTrajectory]] = defaultdict(list)
+    by_answer: dict[str, list[ScoredTrajectory]] = defaultdict(list)
     for row in rows:
         if row.answer is not None and row.answer.strip():
-            found[" ".join(row.answer.lower().split())].append(row)
+            by_answer[" ".join(row.answer.lower().split())].append(row)
     repeated = [
         RepeatedAnswer(
             answer=answer, trajectories=given, tasks=len({row.task for row in given}),
             mean_score=fmean(row.score for row in given),
         )
-        for answer, given in found.items()
+        for answer, given in by_answer.items()
     ]  # fmt: skip
     several = [item for item in repeated if item.tasks > 1]
     return sorted(several, key=lambda item: (-item.tasks, -item.mean_score))[:SHOWN]
@@ -165,8 +165,9 @@ def disagreements(rows: Sequence[ScoredTrajectory]) -> list[Disagreement]:
     for row in rows:
         for pair in combinations(sorted(row.opinions), 2):
             pairs[pair].append(row)
-    found = [_disagreement(*pair, both, judges) for pair, both in pairs.items()]
-    return sorted(found, key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))[:SHOWN]
+    compared = [_disagreement(*pair, both, judges) for pair, both in pairs.items()]
+    compared.sort(key=lambda item: (not item.with_judge, -item.disagree, item.one, item.other))
+    return compared[:SHOWN]
 
 
 def _disagreement(one: str, other: str, rows: Sequence[ScoredTrajectory], judges: set[str]) -> Disagreement:
@@ -209,15 +210,6 @@ def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A trajectory in the drawing, in its units."""
-
-    row: ScoredTrajectory
-    x: float
-    y: float
-
-
 async def _rewards(request: Request) -> Response:
     async with open_run(request) as store:
         splits = await store.rewards.splits()
@@ -248,11 +240,11 @@ def _analyse(rows: Sequence[ScoredTrajectory]) -> dict[str, Any]:
         "spread": spread,
         "longest": longest,
         "points": [
-            _Point(
-                row=row,
-                x=round(60 + 740 * row.generated_tokens / longest, 1),
-                y=round(300 - 280 * (row.score - lowest) / spread, 1),
-            )
+            {
+                "row": row,
+                "x": round(60 + 740 * row.generated_tokens / longest, 1),
+                "y": round(300 - 280 * (row.score - lowest) / spread, 1),
+            }
             for row in rows[:_POINTS]
         ],
     }

@@ -44,7 +44,7 @@ async def _run(request: Request) -> Response:
     smoothing = choice(request.query_params, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
         run = await reader_of(request, store).read()
-    found = findings(run)
+    wrong = findings(run)
     word, color = state(run)
     charts = curves(store.run_name, run.steps, SMOOTHINGS[smoothing])
     evaluated = evaluation_chart(run.evaluations)
@@ -61,7 +61,7 @@ async def _run(request: Request) -> Response:
         at=run.at,
         word=word,
         color=color,
-        findings=found,
+        findings=wrong,
         tiles=_tiles(run),
         step_limit=_step_limit(run),
         figures=charts,
@@ -128,10 +128,10 @@ def _status_rows(counts: Mapping[str, Mapping[str, int]], statuses: Sequence[str
     return [
         {
             "split": split,
-            "counts": [found.get(status, 0) for status in statuses],
-            "total": sum(found.values()),
+            "counts": [by_status.get(status, 0) for status in statuses],
+            "total": sum(by_status.values()),
         }
-        for split, found in sorted(counts.items())
+        for split, by_status in sorted(counts.items())
     ]
 
 

@@ -68,13 +68,13 @@ def _outliers(rows: Sequence[TrajectoryRow], step: StepRow) -> list[dict[str, An
         ("Oldest policy", "versions behind", lambda row: _age(row, step), True),
         ("Most turns", "turns", lambda row: row.turns, True),
     ]
-    found = []
+    outliers = []
     for title, unit, value_of, highest in kinds:
         values = [(value, row) for row in rows if (value := value_of(row)) is not None]
         if len({value for value, _ in values}) > 1:
             ranked = sorted(values, key=lambda item: item[0], reverse=highest)[:_OUTLIERS]
-            found.append({"title": title, "unit": unit, "rows": ranked})
-    return found
+            outliers.append({"title": title, "unit": unit, "rows": ranked})
+    return outliers
 
 
 def _histograms(step: StepRow, rows: Sequence[TrajectoryRow]) -> list[Chart]:
@@ -110,8 +110,8 @@ def _counted(name: str, title: str, x_title: str, values: Sequence[float | int |
         low, high = different[0], different[-1]
         width = (high - low) / _BINS
         binned = Counter(min(int((value - low) / width), _BINS - 1) for value in known)
-        x = [float(f"{low + (place + 0.5) * width:.4g}") for place in range(_BINS)]
-        y = [binned[place] for place in range(_BINS)]
+        x = [float(f"{low + (index + 0.5) * width:.4g}") for index in range(_BINS)]
+        y = [binned[index] for index in range(_BINS)]
     return Chart(
         id=name, title=title, kind="histogram", x_title=x_title, y_title="trajectories",
         series=[Series(name="trajectories", x=x, y=y)],

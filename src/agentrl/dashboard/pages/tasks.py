@@ -112,8 +112,8 @@ def _difficulty(rows: Sequence[TaskRow]) -> Chart:
         series=[
             Series(
                 name="tasks",
-                x=[round((place + 0.5) / _BINS, 4) for place in range(low, high + 1)],
-                y=[counts[place] for place in range(low, high + 1)],
+                x=[round((index + 0.5) / _BINS, 4) for index in range(low, high + 1)],
+                y=[counts[index] for index in range(low, high + 1)],
             )
         ],
     )

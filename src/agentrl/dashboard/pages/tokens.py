@@ -22,7 +22,7 @@ from agentrl.dashboard.query import BadQueryError, NotFoundError, no_trajectory,
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
 from agentrl.errors import ModelError
-from agentrl.store.views.tokens import NO_VERSION, CallTokens, StepValues, TrajectoryTokens
+from agentrl.store.views.read import NO_VERSION, CallTokens, StepValues, TrajectoryTokens
 
 LEVELS: Final = 8
 """Steps of a colour scale, from 0."""
@@ -58,7 +58,7 @@ class Colour(StrEnum):
 class TokenView:
     """One generated token. ``level`` is None where the value is missing."""
 
-    place: int
+    index: int
     id: int
     text: str
     logprob: float | None
@@ -79,7 +79,7 @@ class TokenView:
     @property
     def detail(self) -> str:
         """Return all values in words, for a pointer, a keyboard and a screen reader."""
-        parts = [f"token {self.place}", f"id {self.id}"]
+        parts = [f"token {self.index}", f"id {self.id}"]
         if self.logprob is None:
             parts.append("no logprob")
         else:
@@ -105,12 +105,12 @@ def token_views(
     largest = float(np.nanmax(np.abs(tokens.advantages))) if _has_numbers(tokens.advantages) else 0.0
     versions = sorted(set(tokens.versions.tolist()))
     views = []
-    for place in range(start, end):
-        token_id = int(tokens.ids[place])
-        logprob, advantage = _number(tokens.logprobs[place]), _number(tokens.advantages[place])
-        log_ratio = None if values is None else _number(values.log_ratios[place])
-        entropy = None if values is None else _number(values.entropies[place])
-        version = int(tokens.versions[place])
+    for index in range(start, end):
+        token_id = int(tokens.ids[index])
+        logprob, advantage = _number(tokens.logprobs[index]), _number(tokens.advantages[index])
+        log_ratio = None if values is None else _number(values.log_ratios[index])
+        entropy = None if values is None else _number(values.entropies[index])
+        version = int(tokens.versions[index])
         level = (
             _level_of_step(colour, log_ratio, entropy)
             if colour.is_of_step
@@ -118,7 +118,7 @@ def token_views(
         )
         views.append(
             TokenView(
-                place=place,
+                index=index,
                 id=token_id,
                 text=f"[{token_id}]" if decode is None else decode(token_id),
                 logprob=logprob,
@@ -202,8 +202,8 @@ def legend_of(tokens: CallTokens, colour: Colour) -> list[tuple[str, str]]:
     if colour is Colour.VERSION:
         versions = sorted(set(tokens.versions.tolist()))
         return [
-            (f"v{place % LEVELS}", f"version {version}")
-            for place, version in enumerate(versions)
+            (f"v{index % LEVELS}", f"version {version}")
+            for index, version in enumerate(versions)
             if version != NO_VERSION
         ]
     if colour is Colour.TRAINED:
@@ -261,10 +261,10 @@ def _chosen(request: Request, trajectory: TrajectoryTokens) -> CallTokens | None
     """Return the tokens of the turn that the address names; of the first turn with tokens without one."""
     if "call" in request.query_params:
         index = whole(request.query_params, "call") or 0
-        found = next((each for each in trajectory.calls if each.call.index == index), None)
-        if found is None:
+        named = next((each for each in trajectory.calls if each.call.index == index), None)
+        if named is None:
             raise NotFoundError(f"trajectory {trajectory.record.id!r} has no turn {index + 1}")
-        return found
+        return named
     return next((each for each in trajectory.calls if len(each.ids)), None)
 
 
@@ -287,7 +287,7 @@ def _page(
 def _decode(trajectory: TrajectoryTokens, chosen: CallTokens) -> Callable[[int], str] | None:
     versions: Sequence[int] = [span.version for span in chosen.call.versions]
     folders = [trajectory.locations[version] for version in versions if version in trajectory.locations]
-    return next((found for folder in folders if (found := decoder(folder)) is not None), None)
+    return next((decode for folder in folders if (decode := decoder(folder)) is not None), None)
 
 
 routes = [Route("/runs/{run}/tokens/{record:path}", _tokens)]

@@ -74,23 +74,24 @@ async def _trajectory(request: Request) -> Response:
     record_id = request.path_params["record"]
     start = whole(request.query_params, "from") or 0
     async with open_run(request) as store:
-        found = await store.views.whole_trajectory(record_id)
-        if found is None:
+        trajectory = await store.views.whole_trajectory(record_id)
+        if trajectory is None:
             raise no_trajectory(store.run_name, record_id)
         labels_of, may_label, known, others = await asyncio.gather(
             store.labels.of_records([record_id]),
             store.labels.may_write(),
             store.labels.counts(),
-            _others(store, found.record),
+            _others(store, trajectory.record),
         )
-    record, calls = found.record, found.calls
+    record, calls = trajectory.record, trajectory.calls
     if start and start >= len(calls):
         raise NotFoundError(f"trajectory {record_id!r} has {len(calls)} turns; from is {start}")
     turns = turns_of(record, calls[start : start + _TURNS], calls)
     token, cookie = security.give_token(request) if may_label else (None, "")
     response = render(
         request, "trajectory.html", run=store.run_name, section="trajectories",
-        record=record, trained_at_steps=found.trained_at_steps, failures=found.failures, others=others,
+        record=record, trained_at_steps=trajectory.trained_at_steps, failures=trajectory.failures,
+        others=others,
         question=shown(record.query),
         answer=None if record.final_answer is None else shown(record.final_answer),
         expected=None if record.answer is None else shown(record.answer),
@@ -115,15 +116,15 @@ async def _text(request: Request) -> Response:
     record_id, part = request.path_params["record"], request.query_params.get("part", "")
     index = whole(request.query_params, "call") or 0
     async with open_run(request) as store:
-        found = await store.views.whole_trajectory(record_id)
-        if found is None:
+        trajectory = await store.views.whole_trajectory(record_id)
+        if trajectory is None:
             raise no_trajectory(store.run_name, record_id)
-    by_id = {call.id: call for call in found.calls}
+    by_id = {call.id: call for call in trajectory.calls}
     call = by_id.get(f"{record_id}/{index}")
     if part == "query":
-        text: str | None = found.record.query
+        text: str | None = trajectory.record.query
     elif part == "answer":
-        text = found.record.final_answer
+        text = trajectory.record.final_answer
     else:
         parent = by_id.get(call.parent) if call is not None and call.parent else None
         text = None if call is None else part_text(call, parent, part)
@@ -194,18 +195,18 @@ class Verdict:
 
 def verdicts_of(record: Record) -> list[Verdict]:
     """Return the score that counts with its parts, then later and earlier ones."""
-    found = []
+    verdicts = []
     if record.score is not None or record.score_details:
-        found += list(_verdicts(record.score, record.score_details, None))
+        verdicts += list(_verdicts(record.score, record.score_details, None))
     if record.rescored is not None:
         details = record.rescored.get("details") or {}
-        found += list(_verdicts(record.rescored.get("score"), details, "later, not applied"))
+        verdicts += list(_verdicts(record.rescored.get("score"), details, "later, not applied"))
     for earlier in reversed(record.score_history):
-        found += list(_verdicts(earlier.get("score"), earlier.get("details") or {}, "replaced"))
+        verdicts += list(_verdicts(earlier.get("score"), earlier.get("details") or {}, "replaced"))
     if record.reported_reward is not None:
         reported = record.reported_reward
-        found += list(_verdicts(reported.score, reported.details, "reported by the agent"))
-    return found
+        verdicts += list(_verdicts(reported.score, reported.details, "reported by the agent"))
+    return verdicts
 
 
 def _verdicts(score: Any, details: Mapping[str, Any], when: str | None) -> Iterator[Verdict]:

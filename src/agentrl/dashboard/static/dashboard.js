@@ -17,52 +17,117 @@ function switchTheme() {
   drawCharts(document);
 }
 
-/* Charts: plotly.js draws the figure that the script element next to a plot holds. */
+/* Charts: uPlot draws the figure that the script element next to a plot holds. A drag zooms, a double click resets. */
 
 const COLORS = {
   light: ["#1a55b0", "#b3541e", "#1a7a4a", "#8a3ea8", "#9a7400", "#b0264f", "#3f6b7a", "#5b5f66"],
   dark: ["#86b6ff", "#f2a36b", "#6fd08c", "#d19ae8", "#e5c45c", "#ff92ac", "#8fc4d6", "#b5bac4"],
 };
+const WHOLE = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+const MAX_MARKED = 60; // points up to which each is marked
 
-function layoutOf(figure) {
-  const style = getComputedStyle(document.body);
-  const dark = isDark();
-  const line = dark ? "#363c47" : "#d5dae1";
-  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
-  return {
-    ...figure.layout,
-    xaxis: { ...axis, ...figure.layout.xaxis },
-    yaxis: { ...axis, ...figure.layout.yaxis },
-    colorway: COLORS[dark ? "dark" : "light"],
-    font: { color: style.color, family: style.fontFamily, size: 12 },
-    paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 50, r: 12, t: figure.layout.showlegend ? 30 : 10, b: 40 },
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal" },
-    hovermode: figure.data.some((trace) => trace.mode === "markers") ? "closest" : "x unified",
-    hoverlabel: { bgcolor: dark ? "#262b34" : "#ffffff", font: { color: style.color } },
-  };
+function shownNumber(value) {
+  if (value == null) return "–";
+  const size = Math.abs(value);
+  return size >= 1e6 || (size && size < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-async function drawChart(plot) {
+// Adds the shown series up from the last to the first, so that each covers the lower part of the one before it.
+function stacked(columns, isShown) {
+  const sums = new Array(columns[0].length).fill(0);
+  const tops = columns.slice(1).map(() => null);
+  for (let index = tops.length - 1; index >= 0; index -= 1) {
+    tops[index] = columns[index + 1].map((value, row) => (isShown(index + 1) ? (sums[row] += value ?? 0) : null));
+  }
+  return [columns[0], ...tops];
+}
+
+function chartOf(plot, figure) {
+  const columns = uPlot.join(figure.data);
+  const style = getComputedStyle(document.body);
+  const colors = COLORS[isDark() ? "dark" : "light"];
+  const isBars = figure.kind !== "line";
+  const isStack = figure.kind === "stack";
+  const xs = columns[0];
+  const gaps = xs.slice(1).map((x, index) => x - xs[index]).filter((gap) => gap > 0);
+  const half = isBars ? (gaps.length ? Math.min(...gaps) : 1) / 2 : 0;
+  const line = isDark() ? "#363c47" : "#d5dae1";
+  const axis = {
+    stroke: style.color, font: `12px ${style.fontFamily}`, labelFont: `12px ${style.fontFamily}`, labelGap: 0,
+    grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1, size: 4 },
+  };
+  const scaleY = { distr: figure.log_y ? 3 : 1 };
+  if (figure.y_range) scaleY.range = figure.y_range;
+  else if (isBars) scaleY.range = (chart, low, high) => [Math.min(0, low), Math.max(0, high * 1.05) || 1];
+  const options = {
+    width: plot.clientWidth,
+    height: plot.clientHeight,
+    scales: { x: { time: false, range: isBars ? (chart, low, high) => [low - half, high + half] : undefined }, y: scaleY },
+    axes: [
+      { ...axis, label: figure.x_title, labelSize: 18, size: 28, ...(xs.every(Number.isInteger) ? { incrs: WHOLE } : {}) },
+      {
+        ...axis, size: (chart, values) => 16 + 7 * Math.max(0, ...(values ?? []).map((value) => (value ?? "").length)),
+        ...(figure.y_title ? { label: figure.y_title, labelSize: 18 } : {}),
+        values: (chart, splits) => splits.map((value) => (value == null ? null : shownNumber(value))),
+      },
+    ],
+    series: [
+      { label: figure.x_title, value: (chart, value) => shownNumber(value) },
+      ...figure.series.map((series, index) => ({
+        label: series.name,
+        stroke: colors[index % colors.length],
+        fill: isBars ? colors[index % colors.length] : undefined,
+        width: isBars ? 0 : 2,
+        dash: series.dash,
+        points: { show: !isBars && xs.length <= MAX_MARKED, size: 5, fill: colors[index % colors.length] },
+        paths: isBars ? uPlot.paths.bars({ size: [figure.kind === "bar" ? 0.8 : 0.98, Infinity] }) : undefined,
+        value: (chart, value, at, row) => shownNumber(row == null ? null : columns[at][row]),
+      })),
+    ],
+    cursor: { drag: { x: true, y: !figure.y_range, uni: 30 }, points: { show: !isBars } },
+    hooks: {
+      ready: [(chart) => {
+        let opening; // waits for a second click, which resets the zoom
+        chart.over.addEventListener("click", () => {
+          const row = chart.cursor.idx;
+          if (row == null || !figure.link_of_x?.startsWith("/")) return;
+          clearTimeout(opening);
+          opening = setTimeout(() => location.assign(`${figure.link_of_x}${xs[row]}`), 300);
+        });
+        chart.over.addEventListener("dblclick", () => clearTimeout(opening));
+      }],
+      setSeries: [(chart, at, changed) => {
+        if (isStack && changed.show != null) chart.setData(stacked(columns, (each) => chart.series[each].show));
+      }],
+    },
+  };
+  const chart = new uPlot(options, isStack ? stacked(columns, () => true) : columns, plot);
+  const legend = chart.root.querySelector(".u-legend");
+  const fit = () => chart.setSize({ width: plot.clientWidth, height: plot.clientHeight - legend.offsetHeight });
+  fit();
+  plot.sizes?.disconnect();
+  plot.sizes = new ResizeObserver(fit);
+  plot.sizes.observe(plot);
+  return chart;
+}
+
+function drawChart(plot) {
   const source = document.querySelector(`script[data-chart="${CSS.escape(plot.dataset.liveChart)}"]`);
-  if (!source || !globalThis.Plotly) return;
+  if (!source || !globalThis.uPlot) return;
   const theme = isDark() ? "dark" : "light";
   if (plot.drawn === source.textContent && plot.theme === theme) return;
+  const figure = JSON.parse(source.textContent);
+  const before = plot.chart;
   plot.drawn = source.textContent;
   plot.theme = theme;
-  const figure = JSON.parse(source.textContent);
-  const config = { responsive: true, displayModeBar: false };
-  const first = !plot.classList.contains("js-plotly-plot");
-  if (first) plot.textContent = ""; // the text that stands here while the chart loads
-  await globalThis.Plotly.react(plot, figure.data, layoutOf(figure), config);
-  if (first) {
-    plot.on("plotly_click", (event) => {
-      const point = event.points[0];
-      const linkOfX = plot.layout.meta?.linkOfX;
-      if (point && linkOfX?.startsWith("/")) location.assign(`${linkOfX}${point.x}`);
+  plot.replaceChildren(); // the text that stands here while the chart loads, or the chart with older values
+  plot.chart = chartOf(plot, figure);
+  if (before?.series.length === plot.chart.series.length) {
+    before.series.forEach((series, at) => { // what the legend hides stays hidden
+      if (!series.show) plot.chart.setSeries(at, { show: false });
     });
   }
+  before?.destroy();
 }
 
 const seen = new IntersectionObserver((entries) => {
@@ -126,7 +191,7 @@ function replaceLive(page) {
   drawCharts(document);
 }
 
-// Changes `old` into `fresh` node by node: what is equal stays, with its focus, scroll place and open details.
+// Changes `old` into `fresh` node by node: what is equal stays, with its focus, scroll position and open details.
 function merge(old, fresh) {
   if (old.isEqualNode(fresh) || old.hasAttribute("data-live-chart")) return;
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName || old.id !== fresh.id) {
@@ -140,8 +205,8 @@ function merge(old, fresh) {
   mergeAttributes(old, fresh);
   const before = [...old.childNodes];
   const after = [...fresh.childNodes];
-  after.forEach((node, place) => {
-    if (place < before.length) merge(before[place], node);
+  after.forEach((node, index) => {
+    if (index < before.length) merge(before[index], node);
     else old.append(document.importNode(node, true));
   });
   before.slice(after.length).forEach((node) => node.remove());
@@ -240,8 +305,8 @@ function select(row) {
 function move(by) {
   const rows = [...document.querySelectorAll("[data-row]")].filter((row) => row.offsetParent !== null);
   if (!rows.length) return;
-  const place = rows.indexOf(current);
-  select(rows[place < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(rows.length - 1, Math.max(0, place + by))]);
+  const index = rows.indexOf(current);
+  select(rows[index < 0 ? (by > 0 ? 0 : rows.length - 1) : Math.min(rows.length - 1, Math.max(0, index + by))]);
 }
 
 function help() {

@@ -9,19 +9,19 @@ function show(token) {
 
 if (box && detail) {
   const tokens = [...box.querySelectorAll("[data-detail]")];
-  tokens.forEach((token, place) => {
-    token.tabIndex = place ? -1 : 0;
+  tokens.forEach((token, index) => {
+    token.tabIndex = index ? -1 : 0;
     token.removeAttribute("title");
   });
   box.addEventListener("pointerover", (event) => show(event.target.closest("[data-detail]")));
   box.addEventListener("focusin", (event) => show(event.target.closest("[data-detail]")));
   box.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
-    const place = tokens.indexOf(event.target.closest("[data-detail]"));
-    if (by === undefined || place < 0) return;
+    const index = tokens.indexOf(event.target.closest("[data-detail]"));
+    if (by === undefined || index < 0) return;
     event.preventDefault();
-    const next = tokens[Math.min(tokens.length - 1, Math.max(0, place + by))];
-    tokens[place].tabIndex = -1;
+    const next = tokens[Math.min(tokens.length - 1, Math.max(0, index + by))];
+    tokens[index].tabIndex = -1;
     next.tabIndex = 0;
     next.focus();
   });

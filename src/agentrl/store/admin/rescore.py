@@ -87,9 +87,9 @@ class Rescoring(Repository):
         if document is None:
             raise StoreError(f"there is no Task {task_id}")
         query = _query(None, [task_id], records, statuses)
-        found = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
-        calls = await read_model_calls(self._connection, [record.id for record in found])
-        return StoredGroup(task=Task.from_document(document), records=tuple(found), calls=calls)
+        chosen = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
+        calls = await read_model_calls(self._connection, [record.id for record in chosen])
+        return StoredGroup(task=Task.from_document(document), records=tuple(chosen), calls=calls)
 
     @database_call
     async def apply(

@@ -36,19 +36,6 @@ _BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
 """Collections whose documents go with their ``record``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What may be deleted. ``last_step``: no data of a later step, which a resume may train again.
-
-    ``before``: trajectories begun earlier than this. ``before_step``: trained by earlier steps only, or
-    (never trained) begun before that step was planned.
-    """
-
-    last_step: int
-    before: datetime | None = None
-    before_step: int | None = None
-
-
 @dataclass(slots=True, kw_only=True)
 class Pruned:
     """Counts of what was deleted. ``bytes`` is the size of documents and files; the server reuses it."""
@@ -72,81 +59,60 @@ class Retention(Repository):
     """Deletes what a run no longer needs."""
 
     @database_call
-    async def limits(
-        self, *, last_step: int, older_than_days: float | None = None, before_step: int | None = None
-    ) -> Limits:
-        """Return the limits by the server's clock. Raises StoreError if ``before_step`` is not committed."""
-        before = None
-        if older_than_days is not None:
-            before = await self._connection.server_time() - timedelta(days=older_than_days)
-        if before_step is not None and await self._planned_at(before_step) is None:
-            raise StoreError(
-                f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
-            )
-        return Limits(last_step=last_step, before=before, before_step=before_step)
-
-    @database_call
-    async def prune(self, limits: Limits, *, dry_run: bool = False) -> Pruned:
-        """Delete calls and data of finished trajectories within ``limits``, one transaction per batch.
+    async def prune(
+        self, *, last_step: int, older_than_days: float | None = None, before_step: int | None = None,
+        dry_run: bool = False,
+    ) -> Pruned:  # fmt: skip
+        """Delete calls and data of finished trajectories, one transaction per batch.
 
         A trajectory is finished if it is trained, stale, quarantined, failed, released or abandoned. Data
-        that wait to be trained or are planned stay. Records, Tasks and TrainSteps get ``pruned_at``.
+        that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
+        may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
+        ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
+        after that step was planned. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if
+        ``before_step`` is not committed.
         """
+        begun: Json = {}
+        if older_than_days is not None:
+            begun["$lt"] = await self._connection.server_time() - timedelta(days=older_than_days)
+        trained = {
+            "status": {"$in": _USED}, "trained_count": {"$gt": 0}, **_created(begun),
+            "trained_at_steps": {"$not": {"$gt": min(last_step, (before_step or last_step + 1) - 1)}},
+        }  # fmt: skip
+        if before_step is not None:
+            planned = await self._planned_at(before_step)
+            if planned is None:
+                raise StoreError(
+                    f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
+                )
+            begun = {"$lt": min(planned, begun.get("$lt", planned))}
+        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun)}
+        used: Json = {"$or": [untrained, trained]}
+        dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun)}
         total = Pruned()
-        async for batch in self._candidates(limits):
-            total.add(await self._prune(batch, limits, dry_run))
+        for collection, query in ((DATA, used), (RECORD, dead)):
+            async for batch in self._batches(collection, query):
+                total.add(await self._prune(batch, used, dead, dry_run))
         return total
 
-    async def _candidates(self, limits: Limits) -> AsyncIterator[list[str]]:
-        """Yield the ``_id`` of Records that may be pruned, in batches."""
-        for collection, query in (
-            (DATA, await self._used(limits)),
-            (RECORD, await self._dead(limits)),
-        ):
-            last = ""
-            while True:
-                page = self._collection(collection).find(
-                    {**query, "_id": {"$gt": last}}, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_BATCH
-                )
-                ids = [document["_id"] async for document in page]
-                if ids:
-                    yield ids
-                if len(ids) < _BATCH:
-                    break
+    async def _batches(self, collection: str, query: Json) -> AsyncIterator[list[str]]:
+        """Yield the ``_id`` of the documents that a query finds."""
+        last, ids = "", [""]
+        while ids:
+            page = self._collection(collection).find(
+                {**query, "_id": {"$gt": last}}, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_BATCH
+            )
+            ids = [document["_id"] async for document in page]
+            if ids:
+                yield ids
                 last = ids[-1]
-
-    async def _used(self, limits: Limits) -> Json:
-        """Return the query for training data that no step will use again."""
-        newest = limits.last_step
-        if limits.before_step is not None:
-            newest = min(newest, limits.before_step - 1)
-        begun = await self._begun(limits)
-        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_before("created_at", begun)}
-        trained = {
-            "status": {"$in": _USED}, "trained_count": {"$gt": 0},
-            "trained_at_steps": {"$not": {"$gt": newest}}, **_before("created_at", limits.before),
-        }  # fmt: skip
-        return {"$or": [untrained, trained]}
-
-    async def _dead(self, limits: Limits) -> Json:
-        """Return the query for Records of attempts that have trained nothing and never will."""
-        begun = await self._begun(limits)
-        return {"status": {"$in": _DEAD}, "pruned_at": None, **_before("created_at", begun)}
-
-    async def _begun(self, limits: Limits) -> datetime | None:
-        """Return the time before which an untrained trajectory must have begun."""
-        planned = None if limits.before_step is None else await self._planned_at(limits.before_step)
-        moments = [moment for moment in (limits.before, planned) if moment is not None]
-        return min(moments, default=None)
 
     async def _planned_at(self, step: int) -> datetime | None:
         query = {"step": step, "status": {"$in": values(APPLIED_STEPS)}}
         document = await self._collection(STEP).find_one(query, {"planned_at": 1})
         return None if document is None else document["planned_at"]
 
-    async def _prune(self, candidates: Sequence[str], limits: Limits, dry_run: bool) -> Pruned:
-        used, dead = await self._used(limits), await self._dead(limits)
-
+    async def _prune(self, candidates: Sequence[str], used: Json, dead: Json, dry_run: bool) -> Pruned:
         async def write(session: AsyncClientSession) -> Pruned:
             ids = {"_id": {"$in": list(candidates)}}
             chosen = await self._ids(DATA, {**ids, **used}, session)
@@ -199,12 +165,12 @@ class Retention(Repository):
         return 0, 0
 
     async def _ids(self, collection: str, query: Json, session: AsyncClientSession) -> list[str]:
-        found = self._collection(collection).find(query, {"_id": 1}, session=session)
-        return [document["_id"] async for document in found]
+        cursor = self._collection(collection).find(query, {"_id": 1}, session=session)
+        return [document["_id"] async for document in cursor]
 
 
-def _before(field: str, moment: datetime | None) -> Json:
-    return {} if moment is None else {field: {"$lt": moment}}
+def _created(bound: Json) -> Json:
+    return {"created_at": bound} if bound else {}
 
 
 _GRACE = timedelta(hours=1)
@@ -234,10 +200,10 @@ class ImageRetention(Repository):
 
         async def write(session: AsyncClientSession) -> bool:
             query = {"_id": image, "used_at": {"$lt": before}}
-            found = await self._collection(IMAGE).delete_one(query, session=session)
-            if found.deleted_count:
+            deleted = await self._collection(IMAGE).delete_one(query, session=session)
+            if deleted.deleted_count:
                 await Blobs(self._connection, IMAGE).delete([image], session)
-            return bool(found.deleted_count)
+            return bool(deleted.deleted_count)
 
         return await self._connection.transaction(write)
 
@@ -264,15 +230,15 @@ def read_checkpoints(output: Path) -> list[Checkpoint]:
 
     Raises ConfigError if one is unreadable.
     """
-    found = []
+    checkpoints = []
     for path in output.glob("checkpoint-*/state.json"):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             step, train_steps = int(state["step"]), tuple(state["train_steps"])
-            found.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
+            checkpoints.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}",
                 hint="repair or delete that checkpoint, or leave --output_dir out",
             ) from error
-    return sorted(found, key=attrgetter("attempt", "step"))
+    return sorted(checkpoints, key=attrgetter("attempt", "step"))

@@ -244,10 +244,10 @@ class Rename(Repository):
         flags = await self._old[SETTINGS].find_one({"_id": flags_key("train")}) or {}
         values = flags.get("values", {})
         output = Path(values.get("output_dir") or f"output/{self._names[0]}")
-        places = [output]
+        folders = [output]
         if values.get("fallback_output_dir"):
-            places.append(Path(values["fallback_output_dir"]) / self._names[0])
-        moves = [(place, _renamed(place, *self._names)) for place in places]
+            folders.append(Path(values["fallback_output_dir"]) / self._names[0])
+        moves = [(folder, _renamed(folder, *self._names)) for folder in folders]
         if begun:
             return moves
         published = await self._old[VERSION].find_one({"train_step": {"$ne": None}, "pruned_at": None})

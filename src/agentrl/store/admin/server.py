@@ -196,13 +196,13 @@ class Users(Repository):
     @database_call
     async def existing(self) -> dict[str, list[str]]:
         """Return the users of the run's database and of ``admin`` with their roles, as ``role@database``."""
-        found = {}
+        roles_of = {}
         for name in ("admin", self._connection.database.name):
             reply = await self._connection.client[name].command("usersInfo", 1)
             for user in reply["users"]:
                 roles = sorted(f"{role['role']}@{role['db']}" for role in user["roles"])
-                found[f"{user['user']}@{name}"] = roles
-        return found
+                roles_of[f"{user['user']}@{name}"] = roles
+        return roles_of
 
     async def _create(self, role: str, where: str, all_runs: bool) -> CreatedUser:
         database = self._connection.client[where]

@@ -109,8 +109,8 @@ class Transfer(Repository):
         for item in manifest.collections:
             if item.collection == IMPORTS and not allow_modules:
                 continue
-            found = await self._import(folder / item.file, item.collection)
-            schema = found if item.collection == RUN else schema
+            imported = await self._import(folder / item.file, item.collection)
+            schema = imported if item.collection == RUN else schema
         version = None if schema is None else schema.get("version")
         if schema is None or version != manifest.schema:
             raise StoreError(

@@ -90,10 +90,10 @@ def choose_mongod(given: str | Path | None = None, *, data_version: Version | No
     usable: list[Mongod] = []
     skipped: list[str] = [] if named else _failed_downloads()
     for path, source in candidates:
-        found = inspect_mongod(path, source)
-        reason = found if isinstance(found, str) else unfit_for(found.version, data_version)
-        if isinstance(found, Mongod) and reason is None:
-            usable.append(found)
+        inspected = inspect_mongod(path, source)
+        reason = inspected if isinstance(inspected, str) else unfit_for(inspected.version, data_version)
+        if isinstance(inspected, Mongod) and reason is None:
+            usable.append(inspected)
         else:
             skipped.append(f"{path} (from {source}): {reason}")
     if not usable:
@@ -183,10 +183,10 @@ def _candidates() -> Iterator[tuple[Path, str]]:
     """Yield the mongod on the PATH and those of installed packages, with their sources, each file once."""
     seen: set[Path] = set()
     on_path = shutil.which("mongod")
-    found = [(Path(on_path), "the PATH")] if on_path else []
+    candidates = [(Path(on_path), "the PATH")] if on_path else []
     for package in PACKAGES:
-        found += [(file, f"the package {package}") for file in _files(package) if file.name == "mongod"]
-    for path, source in found:
+        candidates += [(file, f"the package {package}") for file in _files(package) if file.name == "mongod"]
+    for path, source in candidates:
         if path.exists() and path.resolve() not in seen:
             seen.add(path.resolve())
             yield path, source

@@ -18,9 +18,9 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.errors import StoreError
 from agentrl.processes import start_ticks
-from agentrl.store.embedded.credentials import Credentials, uri
 from agentrl.store.embedded.daemon import (
     REPLICA_SET,
+    Credentials,
     PortTakenError,
     free_port,
     is_daemon,
@@ -28,6 +28,7 @@ from agentrl.store.embedded.daemon import (
     running_binary,
     start_daemon,
     stop_daemon,
+    uri,
 )  # fmt: skip
 from agentrl.store.embedded.mongod import (
     OLDEST_RELEASE,

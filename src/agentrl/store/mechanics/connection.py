@@ -289,11 +289,12 @@ S = TypeVar("S", bound=Repository)
 def database_call(
     method: Callable[Concatenate[S, P], Awaitable[R]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
-    """Decorate a public method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
+    """Decorate a method: convert driver errors to StoreErrors and retry as ``retry_outages`` allows.
 
     The method's name begins the message: ``PolicyVersions.by_ids`` becomes "policy versions: by ids".
     """
-    doing = _BEFORE_CAPITAL.sub(" ", method.__qualname__).lower().replace("_", " ").replace(".", ": ")
+    owner, name = method.__qualname__.rsplit(".", 1)
+    doing = f"{_BEFORE_CAPITAL.sub(' ', owner).lower()}: {name.strip('_').replace('_', ' ')}"
 
     @functools.wraps(method)
     async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -81,12 +81,12 @@ class Counts(Repository):
         """Return split → status as people read it (``SHOWN_STATUSES``) → Records."""
         counts = _by_split(await self._count(RECORD, "split", "status"))
         ready = RecordStatus.READY.value
-        for split, found in counts.items():
+        for split, by_status in counts.items():
             query = {"split": split, "status": ready, "trained_count": {"$gt": 0}}
-            trained = await self._collection(RECORD).count_documents(query) if ready in found else 0
+            trained = await self._collection(RECORD).count_documents(query) if ready in by_status else 0
             if trained:
-                found[TRAINED] = trained
-                found[ready] = max(0, found[ready] - trained)
+                by_status[TRAINED] = trained
+                by_status[ready] = max(0, by_status[ready] - trained)
         return counts
 
     @database_call
@@ -135,7 +135,7 @@ class Counts(Repository):
     async def rates(self, at: datetime) -> Rates:
         """Return the rates at the server's time ``at``, over less time if 10,000 trajectories are newer."""
         is_failed = {"$eq": ["$status", RecordStatus.FAILED.value]}
-        found = await self._aggregate(
+        groups = await self._aggregate(
             RECORD,
             {"$match": {"created_at": {"$gte": at - timedelta(seconds=RATE_SECONDS)}}},
             {"$sort": {"created_at": -1}},
@@ -154,9 +154,9 @@ class Counts(Repository):
             },
             {"$unset": "_id"},
         )
-        if not found:
+        if not groups:
             return Rates(seconds=RATE_SECONDS)
-        (group,) = found
+        (group,) = groups
         oldest = group.pop("oldest")
         is_cut = group["trajectories"] == _RATE_RECORDS
         seconds = max(1.0, (at - oldest).total_seconds()) if is_cut else RATE_SECONDS

@@ -103,8 +103,8 @@ class Runs(Repository):
             async with limit:
                 return await self._summary(name, at, alive_seconds)
 
-        found = await asyncio.gather(*(one(name) for name in names))
-        runs = [summary for summary in found if summary is not None]
+        summaries = await asyncio.gather(*(one(name) for name in names))
+        runs = [summary for summary in summaries if summary is not None]
         oldest = datetime.min.replace(tzinfo=UTC)
         return sorted(runs, key=lambda run: (run.active_at or oldest, run.name), reverse=True)
 
@@ -137,8 +137,8 @@ class Runs(Repository):
             )
             or {}
         )
-        found = await database[LEASE].find_one({"_id": TRAINER})
-        lease = TrainerLease() if found is None else TrainerLease.from_document(found)
+        document = await database[LEASE].find_one({"_id": TRAINER})
+        lease = TrainerLease() if document is None else TrainerLease.from_document(document)
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(_alive(at, alive_seconds))
         remarks = await database[RUN].find_one({"_id": REMARKS}) or {"_id": REMARKS}
@@ -171,14 +171,14 @@ class Runs(Repository):
         """Return who works on a run of any schema version: its trainer, samplers and live engines."""
         at = await self._connection.server_time()
         database = self._connection.client[name]
-        found = []
+        holders = []
         for collection in (LEASE, RUN):
             lease = TrainerLease.from_document(await database[collection].find_one({"_id": TRAINER}) or {})
             if lease.is_held(at):
-                found.append(f"trainer {lease.owner} on {lease.host}")
-        found += [f"sampler {owner}" for owner in await self._samplers(name, at)]
+                holders.append(f"trainer {lease.owner} on {lease.host}")
+        holders += [f"sampler {owner}" for owner in await self._samplers(name, at)]
         engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
-        return found + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
+        return holders + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
 
     async def _samplers(self, name: str, at: datetime) -> list[str]:
         claimed = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": at}}

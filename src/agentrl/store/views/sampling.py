@@ -98,16 +98,16 @@ _EXECUTIONS_BEFORE: Json = {
 
 _SAID: Json = {
     "$let": {
-        "vars": {"place": {"turn": "$$call.index", "context": _CONTEXT}},
+        "vars": {"position": {"turn": "$$call.index", "context": _CONTEXT}},
         "in": {
             "$concatArrays": [
                 {
                     "$map": {
                         "input": _whole("$$call.messages", _EXECUTIONS_BEFORE), "as": "read",
-                        "in": {"$mergeObjects": ["$$place", "$$read"]},
+                        "in": {"$mergeObjects": ["$$position", "$$read"]},
                     }
                 },
-                [{"$mergeObjects": ["$$place", {"role": "assistant"}, "$$call.response"]}],
+                [{"$mergeObjects": ["$$position", {"role": "assistant"}, "$$call.response"]}],
             ]
         },
     }
@@ -193,11 +193,11 @@ TOOL_CALLS: list[Json] = [
     NEWEST_FIRST,
     join(MODEL_CALL, "_id", "record", "calls", {"$project": as_is("index", "tool_executions")}),
     {"$unwind": "$calls"},
-    {"$unwind": {"path": "$calls.tool_executions", "includeArrayIndex": "place"}},
+    {"$unwind": {"path": "$calls.tool_executions", "includeArrayIndex": "execution"}},
     {"$set": {"trajectory": "$_id"}},
     {
         "$set": {
-            "_id": {"$concat": ["$_id", "/", {"$toString": "$calls.index"}, ":", {"$toString": "$place"}]}
+            "_id": {"$concat": ["$_id", "/", {"$toString": "$calls.index"}, ":", {"$toString": "$execution"}]}
         }
     },
     {"$project": {**as_is("trajectory", "task", "split", "status", "score", "created_at"), **_TOOL_CALL}},
@@ -208,7 +208,7 @@ _ALL_OF_TOOL = {"window": {"documents": ["unbounded", "unbounded"]}}
 
 def _quantile(share: float) -> Json:
     """Return the accumulator of the ``share`` quantile of ``seconds`` over a tool's calls."""
-    reached = {"$gte": ["$place", {"$multiply": ["$calls", share]}]}
+    reached = {"$gte": ["$rank", {"$multiply": ["$calls", share]}]}
     return {"$min": {"$cond": [reached, "$seconds", None]}}
 
 
@@ -229,7 +229,7 @@ TOOLS: list[Json] = [
             "partitionBy": {"tool": "$tool", "server": "$server"},
             "sortBy": {"seconds": 1},
             "output": {
-                "place": {"$documentNumber": {}},
+                "rank": {"$documentNumber": {}},
                 "calls": {"$count": {}, **_ALL_OF_TOOL},
             },
         }

@@ -150,8 +150,10 @@ class Versions(Repository):
     async def newest_sampled(self, split: str) -> int | None:
         """Return the newest version that a trajectory of ``split`` began under; None without one."""
         query = {"split": split, "min_version": {"$gte": 0}}
-        found = await self._collection(RECORD).find_one(query, {"min_version": 1}, sort=[("min_version", -1)])
-        return None if found is None else int(found["min_version"])
+        newest = await self._collection(RECORD).find_one(
+            query, {"min_version": 1}, sort=[("min_version", -1)]
+        )
+        return None if newest is None else int(newest["min_version"])
 
     @database_call
     async def summary(self, version: int, split: str) -> VersionSummary | None:
@@ -183,8 +185,8 @@ class Versions(Repository):
                 {"$unset": "_id"},
             ]
         )
-        found: list[dict[str, Any]] = await cursor.to_list()
-        counts = found[0] if found else {}
+        groups: list[dict[str, Any]] = await cursor.to_list()
+        counts = groups[0] if groups else {}
         return VersionSummary(
             version=version, step=document["step"], published_at=document["published_at"], **counts
         )
@@ -203,12 +205,12 @@ class Versions(Repository):
                 },
             ]
         )
-        found: dict[str, dict[int, list[float]]] = {}
+        by_task: dict[str, dict[int, list[float]]] = {}
         async for row in cursor:
             task_id = row["_id"]["task"].split("/", 2)[2]
-            found.setdefault(task_id, {}).setdefault(row["_id"]["version"], []).append(row["score"])
+            by_task.setdefault(task_id, {}).setdefault(row["_id"]["version"], []).append(row["score"])
         return {
             task: {version: sum(scores) / len(scores) for version, scores in by_version.items()}
-            for task, by_version in found.items()
+            for task, by_version in by_task.items()
             if len(by_version) == len(set(versions))
         }

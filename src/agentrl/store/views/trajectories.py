@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pymongo
 from pymongo.errors import PyMongoError
@@ -34,7 +34,11 @@ READ_SECONDS: Final = 10.0
 SEARCH_SECONDS: Final = 2.0
 """How long one page searches model calls for a text or a tool; its last row tells where to go on."""
 _FIRST_WINDOW, _LARGEST_WINDOW = 256, 2048
-_EXCERPT = 400
+_TEXTS = (
+    "messages.content", "messages.content.text", "response.content", "response.reasoning_content",
+    "tool_executions.result",
+)  # fmt: skip
+_EXCERPTS = {name: excerpt(name, 400, f"${name}") for name in ("query", "answer", "final_answer")}
 _COUNTED = 10_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -131,38 +135,25 @@ class TrajectoryFilter:
                 query[name] = bounds.query
         return query
 
-    @property
-    def is_empty(self) -> bool:
-        """Return whether it selects every trajectory."""
-        return self == TrajectoryFilter()
-
 
 class TrajectoryOrder(StrEnum):
     """The order of a page. Orders by score leave out trajectories without one."""
 
-    NEWEST = "newest"
-    OLDEST = "oldest"
-    HIGHEST_SCORE = "highest_score"
-    LOWEST_SCORE = "lowest_score"
-    LONGEST = "longest"
-    SHORTEST = "shortest"
-    MOST_TURNS = "most_turns"
+    key: tuple[str, int]
+    """The sorted field of the Record, and 1 or -1."""
 
-    @property
-    def key(self) -> tuple[str, int]:
-        """Return the sorted field of the Record, and 1 or -1."""
-        return _KEYS[self]
+    NEWEST = "newest", "created_at", -1
+    OLDEST = "oldest", "created_at", 1
+    HIGHEST_SCORE = "highest_score", "score", -1
+    LOWEST_SCORE = "lowest_score", "score", 1
+    LONGEST = "longest", "generated_tokens", -1
+    SHORTEST = "shortest", "generated_tokens", 1
+    MOST_TURNS = "most_turns", "turns", -1
 
-
-_KEYS: dict[TrajectoryOrder, tuple[str, int]] = {
-    TrajectoryOrder.NEWEST: ("created_at", -1),
-    TrajectoryOrder.OLDEST: ("created_at", 1),
-    TrajectoryOrder.HIGHEST_SCORE: ("score", -1),
-    TrajectoryOrder.LOWEST_SCORE: ("score", 1),
-    TrajectoryOrder.LONGEST: ("generated_tokens", -1),
-    TrajectoryOrder.SHORTEST: ("generated_tokens", 1),
-    TrajectoryOrder.MOST_TURNS: ("turns", -1),
-}
+    def __new__(cls, value: str, field: str = "", direction: int = 1) -> Self:
+        order = str.__new__(cls, value)
+        order._value_, order.key = value, (field, direction)
+        return order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,11 +193,11 @@ class TrajectorySearch(Repository):
             query = await self._query(wanted)
             if wanted.text is None and wanted.tool is None:
                 keys = await self._keys(query, order, after, limit + 1)
-                found, searched = keys[:limit], None
-                then = _cursor(found[-1], order) if len(keys) > limit else None
+                chosen, searched = keys[:limit], None
+                then = _cursor(chosen[-1], order) if len(keys) > limit else None
             else:
-                found, searched, then = await self._search(query, wanted, order, after, limit)
-            rows = await self._rows([key["_id"] for key in found])
+                chosen, searched, then = await self._search(query, wanted, order, after, limit)
+            rows = await self._rows([key["_id"] for key in chosen])
         return TrajectoryPage(rows=rows, after=then, searched=searched)
 
     @database_call
@@ -216,7 +207,7 @@ class TrajectorySearch(Repository):
             return None
         with _time_limit(READ_SECONDS):
             records = self._collection(RECORD)
-            if wanted.is_empty:
+            if wanted == TrajectoryFilter():
                 return await records.estimated_document_count()
             return await records.count_documents(await self._query(wanted), limit=_COUNTED + 1)
 
@@ -261,7 +252,7 @@ class TrajectorySearch(Repository):
         self, query: Json, wanted: TrajectoryFilter, order: TrajectoryOrder, after: str | None, limit: int
     ) -> tuple[list[Json], int, str | None]:
         """Return the found keys, the number of Records read, and where to go on; None at the end."""
-        found: list[Json] = []
+        matches: list[Json] = []
         searched, window = 0, _FIRST_WINDOW
         until = time.monotonic() + SEARCH_SECONDS
         while True:
@@ -271,13 +262,13 @@ class TrajectorySearch(Repository):
                 searched += 1
                 after = _cursor(key, order)
                 if key["_id"] in matching:
-                    found.append(key)
-                    if len(found) == limit:
-                        return found, searched, after
+                    matches.append(key)
+                    if len(matches) == limit:
+                        return matches, searched, after
             if len(keys) < window:
-                return found, searched, None
+                return matches, searched, None
             if time.monotonic() >= until:
-                return found, searched, after
+                return matches, searched, after
             window = min(2 * window, _LARGEST_WINDOW)
 
     async def _matching(self, ids: Sequence[str], wanted: TrajectoryFilter) -> set[str]:
@@ -304,15 +295,6 @@ class TrajectorySearch(Repository):
         cursor = await self._collection(RECORD).aggregate(stages)
         rows = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
         return [rows[record_id] for record_id in ids if record_id in rows]
-
-
-_TEXTS = (
-    "messages.content", "messages.content.text", "response.content", "response.reasoning_content",
-    "tool_executions.result",
-)  # fmt: skip
-
-
-_EXCERPTS = {name: excerpt(name, _EXCERPT, f"${name}") for name in ("query", "answer", "final_answer")}
 
 
 @contextmanager

@@ -54,10 +54,10 @@ class Images(Section):
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         for image in (image for image in page if not image.get(MARK)):
             findings.count(Invariant.CONTENTS, "images")
-            found = hashlib.sha256(image["data"]).hexdigest()
-            if found != image["_id"]:
+            actual = hashlib.sha256(image["data"]).hexdigest()
+            if actual != image["_id"]:
                 key, expected = image["_id"], f"sha256 {image['_id']}"
-                findings.wrong(Invariant.CONTENTS, key, f"Image {key}", "its bytes", expected, found)
+                findings.wrong(Invariant.CONTENTS, key, f"Image {key}", "its bytes", expected, actual)
 
 
 class Files(Section):
@@ -77,14 +77,14 @@ class Files(Section):
             chunks = moment.each(
                 f"{self.owner}.packed.chunks", {"files_id": file["_id"]}, {"data": 1}, by="n"
             )
-            found = hashlib.sha256()
+            actual = hashlib.sha256()
             async for chunk in chunks:
-                found.update(chunk["data"])
-            is_changed = found.hexdigest()[: len(expected)] != expected
+                actual.update(chunk["data"])
+            is_changed = actual.hexdigest()[: len(expected)] != expected
             if is_changed and not await _is_quarantined(moment, self.owner, file["_id"]):
                 findings.wrong(
                     Invariant.CONTENTS, file["_id"], f"{self.collection} {file['_id']}",
-                    "its bytes as they were written", f"sha256 {expected}…", f"sha256 {found.hexdigest()}",
+                    "its bytes as they were written", f"sha256 {expected}…", f"sha256 {actual.hexdigest()}",
                 )  # fmt: skip
 
 

@@ -102,19 +102,19 @@ def _advantages(
     by_id = {record["_id"]: record for record in records}
     for decision in decisions:
         record = by_id[decision.record_id]
-        name, found = f"Record {decision.record_id}", record.get("advantage")
+        name, advantage = f"Record {decision.record_id}", record.get("advantage")
         if decision.advantage is None:
             because = decision.abandoned_because
             yield from differing(name, [("abandoned_because", because, record.get("abandoned_because"))])
-        elif record["status"] == RecordStatus.READY and not _close(decision.advantage, found):
-            yield Problem(name, "the advantage that its group gives it", decision.advantage, found)
+        elif record["status"] == RecordStatus.READY and not _close(decision.advantage, advantage):
+            yield Problem(name, "the advantage that its group gives it", decision.advantage, advantage)
         elif record["status"] == RecordStatus.READY and not _all_close(
             decision.turn_advantages, record.get("turn_advantages") or ()
         ):
             expected, stored = decision.turn_advantages, record.get("turn_advantages")
             yield Problem(name, "the turn advantages that its group gives it", expected, stored)
-        elif record["status"] == RecordStatus.ABANDONED and found is not None:
-            yield Problem(name, "no advantage, since it is abandoned", None, found)
+        elif record["status"] == RecordStatus.ABANDONED and advantage is not None:
+            yield Problem(name, "no advantage, since it is abandoned", None, advantage)
 
 
 def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
@@ -211,7 +211,7 @@ async def _problems(moment: Snapshot, evaluation: Json) -> list[Problem]:
         ("its mean score", means, total["score"]), ("its pass@1", rates, total["pass_at"].get("1")),
     ):  # fmt: skip
         expected = math.fsum(values) / len(values) if values else None
-        found = None if stored is None else stored["value"]
-        if (expected is None) != (found is None) or abs((expected or 0.0) - (found or 0.0)) > _TOLERANCE:
-            problems.append(Problem(name, what, expected, found))
+        number = None if stored is None else stored["value"]
+        if (expected is None) != (number is None) or abs((expected or 0.0) - (number or 0.0)) > _TOLERANCE:
+            problems.append(Problem(name, what, expected, number))
     return problems

@@ -74,13 +74,13 @@ class Snapshot:
 
     async def ids(self, collection: str, ids: Collection[Any]) -> set[Any]:
         """Return those of ``ids`` that exist."""
-        found = await self.find(collection, {"_id": {"$in": list(ids)}}, {"_id": 1})
-        return {document["_id"] for document in found}
+        documents = await self.find(collection, {"_id": {"$in": list(ids)}}, {"_id": 1})
+        return {document["_id"] for document in documents}
 
     async def by_id(self, collection: str, ids: Collection[Any], fields: Projection) -> dict[Any, Json]:
         """Return the existing documents among ``ids``, by ``_id``."""
-        found = await self.find(collection, {"_id": {"$in": list(ids)}}, fields)
-        return {document["_id"]: document for document in found}
+        documents = await self.find(collection, {"_id": {"$in": list(ids)}}, fields)
+        return {document["_id"]: document for document in documents}
 
     async def aggregate(self, collection: str, pipeline: list[Json]) -> list[Json]:
         """Return the documents that a pipeline yields."""

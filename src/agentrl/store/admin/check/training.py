@@ -277,11 +277,11 @@ def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final
     While the run goes on, steps after the checkpoint's are ignored: no checkpoint contains them yet.
     """
     ids = [step["_id"] for step in committed if is_final or step["step"] <= checkpoint.step]
-    for number, (contained, found) in enumerate(zip_longest(checkpoint.train_steps, ids), start=1):
-        if contained != found:
-            name = f"TrainStep {found or contained}"
+    for number, (contained, step_id) in enumerate(zip_longest(checkpoint.train_steps, ids), start=1):
+        if contained != step_id:
+            name = f"TrainStep {step_id or contained}"
             what = f"step {number} of {checkpoint.name}"
-            yield Problem(name, what, contained or "no such step", found or "no committed step")
+            yield Problem(name, what, contained or "no such step", step_id or "no committed step")
 
 
 class Statistics(Section):

@@ -87,8 +87,8 @@ def _belonging(task: Json, slot: Json, record: Json) -> Iterator[Problem]:
 
 def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -> Iterator[Problem]:
     current = attempts.get(slot["attempt"])
-    if slot["status"] == SlotStatus.SCORED:
-        yield from _scored(name, task, slot, current)
+    if slot["status"] in (SlotStatus.SAMPLED, SlotStatus.SCORED):
+        yield from _ended(name, task, slot, current)
     elif slot["status"] == SlotStatus.RUNNING and current is not None:
         if current["status"] in ENDED:
             what = "a running Record, since its slot is running"
@@ -96,8 +96,6 @@ def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -
         yield from differing(
             f"Record {current['_id']}", [("the owner of its slot", slot.get("owner"), current.get("owner"))]
         )
-    elif slot["status"] == SlotStatus.SAMPLED:
-        yield from _sampled(name, task, slot, current)
     living = slot["attempt"] if slot["status"] in _LIVING else None
     for number, record in attempts.items():
         if number != living and record["status"] not in DEAD:
@@ -105,17 +103,16 @@ def _attempts(name: str, task: Json, slot: Json, attempts: Mapping[int, Json]) -
             yield Problem(f"Record {record['_id']}", what, " or ".join(sorted(DEAD)), record["status"])
 
 
-def _sampled(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:
+def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:
+    """Check a slot that is sampled or scored, and the Record of its attempt."""
     key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
     yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
-    found = "none" if record is None else record["status"]
-    if found != RecordStatus.COMPLETED:
-        yield Problem(name, "a completed Record, since it waits for a score", RecordStatus.COMPLETED, found)
-
-
-def _scored(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[Problem]:
-    key = record_key(task["_id"], slot["traj_id"], slot["attempt"])
-    yield from differing(name, [("record_id of its attempt", key, slot.get("record_id"))])
+    if slot["status"] == SlotStatus.SAMPLED:
+        status = "none" if record is None else record["status"]
+        if status != RecordStatus.COMPLETED:
+            what = "a completed Record, since it waits for a score"
+            yield Problem(name, what, RecordStatus.COMPLETED, status)
+        return
     if record is None:
         yield Problem(name, "one live Record", key, "none")
         return
