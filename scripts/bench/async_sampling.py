@@ -26,12 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import demo_path  # noqa: F401
+from demo.arithmetic import evaluate
+from demo.tiny import build_tiny_model, prepare_tiny_model
 from harness import Row, add_quick, finish
 
 from agentrl.config.schema import RunConfig
 from agentrl.processes import thread_limits
-from agentrl.quickstart.servers.arithmetic import evaluate
-from agentrl.quickstart.tiny import build_tiny_model, prepare_tiny_model
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import SupervisedProcess, Supervisor

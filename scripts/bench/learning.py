@@ -28,13 +28,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import demo_path  # noqa: F401
+from demo.tiny import build_tiny_model
 from harness import add_quick
 from learning_cases import CASES, Case, corpus, quick_case
 
 from agentrl.config.schema import RunConfig
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
 from agentrl.processes import thread_limits
-from agentrl.quickstart.tiny import build_tiny_model
 from agentrl.scoring.evaluation import Difference, EvaluatedTask, difference
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo

@@ -22,6 +22,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import demo_path  # noqa: F401
+from demo.tiny import build_tiny_model
 from harness import Row, add_quick, finish
 
 from agentrl.config.schema import EngineConfig, ModelConfig
@@ -35,7 +37,6 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.router import EngineRouter
-from agentrl.quickstart.tiny import build_tiny_model
 
 ENGINES = 2
 CONCURRENCY = 16

@@ -112,7 +112,8 @@ def row(name: str, found: dict[str, Any]) -> Row:
 
 def make_model(folder: Path) -> str:
     """Write the tokenizer and the chat template of the tiny quickstart."""
-    from agentrl.quickstart.tiny import build_tiny_model
+    import demo_path  # noqa: F401
+    from demo.tiny import build_tiny_model
 
     return str(build_tiny_model(folder / "model", 0))
 

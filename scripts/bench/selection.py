@@ -30,7 +30,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import demo_path  # noqa: F401
 import torch
+from demo.arithmetic import ArithmeticTextError, evaluate
+from demo.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
+from demo.tiny import build_tiny_model, prepare_tiny_model
 from harness import add_quick
 from rich.console import Console
 from rich.table import Table
@@ -44,9 +48,6 @@ from agentrl.chat.parsers.base import get_parser
 from agentrl.config.schema import GroupConfig, ModelConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
-from agentrl.quickstart.servers.arithmetic import ArithmeticTextError, evaluate
-from agentrl.quickstart.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
-from agentrl.quickstart.tiny import build_tiny_model, prepare_tiny_model
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarize

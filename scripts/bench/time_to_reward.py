@@ -37,7 +37,7 @@ from time_to_reward_trl import SETTINGS
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
-from agentrl.quickstart.smollm import prepare_smollm
+from agentrl.launch.demo import demo_model
 from agentrl.store.client import open_existing
 from agentrl.store.embedded.server import EmbeddedMongo
 
@@ -332,7 +332,7 @@ def main() -> int:
         run = run_agentrl(0, 1, {**os.environ, "HF_HUB_OFFLINE": "1"}, "--tiny")
         print_runs([run], Console(width=160))
         return 0 if len(run.steps) == 1 else 1
-    model = prepare_smollm(lambda text: print(f"time_to_reward: {text}", flush=True))
+    model = demo_model()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     common = {**os.environ, "HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
     runs: list[Run] = []

@@ -57,7 +57,8 @@ def calculate(expression: str) -> str:
     Args:
         expression: The expression.
     """
-    from agentrl.quickstart.servers.arithmetic import evaluate
+    import demo_path  # noqa: F401
+    from demo.arithmetic import evaluate
 
     return evaluate(expression)
 

@@ -1,4 +1,4 @@
-# Sourced by the run scripts: set the flags of a run; `agentrl launch` starts and supervises its processes.
+# Sourced by the run scripts: `agentrl launch` starts and supervises the processes of a recipe (assets/configs).
 #
 # MODEL_PATH        Hugging Face folder of the policy          (default: the quickstart's SmolLM2-135M)
 # TRAIN_FILE        JSONL tasks (eval.sh: EVAL_FILE)           (default: the quickstart's calculator tasks)
@@ -25,51 +25,15 @@ case " $* " in
 esac
 . "$root/scripts/lib/common.sh"
 
-die() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; exit 2; }
-
-RUN_NAME=${1:-}
-[ -n "$RUN_NAME" ] || die "RUN_NAME is missing; usage: bash scripts/$(basename "$0") RUN_NAME [--flag VALUE …]"
-shift
-
-flags=()
-
-# The defaults are the quickstart's model and tasks; set both to use your own.
-choose_model_and_tasks() {
-  local file_variable=$1 default_file=$2
-  if [ -z "${MODEL_PATH:-}" ] && [ -z "${!file_variable:-}" ]; then
-    printf -v "$file_variable" '%s' "$root/$default_file"
-    DEMO=1
-    return
-  fi
-  [ -n "${MODEL_PATH:-}" ] || die "$file_variable is set and MODEL_PATH is not: export MODEL_PATH=/path/to/model"
-  [ -n "${!file_variable:-}" ] || die "MODEL_PATH is set and $file_variable is not: export $file_variable=/path/to/tasks.jsonl"
-  [ -d "$MODEL_PATH" ] || die "MODEL_PATH is $MODEL_PATH, which is not a folder"
-  [ -f "${!file_variable}" ] || die "$file_variable is ${!file_variable}, which is not a file"
-}
-
-# Flags that both training scripts share; each script adds its loss.
-training_flags() {
-  local warmup_steps=$1 max_turns=$2
-  flags+=(
-    --train_file "$TRAIN_FILE" --adv_scaling 2.0
-    --learning_rate 2e-6 --lr_scheduler_type cosine --warmup_steps "$warmup_steps" --weight_decay 0.05
-    --optim_args beta1=0.9,beta2=0.98 --max_grad_norm 1.0
-    --num_generations 8 --groups_per_step 6 --save_steps 3
-    --preferred_sampling_params '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}'
-  )
-  if [ -n "${TP_SIZE:-}" ]; then flags+=(--tp_size "$TP_SIZE"); fi
-  if [ -n "${DEMO:-}" ]; then
-    flags+=(--max_turns 4 --max_prompt_tokens 2048 --prompt_reserve_tokens 256 --max_new_tokens 64
-      --max_tokens 4096)
-  else
-    # The model's context and the memory limit them, and a flag that you give moves the others.
-    flags+=(--fit_context 161536 --fit_turns "$max_turns" --activation_checkpointing full)
-  fi
-}
-
-# launch train|eval: replace this script by the process that supervises the others.
+# launch train|eval RECIPE RUN_NAME [--flag VALUE …]: replace this script by the process that supervises the others.
 launch() {
+  local command=$1 recipe=$2 name=${3:-}
+  if [ -z "$name" ]; then
+    printf '%s: RUN_NAME is missing; usage: bash scripts/%s RUN_NAME [--flag VALUE …]\n' "${0##*/}" "${0##*/}" >&2
+    exit 2
+  fi
+  shift 3
   step bash "$root/scripts/setup.sh"
-  exec "$(venv_of "$root")/bin/python" -m agentrl launch "$1" \
-    --run_name "$RUN_NAME" --log_dir "logs/$RUN_NAME" --output_dir "output/$RUN_NAME" "${flags[@]}"
+  exec "$(venv_of "$root")/bin/python" -m agentrl launch "$command" --recipe "$recipe" \
+    --run_name "$name" --log_dir "logs/$name" --output_dir "output/$name" "$@"
 }

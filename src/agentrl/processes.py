@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -173,6 +174,19 @@ def half_of_cores() -> int:
     return max(1, int(min(cores, _MOST_CORES) / 2))
 
 
+def free_port(*wanted: int) -> int:
+    """Return the first port of ``wanted`` that is free on the loopback interface, else any free one."""
+    for port in (*wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise OSError("no port of the loopback interface is free")
+
+
 def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:
     """Return the last ``lines`` of a log file, from at most its last ``limit`` bytes."""
     try:
@@ -189,10 +203,10 @@ def exit_reason(log: Path | None) -> str:
     """Return why a process ended: the last error in its log, with its hint; else the last lines."""
     text = tail(log) if log is not None else ""
     lines = text.splitlines()
-    for place in reversed(range(len(lines))):
-        _, found, message = lines[place].partition(": error: ")
-        if found:
-            return "\n".join([message, *lines[place + 1 :]])
+    for index in reversed(range(len(lines))):
+        _, is_error, message = lines[index].partition(": error: ")
+        if is_error:
+            return "\n".join([message, *lines[index + 1 :]])
     return text or "it has written nothing"
 
 
@@ -202,7 +216,7 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
     ``marker`` is ``NAME=value`` in the environment: it finds processes whose parent has ended.
     """
     children: dict[int, list[int]] = {}
-    found = []
+    running = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -216,13 +230,13 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
             continue
         children.setdefault(int(parent), []).append(pid)
         if pid in pids or marker.encode() in environment:
-            found.append(pid)
+            running.append(pid)
     tree: set[int] = set()
-    while found:
-        pid = found.pop()
+    while running:
+        pid = running.pop()
         if pid not in tree:
             tree.add(pid)
-            found += children.get(pid, ())
+            running += children.get(pid, ())
     return tree - {os.getpid()}
 
 

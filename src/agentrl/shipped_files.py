@@ -1,12 +1,15 @@
 """Find the files that AgentRL ships: run configurations, tasks, chat templates, tool servers, examples.
 
-    python -m agentrl.shipped_files      # print their folder
+    python -m agentrl.shipped_files                        # print their folder
+    python -m agentrl.shipped_files demo/units.py …        # run a program among them
 
 They are in a clone of the repository, and in ``agentrl/assets/`` of a wheel: ``setup.py`` copies them.
 """
 
 from __future__ import annotations
 
+import runpy
+import sys
 from pathlib import Path
 
 from agentrl.errors import ConfigError
@@ -37,5 +40,15 @@ def deploy_files() -> Path:
     return root / "deploy" if root is not None else shipped_files() / "deploy"
 
 
+def _main(words: list[str]) -> None:
+    folder = shipped_files()
+    if not words:
+        print(folder)
+        return
+    sys.argv = words
+    sys.path.insert(0, str(folder))
+    runpy.run_path(str(folder / words[0]), run_name="__main__")
+
+
 if __name__ == "__main__":
-    print(shipped_files())
+    _main(sys.argv[1:])

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from demo.tiny import Phase, build_tiny_model, write_conversations
 from transformers import Qwen3Config, Qwen3ForCausalLM
-
-from agentrl.quickstart.tiny import Phase, build_tiny_model, write_conversations
 
 ORDINARY_CPU = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 CHOICE = re.compile(

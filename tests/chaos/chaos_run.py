@@ -74,7 +74,14 @@ class ChaosRun:
     def prepare(self) -> None:
         """Write the model, the tasks and the configuration. Raises AgentRLError if the model fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "agentrl.quickstart.tiny", str(self._model), str(self.seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "agentrl.shipped_files",
+            "demo/tiny.py",
+            str(self._model),
+            str(self.seed),
+        ]
         try:
             subprocess.run(command, check=True, timeout=_BUILD_SECONDS, env=environment())
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

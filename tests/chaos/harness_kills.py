@@ -29,13 +29,13 @@ import yaml
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
-from agentrl.processes import ChildProcess
+from agentrl.processes import ChildProcess, free_port
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import environment
 from chaos.drill_services import HOST
 from chaos.drills import Counts, count
-from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene, free_port
+from chaos.scene import GENERATIONS, READY_SECONDS, RUN, Scene
 
 logger = logging.getLogger(__name__)
 

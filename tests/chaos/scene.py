@@ -18,7 +18,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import AgentRLError
-from agentrl.processes import ChildProcess, stop_child
+from agentrl.processes import ChildProcess, free_port, stop_child
 from agentrl.store.client import Store
 from chaos.actors import environment
 from chaos.database import SingleServer
@@ -48,7 +48,7 @@ class Scene:
     def prepare(self) -> None:
         """Write the model and the configuration, and define the processes. Call it after ``mongo.start``."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "agentrl.quickstart.tiny", str(self._model), "0"]
+        command = [sys.executable, "-m", "agentrl.shipped_files", "demo/tiny.py", str(self._model), "0"]
         subprocess.run(command, check=True, timeout=_BUILD_SECONDS, env=environment())
         tools = {"servers": {"units": {"url": f"http://{HOST}:{self._ports['tools']}/mcp"}}}
         (self.folder / "mcp.yml").write_text(json.dumps(tools), encoding="utf-8")
@@ -62,7 +62,7 @@ class Scene:
             "tools": (
                 ("-m", services, "manager", str(self._ports["tools"]))
                 if self._has_manager
-                else ("-m", "agentrl.quickstart.servers.units", "--port", str(self._ports["tools"]))
+                else ("-m", "agentrl.shipped_files", "demo/units.py", "--port", str(self._ports["tools"]))
             ),
             **dict.fromkeys(("sampler-0", "sampler-1"), ("-m", "agentrl", "sample", *self._flags())),
         }
@@ -164,10 +164,3 @@ class Scene:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex((HOST, port)) == 0
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as server:
-        server.bind((HOST, 0))
-        return int(server.getsockname()[1])

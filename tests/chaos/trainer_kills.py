@@ -88,7 +88,14 @@ class Trained:
 def compare(plan: Plan) -> tuple[Trained, Trained, int]:
     """Train undisturbed and with kills; return both results and the number of kills."""
     plan.folder.mkdir(parents=True, exist_ok=True)
-    model = [sys.executable, "-m", "agentrl.quickstart.tiny", str(plan.folder / "model"), str(plan.seed)]
+    model = [
+        sys.executable,
+        "-m",
+        "agentrl.shipped_files",
+        "demo/tiny.py",
+        str(plan.folder / "model"),
+        str(plan.seed),
+    ]
     subprocess.run(model, check=True, timeout=120, env=environment())
     mongo = EmbeddedMongo(plan.folder / "mongo")
     uri = mongo.up().uri

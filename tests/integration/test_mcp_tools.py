@@ -17,6 +17,7 @@ from open_tools import open_tools
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
+from agentrl.processes import free_port
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
@@ -45,12 +46,6 @@ def start_http(port: int, *more: str) -> subprocess.Popen[bytes]:
                 return process
         time.sleep(0.05)
     raise AssertionError("the HTTP server did not start")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from open_tools import open_tools
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.processes import free_port
 from agentrl.tools.base import Trajectory, schema_name
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool
@@ -41,12 +42,6 @@ def stdio(**options: Any) -> dict[str, Any]:
 
 def trajectory(number: int = 0, **meta: Any) -> Trajectory:
     return Trajectory(id=f"train/0/t/{number}", meta=meta)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(port: int) -> subprocess.Popen[bytes]:

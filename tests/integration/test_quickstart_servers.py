@@ -17,7 +17,7 @@ from agentrl.processes import start_child, stop_child, tail
 pytestmark = pytest.mark.integration
 
 CALCULATOR = StdioServerParameters(
-    command=sys.executable, args=["-m", "agentrl.quickstart.servers.calculator"]
+    command=sys.executable, args=["-m", "agentrl.shipped_files", "demo/calculator.py"]
 )
 START_SECONDS = 60.0
 
@@ -28,7 +28,7 @@ def units_url(tmp_path: Path) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = tmp_path / "units.log"
-    command = [sys.executable, "-m", "agentrl.quickstart.servers.units", "--port", str(port)]
+    command = [sys.executable, "-m", "agentrl.shipped_files", "demo/units.py", "--port", str(port)]
     process = start_child(command, log=log)
     try:
         yield f"http://127.0.0.1:{port}/mcp"

@@ -16,6 +16,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.cli import launch
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
+from agentrl.launch.processes import RunPlan
 from agentrl.processes import identify
 from agentrl.store.client import Store, open_store, run_exists
 
@@ -49,20 +50,20 @@ def flags(run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.Plan]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
     """The plans that the launcher would have run."""
-    plans: list[launch.Plan] = []
+    plans: list[RunPlan] = []
 
-    def run(plan: launch.Plan) -> int:
+    def run(plan: RunPlan) -> int:
         plans.append(plan)
         return 0
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "run_processes", run)
     return plans
 
 
 def test_a_run_with_a_live_trainer_is_not_started_again(
-    flags: list[str], started: list[launch.Plan], run_config: RunConfig,
+    flags: list[str], started: list[RunPlan], run_config: RunConfig,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
 
@@ -87,7 +88,7 @@ def test_a_run_with_a_live_trainer_is_not_started_again(
 
 
 def test_other_settings_than_those_of_the_run_start_nothing(
-    flags: list[str], started: list[launch.Plan], run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+    flags: list[str], started: list[RunPlan], run_config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def begin(store: Store) -> None:
         await store.settings.begin("tasks", {"num_generations": 4}, "sample")
@@ -116,7 +117,7 @@ def test_other_settings_than_those_of_the_run_start_nothing(
     ],
 )
 def test_a_failed_start_leaves_no_run(
-    flags: list[str], started: list[launch.Plan], run_config: RunConfig, command: list[str],
+    flags: list[str], started: list[RunPlan], run_config: RunConfig, command: list[str],
     words: list[str], message: str, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     assert main([*command, *flags, *words]) == 2

@@ -1,6 +1,6 @@
 """Write the tasks of the sandbox example, and make its model: two layers that know the form of a program.
 
-    python assets/examples/sandbox/prepare.py
+    python -m agentrl.shipped_files examples/sandbox/prepare.py
 
 Each task is a sum. The model writes ``print(57 + 83)``, the tool ``code_interpreter`` runs it in the sandbox,
 and the model answers with what it printed. The warm-up shows correct conversations first, then guesses:
@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from agentrl.quickstart.smollm import CHAT_TEMPLATE, install_template
-from agentrl.quickstart.tasks import QUESTION, tiny_expressions
-from agentrl.quickstart.tiny import build_tiny_model
+from demo.smollm import CHAT_TEMPLATE, install_template
+from demo.tasks import QUESTION, tiny_expressions
+from demo.tiny import build_tiny_model
 
 HERE = Path(__file__).parent
 TASKS = Path(".agentrl/examples/sandbox/tasks.jsonl")

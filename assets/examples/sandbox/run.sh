@@ -8,6 +8,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON="${AGENTRL_VENV:-.venv}/bin/python"
-"$PYTHON" assets/examples/sandbox/prepare.py
-SAMPLERS="${SAMPLERS:-1}" exec "$PYTHON" -m agentrl.cli.launch train --run_name "${RUN_NAME:-sandbox}" \
+"$PYTHON" -m agentrl.shipped_files examples/sandbox/prepare.py
+SAMPLERS="${SAMPLERS:-1}" exec "$PYTHON" -m agentrl launch train --run_name "${RUN_NAME:-sandbox}" \
   --config assets/examples/sandbox/run.yml "$@"

@@ -8,7 +8,6 @@ import difflib
 import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -84,7 +83,10 @@ def parse(
         raise _unknown(what, rest[0].split("=")[0], known)
     flags = vars(parsed)
     path = flags.pop("config", None)
-    given = flags if path is None else {**_read_flags(Path(path), groups), **flags}
+    given = flags
+    if path is not None:
+        file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
+        given = {**flags_of(file, file.content or {}, groups), **flags}
     configs = Configs(
         [group(**{name: given[name] for name in _names([group]) if name in given}) for group in groups], given
     )
@@ -140,10 +142,8 @@ def _warn_of_ignored(configs: Configs) -> None:
                 logger.warning("--%s has no effect: %s", item.name, item.metadata["help"])
 
 
-def _read_flags(path: Path, groups: Sequence[type]) -> dict[str, Any]:
-    """Return the flags of a YAML file by name, flat or in sections; ConfigError for an invalid one."""
-    file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
-    content = file.content or {}
+def flags_of(file: SettingsFile, content: Any, groups: Sequence[type]) -> dict[str, Any]:
+    """Return the flags in ``content`` of a YAML file by name, flat or in sections. Raises ConfigError."""
     if not isinstance(content, dict):
         raise file.error("the file holds no mapping")
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}

@@ -226,9 +226,16 @@ class EngineConfig(EngineListConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Flags):
-    """The GPUs of the processes that `agentrl launch` starts on this machine."""
+    """What `agentrl launch` starts on this machine, and on which GPUs."""
 
     section = "placement"
+
+    recipe: str | None = flag(
+        None,
+        "`agentrl launch`: flags of a way to train or evaluate: grpo, minirl, eval, or a YAML file; what is"
+        " given otherwise wins over them",
+        per_process=True,
+    )
 
     train_gpus: str | None = flag(
         None,

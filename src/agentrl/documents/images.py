@@ -166,13 +166,13 @@ _SHOWN: Final = 60
 
 def image_of_url(url: str, *, where: str = "the image") -> Image:
     """Return the image of a ``data:`` URL. Raises ImageError for other URLs and other data."""
-    found = _DATA_URL.match(url)
-    if found is None:
+    header = _DATA_URL.match(url)
+    if header is None:
         raise ImageError(
             f"{where} is at {url[:_SHOWN]!r}, and images are not fetched from anywhere",
             hint="send its bytes: a URL data:image/png;base64,…",
         )
-    return image_of_base64(url[found.end() :], where=where)
+    return image_of_base64(url[header.end() :], where=where)
 
 
 def image_of_base64(text: str, *, where: str = "the image") -> Image:

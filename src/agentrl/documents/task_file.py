@@ -48,37 +48,37 @@ class _FileTasks(Sequence[Task]):
         self._task_arguments = (split, epoch, num_generations, self._folder)
         self._offsets = array("Q")
         self._lengths = array("Q")
-        self._places = array("Q")
+        self._file_indexes = array("Q")
         """Sampling order → index of the task in the file."""
 
     def add(self, offset: int, length: int) -> None:
         """Append one task: its offset and length in bytes."""
-        self._places.append(len(self._offsets))
+        self._file_indexes.append(len(self._offsets))
         self._offsets.append(offset)
         self._lengths.append(length)
 
     def shuffle(self, seed: str) -> None:
         """Shuffle the order; the result is the same on every machine."""
-        places = list(self._places)
-        random.Random(seed).shuffle(places)
-        self._places = array("Q", places)
+        shuffled = list(self._file_indexes)
+        random.Random(seed).shuffle(shuffled)
+        self._file_indexes = array("Q", shuffled)
 
     def images(self) -> Iterator[Image]:
         """Yield each image that a task names."""
         seen: set[str] = set()
-        for place in range(len(self)):
-            if any(image.sha256 not in seen for image in self[place].images):
-                for image in read_images(image_sources(self._value(place)), self._folder):
+        for order in range(len(self)):
+            if any(image.sha256 not in seen for image in self[order].images):
+                for image in read_images(image_sources(self._value(order)), self._folder):
                     if image.id not in seen:
                         seen.add(image.id)
                         yield image
 
     def _value(self, order: int) -> Any:
-        place = self._places[order]
-        return parse(self._source.read(self._offsets[place], self._lengths[place]))
+        index = self._file_indexes[order]
+        return parse(self._source.read(self._offsets[index], self._lengths[index]))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._file_indexes)
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -161,8 +161,8 @@ class _Reading:
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
         self._ids.add(task.task_id)
-        for name, found in self.names.items():
-            found.update(_names(task, name))
+        for name, used in self.names.items():
+            used.update(_names(task, name))
         if task.answer is None and not task.aug_answers:
             for part in COMPARING.intersection(_names(task, "scorer")):
                 first, count = self._unanswered.get(part, (where, 0))

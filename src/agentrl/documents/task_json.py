@@ -67,11 +67,10 @@ def _integer(text: str) -> int | _Unstorable:
     return _Unstorable(f"an integer of {len(text.lstrip('-')):,} digits, and the limit is 64 bits")
 
 
-def _constant(name: str) -> _Unstorable:
-    return _Unstorable(f"not JSON: {name} is not a JSON number")
-
-
-DECODER = json.JSONDecoder(parse_int=_integer, parse_constant=_constant)
+DECODER = json.JSONDecoder(
+    parse_int=_integer,
+    parse_constant=lambda name: _Unstorable(f"not JSON: {name} is not a JSON number"),
+)
 
 
 def parse(raw: bytes) -> Any:
@@ -249,7 +248,7 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
         epoch=epoch,
         order=0,
         query=query,
-        answer=_final(_row_answer(rest) if fields.answer is None else fields.answer),
+        answer=_answer(fields.answer, rest),
         aug_answers=fields.aug_answers,
         scorer=fields.scorer or scorer,
         answer_schema=fields.answer_schema or mark or "answer",
@@ -303,8 +302,10 @@ def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
             if rest[name][-1].get("role") == "user":
                 del rest[name]  # all of it is in the task
             return question, _checked(chat)
-    text = _first_user_message(_inside(rest, "raw", "messages"))
-    if text:
+    original = _inside(rest, "raw", "messages")
+    said = [item for item in original if isinstance(item, dict)] if isinstance(original, list) else []
+    text = next((item.get("content") for item in said if item.get("role") == "user"), None)
+    if isinstance(text, str) and text:
         return text, Chat()
     raise BadTaskError("query is missing")
 
@@ -320,25 +321,13 @@ def _inside(rest: Mapping[str, Any], holder: str, name: str) -> Any:
     return value.get(name) if isinstance(value, dict) else None
 
 
-def _first_user_message(messages: Any) -> str | None:
-    for message in messages if isinstance(messages, list) else []:
-        if isinstance(message, dict) and message.get("role") == "user":
-            content = message.get("content")
-            return content if isinstance(content, str) else None
-    return None
-
-
-def _row_answer(rest: Mapping[str, Any]) -> Any:
-    """Return the answer of a row of the original or of verl."""
+def _answer(given: Any, rest: Mapping[str, Any]) -> Any:
+    """Return the answer, of a row of the original or of verl too; of GSM8K's the number behind ``####``."""
     raw = (_inside(rest, "raw", name) for name in _RAW_ANSWER)
-    found = next((value for value in raw if value is not None), None)
-    return _inside(rest, "reward_model", "ground_truth") if found is None else found
-
-
-def _final(answer: Any) -> Any:
-    """Return the number behind the ``####`` that ends an answer, as in GSM8K; another answer as it is."""
-    found = _GSM8K_ANSWER.search(answer) if isinstance(answer, str) else None
-    return answer if found is None else found.group(1).rstrip(".,")
+    candidates = (given, *raw, _inside(rest, "reward_model", "ground_truth"))
+    answer = next((value for value in candidates if value is not None), None)
+    number = _GSM8K_ANSWER.search(answer) if isinstance(answer, str) else None
+    return answer if number is None else number.group(1).rstrip(".,")
 
 
 def _mark(rest: Mapping[str, Any], text: str) -> str | None:

@@ -46,12 +46,12 @@ MAX_TASK_IMAGES: Final = 64
 
 def image_refs_of(sources: Sequence[str], folder: Path | None) -> tuple[ImageRef, ...]:
     """Return the images of a task's field ``images``, after decoding each. Raises BadTaskError."""
-    return tuple(_ref(source, folder, f"images[{place}]") for place, source in enumerate(sources))
+    return tuple(_ref(source, folder, f"images[{index}]") for index, source in enumerate(sources))
 
 
 def read_images(sources: Sequence[str], folder: Path | None) -> list[Image]:
     """Return the same images with their bytes. Raises BadTaskError."""
-    return [_read(source, folder, f"images[{place}]") for place, source in enumerate(sources)]
+    return [_read(source, folder, f"images[{index}]") for index, source in enumerate(sources)]
 
 
 def _read(source: str, folder: Path | None, where: str) -> Image:
@@ -170,13 +170,10 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    if not parts or not all(_is_text_part(part) for part in parts):
+    texts: list[Any] = [p.get("text") for p in parts if isinstance(p, dict) and p.get("type") == "text"]
+    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise BadTaskError(f"{where}: content is {kind_of(content)}; it must be text or a list of text parts")
-    return "".join(part["text"] for part in parts)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    return "".join(texts)
 
 
 def _link_tool_calls(field: str, messages: list[Message], first: int) -> list[Message]:
@@ -218,8 +215,8 @@ def _calls(where: str, value: Any, index: int) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise BadTaskError(f"{where}: tool_calls is {kind_of(value)}; it must be a list of calls")
     calls = [
-        _call(f"{where}.tool_calls[{place}]", item, f"shot{index % 1000:03d}{place % 100:02d}")
-        for place, item in enumerate(value)
+        _call(f"{where}.tool_calls[{number}]", item, f"shot{index % 1000:03d}{number % 100:02d}")
+        for number, item in enumerate(value)
     ]
     if len({call["id"] for call in calls}) < len(calls):
         raise BadTaskError(f"{where}: two tool calls have one id")

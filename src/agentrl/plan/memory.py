@@ -17,7 +17,7 @@ from agentrl.distributed.mesh import Layout
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.precision import Precision
 from agentrl.plan.model import ModelNumbers, Numbers
-from agentrl.train.memory import Checkpointing
+from agentrl.train.build import Checkpointing
 
 PARTS = (
     "parameters", "gradients", "optimizer states", "gathered parameters", "activations", "logits and loss",

@@ -1,4 +1,4 @@
-"""Build a PolicyTrainer from configuration: model, layout, optimizer, schedule and loss."""
+"""Build a PolicyTrainer: model, layout, recomputed or compiled layers, optimizer, reference and loss."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from agentrl.config.schema import (
     AdapterConfig,
@@ -33,12 +35,26 @@ from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision, choose_precision
-from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
 from agentrl.weights.folder import architecture, base_folder
 
 logger = logging.getLogger(__name__)
+Checkpointing = Literal["none", "full", "selective"]
+_aten = torch.ops.aten
+_KEPT = frozenset({
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention, torch.ops.higher_order.inductor_compiled_code,
+})  # fmt: skip
+"""Operations whose results ``selective`` keeps: the most expensive ones to recompute.
+
+Compiled FlexAttention is ``inductor_compiled_code``. What it saves for its backward is kept with its result:
+queries and keys too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +190,9 @@ def build_reference(
     base_folder(replace(config, model_name_or_path=str(folder)))
     is_shared = mesh.layout.world > 1
     model = (empty_model if is_shared else load_model)(folder, config, dtype)
-    expected, found = (_vocabulary(item) for item in (policy.model, model))
+    expected, found = (
+        cast(nn.Embedding, item.get_input_embeddings()).num_embeddings for item in (policy.model, model)
+    )
     if found != expected:
         raise ModelError(
             f"--reference_model {folder} has {found} token ids, and the policy {expected}",
@@ -195,5 +213,62 @@ def build_reference(
     return Reference(parallel.to(device))
 
 
-def _vocabulary(model: Any) -> int:
-    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Checkpointing:
+    """Return the mode that ``--activation_checkpointing`` and ``--gradient_checkpointing`` set together.
+
+    Raises ConfigError if they contradict each other, and for ``--activation_offload`` without mode ``full``.
+    """
+    mode = config.activation_checkpointing
+    if gradient_checkpointing and mode == "none":
+        mode = "full"
+    if gradient_checkpointing and mode != "full":
+        raise ConfigError(
+            f"--gradient_checkpointing true means full, and --activation_checkpointing is {mode}",
+            hint="leave out --gradient_checkpointing",
+        )
+    if config.activation_offload and mode != "full":
+        raise ConfigError(
+            f"--activation_offload with --activation_checkpointing {mode}: only what full saves is moved",
+            hint="set --activation_checkpointing full",
+        )
+    return mode
+
+
+def enable_checkpointing(model: Any, mode: Checkpointing = "full", *, offload: bool = False) -> None:
+    """Recompute activations in the backward instead of keeping them.
+
+    ``full`` keeps the input of each decoder layer (with ``offload`` in the host's memory). ``selective`` also
+    keeps the results of matrix products and of attention. Raises ConfigError for a model that cannot.
+    """
+    if mode == "none":
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} cannot recompute its activations",
+            hint="leave out --activation_checkpointing and --gradient_checkpointing",
+        )
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.activation_checkpointing_enable(arguments, offload=offload)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer for any number of tokens, without the attention over a forest.
+
+    Raises ConfigError for a model whose decoder has no list of layers.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"the decoder of {type(model).__name__} has no list of layers to compile",
+            hint="leave out --torch_compile",
+        )
+    # Torch's cache does not tell vector widths apart: kernels for another one crash, or give wrong gradients.
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
+    for layer in layers:
+        layer.compile(dynamic=True)

@@ -27,12 +27,11 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.verify import verifier
-from agentrl.distributed.accelerate_config import with_launch_settings
-from agentrl.distributed.world import World, launched_world
+from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
@@ -75,25 +74,20 @@ def _follow(configs: Configs, world: World) -> None:
 
 
 async def _train(configs: Configs, world: World) -> None:
-    stop = _stop_on_signals()
+    stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
-        await _train_until(stop, configs, world)
-
-
-async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> None:
-    roots = _checkpoint_roots(configs)
-    async with (
-        await _join(configs) as store,
-        hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
-    ):
-        await asyncio.to_thread(_prepare_folders, configs, roots)
-        controller, found, progress = await _resume(store, lease, configs, world, roots)
-        trainer = _trainer(store, lease, configs, controller, found, progress, stop)
-        try:
-            await trainer.run()
-        finally:
-            trainer.tracker.close()
-    controller.end()
+        async with (
+            await _join(configs) as store,
+            hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
+        ):
+            await asyncio.to_thread(_prepare_folders, configs, roots)
+            controller, found, progress = await _resume(store, lease, configs, world, roots)
+            trainer = _trainer(store, lease, configs, controller, found, progress, stop)
+            try:
+                await trainer.run()
+            finally:
+                trainer.tracker.close()
+        controller.end()
 
 
 def _checkpoint_roots(configs: Configs) -> list[Path]:

@@ -15,7 +15,6 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ForestError
-from agentrl.losses.batch import TokenBatch, TrajectoryMeans
 from agentrl.losses.compute import (
     Denominators,
     TokenMetrics,
@@ -25,6 +24,7 @@ from agentrl.losses.compute import (
     reduce_losses,
     token_losses,
 )
+from agentrl.losses.loss import TokenBatch, TrajectoryMeans
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,18 +21,13 @@ from agentrl.config.gateway import GatewayConfig
 from agentrl.config.schema import RunConfig
 from agentrl.documents.gateway import GatewayCallStatus
 from agentrl.documents.model_call import unpack_ids
+from agentrl.processes import free_port
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "1+2?"}], "stream": True}
 START_SECONDS = 90
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

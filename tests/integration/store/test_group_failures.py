@@ -13,8 +13,7 @@ from db_command import agentrl_db, violations
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules
-from agentrl.data.verify import verifier
+from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.base import now
 from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus

@@ -10,10 +10,11 @@ import pytest
 
 from agentrl.cli import gpus, launch
 from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
-from agentrl.cli.launch import Plan
 from agentrl.cli.placement import Gpus
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.launch import processes
+from agentrl.launch.processes import RunPlan
 from agentrl.supervise import SupervisedProcess
 
 
@@ -28,17 +29,17 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--run_name", "r", "--eval_file", str(file), "--db_connection_string", "mongodb://127.0.0.1:9"]
 
 
-def plan_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> Plan:
-    plans: list[Plan] = []
+def plan_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> RunPlan:
+    plans: list[RunPlan] = []
 
-    def run(plan: Plan) -> int:
+    def run(plan: RunPlan) -> int:
         plans.append(plan)
         return 0
 
     async def is_joinable(*_: object) -> None:
         """The tests here have neither a database nor a model."""
 
-    monkeypatch.setattr(launch, "_run", run)
+    monkeypatch.setattr(launch, "run_processes", run)
     monkeypatch.setattr(launch, "require_usable", lambda *_: {})
     monkeypatch.setattr(launch, "require_joinable", is_joinable)
     assert launch.main(list(words)) == 0
@@ -194,7 +195,7 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
 ) -> None:
     started: dict[str, str] = {}
 
-    class NoSupervisor(launch.Supervisor):
+    class NoSupervisor(processes.Supervisor):
         def start(self, member: SupervisedProcess) -> None:
             started[member.name] = member.env["OMP_NUM_THREADS"]
 
@@ -202,11 +203,10 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
             self.start(member)
             return 0
 
-    run = launch._run
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
     plan = plan_of(monkeypatch, "train", *given)
-    monkeypatch.setattr(launch, "Supervisor", NoSupervisor)
-    monkeypatch.setattr(launch, "half_of_cores", lambda: 4)
-    assert run(plan) == 0
+    monkeypatch.setattr(processes, "Supervisor", NoSupervisor)
+    monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
+    assert processes.run_processes(plan) == 0
     assert started == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

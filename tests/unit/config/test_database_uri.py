@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.db import parser as db_parser
-from agentrl.cli.launch import _flags_of_variables
 from agentrl.config.load import parse
 from agentrl.config.run import RunConfig, uri_of_variables, without_uri
 from agentrl.errors import ConfigError
+from agentrl.launch.recipe import flags_of_variables
 
 URI = "mongodb://trainer:hunter2@db:27017/?replicaSet=agentrl"
 OTHER = "mongodb://other/"
@@ -63,7 +63,9 @@ def test_a_file_without_a_uri_is_refused_by_name(content: bytes | None, why: str
 
 
 def test_no_command_line_of_a_script_has_the_uri() -> None:
-    words = _flags_of_variables({"MONGO_URI": URI, "MONGO_URI_FILE": "uri", "MODEL_PATH": "/models/m"})
+    words = flags_of_variables(
+        {"MONGO_URI": URI, "MONGO_URI_FILE": "uri", "MODEL_PATH": "/models/m"}, "train_file"
+    )
     assert words == ["--model_name_or_path", "/models/m"]
 
 

@@ -46,7 +46,7 @@ class Simulation:
         self.versions = [0]
         """The step of each published version."""
         self.policy_versions = SimpleNamespace(latest=self._latest, get=self._get)
-        self.training = SimpleNamespace(last_step=self._last_step)
+        self.steps = SimpleNamespace(last=self._last_step)
 
     async def _latest(self) -> Any:
         return SimpleNamespace(id=len(self.versions) - 1, step=self.versions[-1])

@@ -1,10 +1,11 @@
-"""Which parameters shape a call's distribution, and of which one each engine's logprobs are."""
+"""Sampling parameters: as a person writes them, which shape the distribution, whose logprobs engines give."""
 
 from typing import Any
 
 import pytest
 
-from agentrl.documents.sampling import distribution_params, logprobs_of
+from agentrl.documents.sampling import SamplingParams, distribution_params, logprobs_of
+from agentrl.errors import ConfigError
 
 PLAIN: dict[str, Any] = {
     "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0,
@@ -50,3 +51,61 @@ CUT, PENALISED = {"top_p": 0.9}, {"presence_penalty": 0.5}
 def test_each_engine_has_its_own_order(changes: dict[str, Any], local: str, sglang: str, vllm: str) -> None:
     found = [logprobs_of(engine, PLAIN | changes) for engine in ("local", "sglang", "vllm")]
     assert found == [local, sglang, vllm]
+
+
+def test_the_original_scripts_parameters_are_read() -> None:
+    text = (
+        '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [2, 3], "extra": {"n": 1}}'
+    )
+    params = SamplingParams.from_json(text)
+    assert (params.temperature, params.top_k, params.stop_token_ids) == (1.0, -1, (2, 3))
+    request = params.replace(max_new_tokens=5).to_request()
+    assert (request["max_new_tokens"], request["stop_token_ids"], request["n"]) == (5, [2, 3], 1)
+    assert "extra" not in request
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_nothing_means_the_policy_itself(text: str) -> None:
+    assert SamplingParams.from_json(text) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"temprature": 1}', "temprature"),
+        ('{"top_p": "high"}', "top_p"),
+        ('{"top_k": 1.5}', "top_k"),
+        ('{"top_k": 0}', "top_k"),
+        ('{"top_p": 0}', "top_p"),
+        ('{"temperature": -1}', "temperature"),
+        ('{"max_new_tokens": true}', "max_new_tokens"),
+        ("[1]", "JSON object"),
+        ("{temperature: 1}", "not JSON"),
+    ],
+)
+def test_a_wrong_parameter_is_named(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams.from_json(text)
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        SamplingParams.from_json('{"temprature": 1}')
+
+
+def test_a_seed_follows_from_its_key_alone() -> None:
+    params = SamplingParams()
+    seeds = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
+    again = [params.seeded(0, "train/0/a", traj, turn).extra["sampling_seed"] for traj, turn in PLACES]
+    assert seeds == again
+    assert len(set(seeds)) == len(PLACES)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert params.seeded(1, "train/0/a", 0, 0).extra["sampling_seed"] not in seeds
+
+
+def test_a_seed_that_a_person_gives_stays() -> None:
+    params = SamplingParams.from_json('{"extra": {"sampling_seed": 5}}')
+    assert params.seeded(1, 2) is params
+
+
+PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from demo.tiny import build_tiny_model
 from safetensors.torch import load_file
 
 from agentrl.config.schema import ModelConfig
@@ -14,7 +15,6 @@ from agentrl.errors import ModelError
 from agentrl.evaluation import policy
 from agentrl.evaluation.policy import merged_model
 from agentrl.model.load import load_policy
-from agentrl.quickstart.tiny import build_tiny_model
 
 
 def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimC
 from agentrl.documents.model_call import pack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
-from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.losses.loss import TokenBatch, TokenLosses
 from agentrl.losses.settings import LossSettings
 from agentrl.train import step as step_module
 from agentrl.train import step_loss as step_loss_module

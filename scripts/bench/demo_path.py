@@ -1,0 +1,9 @@
+"""Lets a benchmark import the package ``demo`` of ``assets``, which the quickstart runs as programs."""
+
+from __future__ import annotations
+
+import sys
+
+from agentrl.shipped_files import shipped_files
+
+sys.path.append(str(shipped_files()))

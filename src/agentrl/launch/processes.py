@@ -1,0 +1,123 @@
+"""Start the processes of a run on this machine, keep them running, and stop all of them at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.cli.placement import Numbers, Placement
+from agentrl.config.run import without_uri
+from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.launch.demo import units_server
+from agentrl.processes import half_of_cores, thread_limits
+from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor
+
+_BESIDE_ENGINE = 0.45
+"""Fraction of a GPU's memory for each of two engines on it, without ``--inf_mem_ratio``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The processes of this machine."""
+
+    name: str
+    """What the lines on the terminal begin with."""
+    logs: Path
+    flags: Sequence[str]
+    """The run's flags, which every process gets."""
+    engines: int
+    port: int = 0
+    """Port of the first engine; 0 for any free ones."""
+    samplers: int
+    main: Sequence[str] | None
+    """The command of the trainer or of an evaluation; None if this machine runs neither."""
+    follows: bool = False
+    """Whether versions are evaluated while they are trained."""
+    has_demo_tools: bool
+    """Whether the demonstration's HTTP tool server is started."""
+    inf_mem_ratio: float | None = None
+    """``--inf_mem_ratio``, if it was given."""
+    placement: Placement | None = None
+    """None on a machine without GPUs: all processes then get this one's environment."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Further environment variables of every process."""
+
+    def report(self, text: str) -> None:
+        """Print a line about the run."""
+        print(f"{self.name}: {text}", flush=True)
+
+
+def run_processes(plan: RunPlan, deadline: Callable[[], float] = lambda: float("inf")) -> int:
+    """Run until the main process ends, and return its exit code; without one until all helpers have ended.
+
+    ``deadline`` is the end of the main process, as ``time.monotonic`` counts. Raises ConfigError for a
+    process that cannot run as it is configured, and AgentRLError for one that has crashed too often.
+    """
+    supervisor = Supervisor(plan.report)
+    placement = plan.placement
+    others: Numbers = placement.others if placement is not None else ()
+    engines: Sequence[Numbers] = placement.engines if placement is not None else [()] * plan.engines
+    # An evaluation that starts an engine of its own does so on the last engine's GPUs, if no GPU is free.
+    beside_last = plan.follows and placement is not None and not others and bool(engines)
+    tool_server, variables = units_server() if plan.has_demo_tools else ([], {})
+    variables |= plan.variables
+
+    def environment(numbers: Numbers, *, computes: bool = False) -> dict[str, str]:
+        """Return the environment of a process that sees the GPUs ``numbers`` of the placement.
+
+        One that ``computes`` on the CPU shares its cores with another one.
+        """
+        threads = half_of_cores() if computes and placement is None else 1
+        seen = placement.environment(numbers) if placement is not None else {}
+        return {**environment_of_children(threads), **variables, **seen}
+
+    def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
+        log = plan.logs / f"{name}.out"
+        member = SupervisedProcess(name, command, log, env, is_server=is_server)
+        supervisor.start(member)
+        plan.report(f"{name} started (pid {member.pid}, {log})")
+
+    def share(fraction: float) -> list[str]:
+        return ["--inf_mem_ratio", str(fraction)] if plan.inf_mem_ratio is None else []
+
+    try:
+        if tool_server:
+            start("units-server", tool_server, without_uri(environment(others)), is_server=True)
+        for index, numbers in enumerate(engines):
+            flags = [*plan.flags, *(["--port", str(plan.port + index)] if plan.port else [])]
+            if placement is not None and placement.is_shared:
+                flags += share(SHARED_MEMORY)
+            elif beside_last and index == len(engines) - 1:
+                flags += share(_BESIDE_ENGINE)
+            name = f"engine-{index}" if len(engines) > 1 else "engine"
+            start(name, agentrl_command("serve", flags), environment(numbers, computes=True), is_server=True)
+        for index in range(plan.samplers):
+            start(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
+        if plan.follows:
+            flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
+            seen = engines[-1] if beside_last else others
+            start("evaluation", agentrl_command("eval", flags), environment(seen))
+        if plan.main is not None:
+            trainer = placement.trainer if placement is not None else ()
+            main = SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
+            return supervisor.run_main(main, deadline=deadline)
+        supervisor.run_helpers()
+        return 0
+    except StoppedBySignalError:
+        plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
+        raise
+    finally:
+        supervisor.stop()
+
+
+def agentrl_command(command: str, flags: Sequence[str]) -> list[str]:
+    """Return the words that start ``agentrl COMMAND`` with this interpreter."""
+    return [sys.executable, "-m", "agentrl", command, *flags]
+
+
+def environment_of_children(threads: int = 1) -> dict[str, str]:
+    """Return this process's environment; variables that are set win over the limits of threads."""
+    return {**thread_limits(threads), **os.environ}

@@ -1,0 +1,326 @@
+"""What a loss gets and returns, and how it is declared by ``@loss`` and found; import no torch itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from agentrl.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before ``exp``."""
+_NONE: Any = None
+_BUILT_IN = "agentrl.losses.built_in"
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """Return exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where it is clamped."""
+    return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryMeans:
+    """Means over whole trajectories, for micro-batches that hold only parts of some."""
+
+    log_ratio: Tensor
+    """float32[R], of log πθ − log π_old."""
+    log_weight: Tensor
+    """float32[R], of log π_old − log μ."""
+    divergence: Tensor
+    """float32[R], of ``losses.compute.divergence``, the k3 estimate of the KL from μ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBatch:
+    """The trainable tokens of one micro-batch: T tokens of R trajectories.
+
+    ``logprobs`` carries the gradient, and ``entropy`` may carry one; every other tensor is data. Trajectories
+    are whole unless ``lengths`` and ``means`` are given.
+    """
+
+    logprobs: Tensor
+    """float32[T], log πθ."""
+    old_logprobs: Tensor
+    """float32[T], log π_old."""
+    behavior_logprobs: Tensor
+    """float32[T], log μ as the engine reported it."""
+    advantages: Tensor
+    """float32[T]."""
+    row: Tensor
+    """int64[T], trajectory index in [0, R)."""
+    version: Tensor
+    """int64[T], the policy version that sampled the token."""
+    age: Tensor
+    """int64[T], optimizer steps between the weights that sampled the token and the current ones, ≥ 0."""
+    mask: Tensor
+    """bool[T], the loss mask m: a False token counts in no numerator and no denominator."""
+    trajectories: int
+    """R."""
+    reference_logprobs: Tensor | None = None
+    """float32[T], log π_ref of the reference model of ``--kl_coef``."""
+    lengths: Tensor | None = None
+    """int64[R], tokens in the loss mask of each whole trajectory; None: count those of the micro-batch."""
+    means: TrajectoryMeans | None = None
+    """None: compute them from the tokens of the micro-batch."""
+    entropy: Tensor | None = None
+    """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return log r = log πθ − log π_old, float32[T], with gradient."""
+        return self.logprobs.float() - self.old_logprobs.float()
+
+    @property
+    def log_weight(self) -> Tensor:
+        """Return log w = log π_old − log μ, float32[T]."""
+        return self.old_logprobs.float() - self.behavior_logprobs.float()
+
+    @property
+    def log_rho(self) -> Tensor:
+        """Return log ρ = log πθ − log μ, float32[T], detached."""
+        return self.logprobs.detach().float() - self.behavior_logprobs.float()
+
+    @property
+    def is_extreme(self) -> Tensor:
+        """Return bool[T], the tokens with |log ρ| above ``LOG_RATIO_LIMIT``: no update moves that far."""
+        return self.log_rho.abs() > LOG_RATIO_LIMIT
+
+    @property
+    def mean_log_ratio(self) -> Tensor:
+        """Return the mean of log r over each token's trajectory, float32[T], detached."""
+        if self.means is not None:
+            return self.means.log_ratio[self.row]
+        return self.trajectory_mean(self.log_ratio.detach())
+
+    @property
+    def mean_log_weight(self) -> Tensor:
+        """Return the mean of log w over each token's trajectory, float32[T]."""
+        if self.means is not None:
+            return self.means.log_weight[self.row]
+        return self.trajectory_mean(self.log_weight)
+
+    @property
+    def mean_log_rho(self) -> Tensor:
+        """Return the mean of log ρ over each token's trajectory, float32[T], detached."""
+        return self.mean_log_ratio + self.mean_log_weight
+
+    @property
+    def trajectory_tokens(self) -> Tensor:
+        """Return the number of tokens in the loss mask of each token's trajectory, float32[T]."""
+        if self.lengths is not None:
+            return self.lengths.float()[self.row]
+        return self.row[self.mask].bincount(minlength=self.trajectories).float()[self.row]
+
+    def trajectory_mean(self, values: Tensor) -> Tensor:
+        """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T].
+
+        Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0.
+        """
+        weights = self.mask.to(values.dtype)
+        totals = values.new_zeros(self.trajectories).index_add(0, self.row, values * weights)
+        counts = values.new_zeros(self.trajectories).index_add(0, self.row, weights)
+        return (totals / counts.clamp(min=1.0))[self.row]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """Per-token losses before any reduction, and what the metrics need. Only ``losses`` must be given."""
+
+    losses: Tensor
+    """float32[T] with gradient; 0 where ``masked``."""
+    ratio: Tensor = _NONE
+    """float32[T], detached: the ratio that the loss clips (r; for GSPO the trajectory's s). Default: 1."""
+    clipped: Tensor = _NONE
+    """bool[T]: clipping removed or bounded the token's gradient. Default: no token."""
+    masked: Tensor = _NONE
+    """bool[T]: a bound or a correction removed the token from the numerator. Default: no token."""
+    capped: Tensor | None = None
+    """bool[T]: a correction capped the token's weight; None: no correction caps."""
+
+    def __post_init__(self) -> None:
+        import torch
+
+        losses = self.losses.detach()
+        if self.ratio is None:
+            object.__setattr__(self, "ratio", torch.ones_like(losses))
+        for name in ("clipped", "masked"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, torch.zeros_like(losses, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loss:
+    """A loss function with what it declares about itself."""
+
+    function: Callable[..., TokenLosses]
+    own_defaults: Mapping[str, Any]
+    """Flag → the value that it has for this loss when it is not given, as ``@loss`` says."""
+    clips: bool = True
+    """False if only the bounds on staleness read ``epsilon`` and ``epsilon_higher``."""
+    from_policy: bool = True
+    """True if a policy sampled the tokens: bounds, corrections and a KL apply."""
+    contains_weight: bool = False
+    """True if w = π_old/μ is a factor of the loss."""
+    reads_trajectory: bool = False
+    """True if a token's loss depends on the other tokens of its trajectory."""
+    compares_behavior: bool = False
+    """True if the loss compares πθ with μ and reads no π_old."""
+    check: Callable[[Any], None] = lambda _: None
+    """Raises ConfigError for LossSettings with which the loss does not work."""
+
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The keyword-only parameters of the function, by name."""
+        found = inspect.signature(self.function).parameters.values()
+        return {item.name: item for item in found if item.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Flag → the value that it has for this loss when it is not given."""
+        declared = {name: flag.default for name, flag in loss_flags().items() if name in self.parameters}
+        return {name: value for name, value in declared.items() if value is not None} | dict(
+            self.own_defaults
+        )
+
+    def __call__(self, batch: TokenBatch, settings: Any) -> TokenLosses:
+        """Return the loss of each token of ``batch``; ``settings`` are the run's LossSettings."""
+        flags = {
+            name: getattr(settings, name) for name in settings.__dataclass_fields__.keys() & self.parameters
+        }
+        return self.function(batch, settings, **flags, **settings.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFlag:
+    """A flag that a built-in loss declares."""
+
+    type: Any
+    field: dataclasses.Field[Any]
+    default: Any
+    """Its value for the losses that read it, where it is not given; None: that of the field."""
+
+
+def built_in_losses() -> dict[str, Loss]:
+    """Return the losses of ``losses.built_in`` by name, sorted."""
+    known = sorted(LOSSES.known().items())
+    return {name: item for name, item in known if item.function.__module__.startswith(_BUILT_IN)}
+
+
+@cache
+def loss_flags() -> dict[str, LossFlag]:
+    """Return the flags that built-in losses declare, by name; their help names the losses that read them.
+
+    Other losses may read them too, by a parameter of the same name.
+    """
+    losses = built_in_losses()
+    found: dict[str, LossFlag] = {}
+    for item in losses.values():
+        for name, parameter in item.parameters.items():
+            if not str(parameter.annotation).startswith("Annotated["):
+                continue
+            if name in found:
+                raise ValueError(f"two losses declare --{name}; the second one's parameter needs no flag()")
+            # Only this annotation: the others name types that are imported for type checkers alone.
+            alone = SimpleNamespace(__annotations__={name: parameter.annotation})
+            hint = get_type_hints(alone, item.function.__globals__, include_extras=True)[name]
+            kind, field = get_args(hint)
+            readers = ", ".join(other for other, reader in losses.items() if name in reader.parameters)
+            described = dataclasses.field(
+                default=field.default,
+                metadata={**field.metadata, "help": f"{readers}: {field.metadata['help']}"},
+            )
+            default = None if parameter.default is parameter.empty else parameter.default
+            found[name] = LossFlag(
+                type=kind | None if field.default is None else kind, field=described, default=default
+            )
+    return found
+
+
+def loss(
+    *names: str,
+    token_level_loss: bool = False,
+    skip_length_normalization: bool = False,
+    strict_in_bound: bool = False,
+    importance_weight_cap_ratio: float = math.inf,
+    epsilon: float = 0.2,
+    epsilon_higher: float = 0.0,
+    clips: bool = True,
+    from_policy: bool = True,
+    contains_weight: bool = False,
+    reads_trajectory: bool = False,
+    compares_behavior: bool = False,
+    check: Callable[[Any], None] = lambda _: None,
+) -> Callable[[Callable[..., TokenLosses]], Loss]:
+    """Return a decorator that turns a function into a Loss and registers it under ``names``.
+
+    The function takes a TokenBatch and the LossSettings and returns TokenLosses. Its keyword-only parameters
+    are the loss's own: one with the name of a flag, such as ``dual_clip``, gets the value of the flag, any
+    other its value in ``--loss_args``. Without ``names`` the loss is found as ``module:name`` alone.
+
+    In ``losses.built_in`` a parameter annotated ``Annotated[type, flag(...)]`` declares a flag of its name;
+    its default, if it has one, is the flag's for every loss that reads it.
+
+    ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
+    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds that the loss has where
+    the flags of these names are not given. The other arguments are explained at ``Loss``.
+    """
+    defaults = {
+        "token_level_loss": token_level_loss,
+        "skip_length_normalization": skip_length_normalization,
+        "strict_in_bound": strict_in_bound,
+        "importance_weight_cap_ratio": importance_weight_cap_ratio,
+        "epsilon": epsilon,
+        "epsilon_higher": epsilon_higher,
+    }
+
+    def decorate(function: Callable[..., TokenLosses]) -> Loss:
+        declared = Loss(
+            function=function,
+            own_defaults=defaults,
+            clips=clips,
+            from_policy=from_policy,
+            contains_weight=contains_weight,
+            reads_trajectory=reads_trajectory,
+            compares_behavior=compares_behavior,
+            check=check,
+        )
+        LOSSES.add(declared, *names)
+        return declared
+
+    return decorate
+
+
+def _as_loss(found: Any) -> Loss:
+    """Return a Loss as it is, and a plain function as a loss with the usual defaults."""
+    if isinstance(found, Loss):
+        return found
+    if not inspect.isfunction(found):
+        raise TypeError(f"it is of type {type(found).__name__}, not a function")
+    return loss()(found)
+
+
+LOSSES = Registry[Loss](
+    "loss",
+    group="agentrl.losses",
+    built_in=[_BUILT_IN],
+    convert=_as_loss,
+    hints={
+        "dapo": "DAPO is GRPO with --token_level_loss true --epsilon_higher 0.08; docs/losses.md has all of"
+        " its flags",
+        "drgrpo": "Dr. GRPO is GRPO with --loss_length_divisor and --advantage dr_grpo (docs/losses.md)",
+        "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
+        " --advantage_whitening batch (docs/losses.md)",
+        "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "sft": "CrossEntropy; `agentrl sft` trains conversations",
+    },
+)
+"""Every loss, by its ``--loss_calculater`` name."""

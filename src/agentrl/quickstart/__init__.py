@@ -1,1 +1,0 @@
-"""The quickstart: its models, tasks and tool servers, and the run that uses them."""
