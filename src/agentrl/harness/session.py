@@ -23,7 +23,7 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
-from agentrl.harness.prepare import Prepared, arguments_of, search_path
+from agentrl.harness.prepare import SYSTEM_PATH, Prepared, arguments_of
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, make_readable, pack, unpack
 from agentrl.processes import process_tree
 from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, DockerClient, container_name, control, limit_arguments
@@ -185,7 +185,7 @@ class HarnessSession(Session):
         name, _, value = self._marker.partition("=")
         return {
             "HOME": f"{self.root}/{HOME}", "TMPDIR": f"{self.root}/{TEMPORARY}",
-            "PATH": search_path(self._prepared.path), name: value,
+            "PATH": os.pathsep.join([*self._prepared.path, SYSTEM_PATH]), name: value,
             "GIT_CONFIG_NOSYSTEM": "1",  # Git ends at a file that exists and cannot be read
         }  # fmt: skip
 
@@ -309,12 +309,12 @@ def run_arguments(
 def _is_too_large(folder: Path, limits: HarnessLimits) -> bool:
     """Return whether the files of a folder exceed ``disk_mb`` or ``files``."""
     size = count = 0
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         count += len(folders) + len(files)
         for name in files:
             with suppress(OSError):
-                found = os.lstat(os.path.join(place, name))
-                size += max(found.st_size, found.st_blocks * _BLOCK)  # a sparse file is whole in an archive
+                status = os.lstat(os.path.join(parent, name))
+                size += max(status.st_size, status.st_blocks * _BLOCK)  # a sparse file is whole in an archive
         if size > limits.disk_mb << 20 or count > limits.files:
             return True
     return False

@@ -128,8 +128,8 @@ def load_servers(path: str | Path) -> list[McpSpec]:
     content = file.content if isinstance(file.content, dict) else {}
     for key, read in (("mcpServers", _foreign), ("servers", _own)):
         if isinstance(content.get(key), dict):
-            found = [read(file, key, str(name), entry) for name, entry in content[key].items()]
-            return [spec for spec in found if spec is not None]
+            specs = [read(file, key, str(name), entry) for name, entry in content[key].items()]
+            return [spec for spec in specs if spec is not None]
     raise file.error("has neither a mapping 'servers' nor 'mcpServers'")
 
 
@@ -293,10 +293,10 @@ def load_tools(path: str | None, *, call_timeout: float) -> ConfiguredTools:
     file = read_settings(path, what="--tool_config_path", hint=_TOOLS_HINT)
     tools: list[StatefulTools] = []
     servers: list[ServerSpec] = []
-    for place, entry in enumerate(file.check(_File, file.content).tools):
+    for index, entry in enumerate(file.check(_File, file.content).tools):
         settings = dict(entry.config or {})
         if settings.pop("type", "native") == "native":
-            where = f"{path}: tools[{place}]"
+            where = f"{path}: tools[{index}]"
             name = str(entry.class_name)
             tools.append(
                 StatefulTools.load(
