@@ -20,8 +20,7 @@ from agentrl.documents.task import Claim, Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.host import GatewayHost
-from agentrl.gateway.server import GatewayServer
+from agentrl.gateway.host import GatewayHost, GatewayServer
 from agentrl.rollout.agent_io import Endpoint
 from agentrl.rollout.agents import AGENTS, Agent
 from agentrl.rollout.worker import Worker

@@ -9,8 +9,7 @@ Name it on the trainer; the folder must be on PYTHONPATH::
 
 import torch
 
-from agentrl.losses.batch import TokenBatch, TokenLosses
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses, loss
 from agentrl.losses.settings import LossSettings
 
 

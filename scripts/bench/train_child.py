@@ -46,7 +46,7 @@ def _ours(way: str, wanted: dict[str, Any]) -> dict[str, Any]:
     from agentrl.config.schema import OptimConfig
     from agentrl.distributed.parallel_model import ParallelModel
     from agentrl.losses.settings import LossSettings
-    from agentrl.train.memory import enable_checkpointing
+    from agentrl.train.build import enable_checkpointing
     from agentrl.train.optimizer import build_optimizer
     from agentrl.train.step import forward_backward
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from agentrl.documents.status import StopReason
     from agentrl.environments.base import Environment, Observation, TaskRequest, environment
     from agentrl.errors import OutageError
-    from agentrl.losses.batch import TokenBatch, TokenLosses
-    from agentrl.losses.registry import loss
+    from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
     from agentrl.observe.tracker_libraries import tracker
     from agentrl.rollout.agent_io import Outcome
@@ -67,8 +66,8 @@ _MODULES = {
     "StopReason": "documents.status",
     "Store": "store.notebook",
     "TaskRequest": "environments.base",
-    "TokenBatch": "losses.batch",
-    "TokenLosses": "losses.batch",
+    "TokenBatch": "losses.loss",
+    "TokenLosses": "losses.loss",
     "ToolCall": "chat.parsers.base",
     "Turn": "rollout.model_call",
     "advantage": "scoring.advantages",
@@ -77,7 +76,7 @@ _MODULES = {
     "convert_arguments": "chat.parsers.arguments",
     "environment": "environments.base",
     "group_filter": "scoring.groups",
-    "loss": "losses.registry",
+    "loss": "losses.loss",
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.base",

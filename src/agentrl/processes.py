@@ -203,10 +203,10 @@ def exit_reason(log: Path | None) -> str:
     """Return why a process ended: the last error in its log, with its hint; else the last lines."""
     text = tail(log) if log is not None else ""
     lines = text.splitlines()
-    for place in reversed(range(len(lines))):
-        _, found, message = lines[place].partition(": error: ")
-        if found:
-            return "\n".join([message, *lines[place + 1 :]])
+    for index in reversed(range(len(lines))):
+        _, is_error, message = lines[index].partition(": error: ")
+        if is_error:
+            return "\n".join([message, *lines[index + 1 :]])
     return text or "it has written nothing"
 
 
@@ -216,7 +216,7 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
     ``marker`` is ``NAME=value`` in the environment: it finds processes whose parent has ended.
     """
     children: dict[int, list[int]] = {}
-    found = []
+    running = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -230,13 +230,13 @@ def process_tree(pids: Collection[int], marker: str) -> set[int]:
             continue
         children.setdefault(int(parent), []).append(pid)
         if pid in pids or marker.encode() in environment:
-            found.append(pid)
+            running.append(pid)
     tree: set[int] = set()
-    while found:
-        pid = found.pop()
+    while running:
+        pid = running.pop()
         if pid not in tree:
             tree.add(pid)
-            found += children.get(pid, ())
+            running += children.get(pid, ())
     return tree - {os.getpid()}
 
 

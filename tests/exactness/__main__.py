@@ -7,7 +7,7 @@ import sys
 import torch
 
 from agentrl.data.planner import PrefixMerging
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from exactness.corrections import cases_of
 from exactness.models import MODELS, tiny_model

@@ -14,8 +14,8 @@ from agentrl.data.planner import PrefixMerging, build_micro_batches
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData, Node
-from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.train.step import forward_backward

@@ -16,7 +16,7 @@ from agentrl.config.loss import OldLogprobs
 from agentrl.data.planner import PrefixMerging
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from exactness.corrections import cases_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.data.planner import SequenceRows, build_micro_batches
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import forward_backward
 from exactness.models import VOCABULARY, tiny_model

@@ -34,7 +34,7 @@ from agentrl.model.load import allocate, disable_dropout
 from agentrl.model.lora import add_adapter
 from agentrl.plan import memory
 from agentrl.plan.model import ModelNumbers
-from agentrl.train.memory import enable_checkpointing
+from agentrl.train.build import enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, freeze
 from agentrl.train.step_loss import token_batch
 from fake_gpu.fake_rank import balance_experts, fake_mesh, rank_of

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 from tiny_models import chains, packed, tiny_model
 from agentrl.losses.settings import LossSettings
-from agentrl.train.memory import compile_layers
+from agentrl.train.build import compile_layers
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.train.step import forward_backward
 

@@ -16,7 +16,7 @@ from test_sampling import Setting, quick, task, until
 from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.rollout import breaker, outages
+from agentrl.rollout import breaker
 from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
 from agentrl.tools.mcp import server
@@ -34,7 +34,7 @@ def probe_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MAX_BACKOFF_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
-    monkeypatch.setattr(outages, "REPORT_SECONDS", 0.1)
+    monkeypatch.setattr(breaker, "REPORT_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
 )
-from agentrl.data.verify import explain_difference
+from agentrl.data.finalize_group import explain_difference
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus

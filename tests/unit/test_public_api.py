@@ -29,12 +29,12 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.groups import ScoredGroup, group_filter
 from agentrl.scoring.scorers import ScoreResult, ScorerContext, scorer
 from agentrl.documents.status import StopReason
-from agentrl.losses.batch import TokenBatch, TokenLosses
+from agentrl.losses.loss import TokenBatch, TokenLosses
 from agentrl.rollout.model_call import Turn
 from agentrl.scoring.advantages import advantage
 from agentrl.rollout.agents import agent
 from agentrl.rollout.context import context_manager
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import loss
 from agentrl.tools.python import tool
 from agentrl.observe.tracker_libraries import tracker
 

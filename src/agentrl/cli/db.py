@@ -104,7 +104,7 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 def check_options(arguments: argparse.Namespace) -> CheckOptions:
     """Return the options that the flags of ``check`` name."""
-    from agentrl.data.verify import explain_difference
+    from agentrl.data.finalize_group import explain_difference
     from agentrl.store.admin.check.reading import CheckOptions
     from agentrl.store.admin.retention import read_checkpoints
 

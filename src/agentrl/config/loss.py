@@ -19,7 +19,7 @@ CAPS = ("tis", "seq_tis")
 WEIGHTS = (*CAPS, "icepop")
 _ONE_NUMBER = (*CAPS, "seq_kl")
 
-_LOSSES = importlib.import_module("agentrl.losses.registry")
+_LOSSES = importlib.import_module("agentrl.losses.loss")
 LOSS_PARAMETERS = frozenset(_LOSSES.loss_flags())
 """Flags that a loss reads only if it has a parameter of that name."""
 

@@ -1,22 +1,28 @@
-"""Decide a finished group: which Records are trained, with which advantages, and their training data."""
+"""Decide a finished group and its training data; verify that stored data follow from their group.
+
+Samplers may write Tasks, Records and training data, so the trainer compares each with the others. Data pass
+if a sampler could have sampled and scored them; all other data are refused.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import mask_reason, masked_calls, to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
 from agentrl.documents.record import Record
-from agentrl.documents.status import RecordStatus, SlotStatus
+from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import StoreError
+from agentrl.errors import AgentRLError, StoreError, StoreUnavailableError
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.groups import (
     Decision,
@@ -26,7 +32,10 @@ from agentrl.scoring.groups import (
     recorded_decisions,
     summarize,
 )
-from agentrl.store.groups import GroupOutcome, RecordOutcome
+from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +44,16 @@ TRAIN_SPLIT: Final = "train"
 
 _LISTED: Final = 8
 """Largest number of parameters listed in a summary or a reason."""
+Verify = Callable[[Sequence[DBRecordData]], Awaitable[dict[str, str]]]
+"""Training data → the groups that fail verification: {task: problem}."""
+_TOLERANCE = 1e-9
+"""Largest relative and absolute difference of two advantages that counts as rounding."""
+_ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
+_COMPARED = (
+    "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs", "tokens",
+    "trainable_tokens", "min_version", "max_version",
+)  # fmt: skip
+_PACKED = ("input_ids", "behavior_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +102,14 @@ class GroupRules:
             outcomes = [RecordOutcome(record_id=record.id, status=RecordStatus.READY) for record in scored]
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
-        filtered = self._filtered(task, scored)
-        decisions = self._decisions(task, scored, filtered)
+        filtered = self.filtered or {}
+        if self.filtered is None and self.config.group_filter is not None and scored:
+            filtered = dropped_by_filter(self.config.group_filter, task, scored)
+        if self.recorded and self.config.advantage not in BUILT_IN:
+            decisions = recorded_decisions(scored)
+        else:
+            rng = random.Random(f"{self.seed}/{task.id}")
+            decisions = decide_group(scored, self.config, rng, filtered)
         by_id = {record.id: record for record in scored}
         data: list[DBRecordData] = []
         outcomes = []
@@ -95,27 +120,29 @@ class GroupRules:
             converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
-                outcomes.append(_ready(decision))
+                outcomes.append(
+                    RecordOutcome(
+                        record_id=decision.record_id,
+                        status=RecordStatus.READY,
+                        advantage=decision.advantage,
+                        turn_advantages=decision.turn_advantages,
+                    )
+                )
             else:
-                outcomes.append(_abandoned(decision, converted))
+                outcomes.append(
+                    RecordOutcome(
+                        record_id=decision.record_id, status=RecordStatus.ABANDONED, because=converted
+                    )
+                )
         summary = {
             **summarize(scored, failed, len(data), rules),
-            "masked_calls": _counts(masked),
+            "masked_calls": [
+                {"because": what, "calls": count} for what, count in masked.most_common(_LISTED)
+            ],
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
-
-    def _decisions(self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str]) -> list[Decision]:
-        if self.recorded and self.config.advantage not in BUILT_IN:
-            return recorded_decisions(scored)
-        rng = random.Random(f"{self.seed}/{task.id}")
-        return decide_group(scored, self.config, rng, filtered)
-
-    def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
-        if self.filtered is not None or self.config.group_filter is None or not scored:
-            return self.filtered or {}
-        return dropped_by_filter(self.config.group_filter, task, scored)
 
     def _masked(
         self, record: Record, calls: Mapping[str, Sequence[DispatchedSamplingTask]], decision: Decision
@@ -165,24 +192,6 @@ def _listed(reasons: Sequence[str]) -> str:
     return ", ".join([*listed, f"{rest} with others"] if rest else listed)
 
 
-def _counts(masked: Counter[str]) -> list[dict[str, Any]]:
-    """Return ``Task.group.masked_calls``: the number of masked model calls for each parameter."""
-    return [{"because": what, "calls": count} for what, count in masked.most_common(_LISTED)]
-
-
-def _ready(decision: Decision) -> RecordOutcome:
-    return RecordOutcome(
-        record_id=decision.record_id,
-        status=RecordStatus.READY,
-        advantage=decision.advantage,
-        turn_advantages=decision.turn_advantages,
-    )
-
-
-def _abandoned(decision: Decision, because: str) -> RecordOutcome:
-    return RecordOutcome(record_id=decision.record_id, status=RecordStatus.ABANDONED, because=because)
-
-
 def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:
     """Return why no token of ``call`` can be trained; None if they can. ``rule`` leaves out ``left_out``."""
     if call.fixed is not None:
@@ -208,7 +217,12 @@ def describe_share(
     if lost:
         text += "; not: " + ", ".join(f"{tokens:,} {why}" for why, tokens in lost.most_common())
     if rule == "main":
-        agent = set(_of_agent(calls))
+        agent = {
+            index
+            for role in {call.role for call in calls}
+            for branch in same_agent(branches_of([call for call in calls if call.role == role]))
+            for index in branch.indexes
+        }
         other = {call.index for call in calls} - agent
         more = sum(call.generated_tokens for call in calls if why_untrained(call, "agent", other) is None)
         if more > trained:
@@ -216,11 +230,121 @@ def describe_share(
     return text
 
 
-def _of_agent(calls: Sequence[DispatchedSamplingTask]) -> Iterator[int]:
-    for role in {call.role: None for call in calls}:
-        for branch in same_agent(branches_of([call for call in calls if call.role == role])):
-            yield from branch.indexes
-
-
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
+
+
+def verifier(store: Store) -> Verify:
+    """Return a check of training data against the other documents of ``store``."""
+
+    async def verify(data: Sequence[DBRecordData]) -> dict[str, str]:
+        by_task: dict[str, list[DBRecordData]] = {}
+        for item in data:
+            by_task.setdefault(item.task, []).append(item)
+        problems: dict[str, str] = {}
+        for task_id, items in by_task.items():
+            try:
+                group = await store.groups.stored(task_id)
+                problem = await asyncio.to_thread(group_problem, group, items)
+            except StoreUnavailableError:
+                raise
+            except (AgentRLError, ValueError, TypeError, KeyError) as error:
+                problem = f"it cannot be checked: {error}"
+            if problem is not None:
+                problems[task_id] = problem
+        return problems
+
+    return verify
+
+
+def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> str | None:
+    """Return why ``data`` do not follow from their group; None if they do."""
+    if group is None:
+        return "it has no Task"
+    if group.task.status is not TaskStatus.COMPLETED:
+        return f"its Task is {group.task.status}, not {TaskStatus.COMPLETED}"
+    problem = slot_problem(group.task, group.records)
+    if problem is not None:
+        return problem
+    summary = group.task.group or {}
+    if not isinstance(summary.get("rules"), Mapping):
+        return "its Task does not hold the rules by which it was decided"
+    expected = {
+        item.id: item
+        for item in GroupRules.of_group(summary).decide(group.task, group.records, group.calls).data
+    }
+    counts = {record.id: record.trained_count for record in group.records}
+    for item in data:
+        if item.id not in expected:
+            return f"its Records and model calls give no training data {item.id}"
+        if item.trained_count != counts[item.id]:
+            return f"{item.id}: trained_count: {item.trained_count}, of its Record {counts[item.id]}"
+        if (problem := differences(item, _rounded_as(item, expected[item.id]), also=_ORIGIN)) is not None:
+            return f"{item.id}: {problem}"
+    return None
+
+
+def _rounded_as(data: DBRecordData, expected: DBRecordData) -> DBRecordData:
+    """Return ``expected`` with the advantages of ``data`` if they differ only by rounding."""
+    found, wanted = _all_advantages(data), _all_advantages(expected)
+    if len(data.spans) != len(expected.spans) or len(found) != len(wanted):
+        return expected
+    pairs = zip(found, wanted, strict=True)
+    if not all(math.isclose(*pair, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) for pair in pairs):
+        return expected
+    spans = (
+        replace(span, advantage=own.advantage) for span, own in zip(expected.spans, data.spans, strict=True)
+    )
+    return replace(
+        expected, advantage=data.advantage, turn_advantages=data.turn_advantages, spans=tuple(spans)
+    )
+
+
+def _all_advantages(data: DBRecordData) -> list[float]:
+    return [data.advantage, *data.turn_advantages, *(span.advantage for span in data.spans)]
+
+
+def explain_difference(
+    data: DBRecordData, calls: Sequence[DispatchedSamplingTask], config: GroupConfig | None
+) -> str | None:
+    """Compare ``data`` with a fresh conversion of its model calls; return the differences, or None.
+
+    ``calls`` are ordered by index. ``config`` holds the rules for which calls are trained; with None, the
+    calls that ``data`` names are. Raises StoreError if the calls contradict one another.
+    """
+    if config is None:
+        named = {span.call for span in data.spans}
+        calls = [call if call.index in named else replace(call, status=CallStatus.FAILED) for call in calls]
+        config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0)
+    expected = to_training_data(
+        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages
+    )
+    if expected is None:
+        return "its model calls have no token to train"
+    return differences(data, expected)
+
+
+def differences(data: DBRecordData, expected: DBRecordData, *, also: Sequence[str] = ()) -> str | None:
+    """Return the fields of ``data`` that differ from ``expected``, or None. ``also``: more fields."""
+    found = [_difference(name, data, expected) for name in (*also, *_COMPARED)]
+    return "; ".join(text for text in found if text) or None
+
+
+def _difference(name: str, data: DBRecordData, expected: DBRecordData) -> str | None:
+    wanted, found = getattr(expected, name), getattr(data, name)
+    if wanted == found:
+        return None
+    if name in _PACKED:
+        return f"{name}: {len(found)} bytes that differ from the {len(wanted)} of its model calls"
+    return f"{name}: {found}, from its model calls {wanted}"
+
+
+def _task(data: DBRecordData) -> Task:
+    return Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
+
+
+def _record(data: DBRecordData) -> Record:
+    return Record(
+        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
+        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
+    )  # fmt: skip

@@ -158,8 +158,6 @@ def forest_from_data(
 def forest_from_sequences(
     input_ids: Sequence[Sequence[int] | NDArray[np.integer]],
     trainable: Sequence[Sequence[bool] | NDArray[np.bool_]],
-    *,
-    vocab_size: int | None = None,
     temperature: float = 1.0,
 ) -> TokenForest:
     """Pack sequences: each is one chain and one trajectory, with advantage 1, version 0 and age 0.
@@ -184,7 +182,7 @@ def forest_from_sequences(
             "mask only tokens that have a token before them",
         )
         chains.append(chain(name, np.asarray(ids, np.int64), np.asarray(mask, np.bool_), temperature))
-    return forest_from_data(chains, vocab_size=vocab_size)
+    return forest_from_data(chains)
 
 
 def chain(
@@ -227,7 +225,13 @@ def _one_trajectory(
     ids = unpack_ids(data.input_ids).astype(np.int64)
     _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
     _check_vocabulary(data.id, ids, vocab_size)
-    _check_nodes(data)
+    end = 0
+    for index, node in enumerate(data.nodes):
+        where = f"node {index} [{node.start}, {node.end})"
+        _require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
+        _require(-1 <= node.parent < index, data.id, f"{where} has parent {node.parent}, not an earlier node")
+        end = node.end
+    _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
     new_index, parent, position, subtree_end = _depth_first(data.nodes)
     target = _targets(data)
     per_span = np.array([span.end - span.start for span in data.spans], np.int64)
@@ -288,20 +292,6 @@ def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
     if unknown:
         _require(False, data.id, f"policy version {unknown[0]} has no age", "give an age for every version")
     return np.array([ages[span.version] for span in data.spans], np.int64)
-
-
-def _check_nodes(data: DBRecordData) -> None:
-    end = 0
-    for index, node in enumerate(data.nodes):
-        where = f"node {index} [{node.start}, {node.end})"
-        _require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
-        _require(
-            -1 <= node.parent < index,
-            data.id,
-            f"{where} has parent {node.parent}, not an earlier node",
-        )
-        end = node.end
-    _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
 
 
 def _targets(data: DBRecordData) -> Ints:

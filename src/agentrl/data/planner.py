@@ -66,7 +66,10 @@ def build_micro_batches(
     if rows is not None:
         paths = [path for tree in trees if tree.depth > rows.above for path in split_paths(tree)]
         trees = [tree for tree in trees if tree.depth <= rows.above]
-    limit = max_tokens if ranks == 1 else _even_limit(trees, max_tokens, ranks)
+    limit = max_tokens
+    if ranks > 1:  # above an even part of the step, or the longest path in it, a tree is cut
+        even = -(-sum(tree.tokens for tree in trees) // ranks)
+        limit = min(max_tokens, max([even, *(tree.depth for tree in trees)]))
     parts = [part for tree in trees for part in cut(tree, limit, names)]
     sizes, lengths = ([forest.tokens for forest in forests] for forests in (parts, paths))
     if fill is not None and merging != "group":
@@ -93,7 +96,8 @@ def step_trees(
     made: list[TokenForest] = []
     groups: dict[str, list[TokenForest]] = {}
     for index, item in enumerate(data):
-        tree = _numbered(forest_from_data([item], vocab_size=vocab_size, ages=ages), index)
+        tree = forest_from_data([item], vocab_size=vocab_size, ages=ages)
+        tree = replace(tree, trajectory=np.array([index]), owner=np.where(tree.owner < 0, -1, index))
         if tree.trainable_tokens == 0:
             continue
         if merging == "off":
@@ -142,9 +146,13 @@ def pack(sizes: Sequence[int], budget: int, *, padded: bool = False) -> list[lis
     loads: list[int] = []
     for index in _decreasing(sizes):
         size = sizes[index]
-        _require_fits(size, budget)
+        if size > budget:
+            raise ConfigError(
+                f"a sequence of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
+                hint=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
+            )
         needed = (sizes[group[0]] if padded else size for group in groups)
-        fitting = next((place for place, more in enumerate(needed) if loads[place] + more <= budget), None)
+        fitting = next((g for g, more in enumerate(needed) if loads[g] + more <= budget), None)
         if fitting is None:
             groups.append([])
             loads.append(0)
@@ -170,7 +178,7 @@ def balance(sizes: Sequence[int], budget: int, ranks: int, *, padded: bool = Fal
     groups += [[] for _ in range(count - len(groups))]
     groups.sort(key=lambda group: -_load(sizes, group, padded=padded))
     rounds = [groups[start : start + ranks] for start in range(0, count, ranks)]
-    return [group for place, round_ in enumerate(rounds) for group in round_[:: -1 if place % 2 else 1]]
+    return [group for number, round_ in enumerate(rounds) for group in round_[:: -1 if number % 2 else 1]]
 
 
 def _load(sizes: Sequence[int], group: Sequence[int], *, padded: bool) -> int:
@@ -192,27 +200,12 @@ def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
 def _spread_padded(sizes: Sequence[int], budget: int, count: int) -> list[list[int]]:
     """Return at most ``count`` groups of similar sizes, packed for the lowest budget that needs no more."""
     budgets = range(max(sizes, default=budget), budget)
-    place = bisect.bisect_left(budgets, -count, key=lambda each: -len(pack(sizes, each, padded=True)))
-    return pack(sizes, budgets[place] if place < len(budgets) else budget, padded=True)
+    index = bisect.bisect_left(budgets, -count, key=lambda each: -len(pack(sizes, each, padded=True)))
+    return pack(sizes, budgets[index] if index < len(budgets) else budget, padded=True)
 
 
 def _decreasing(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-
-
-def _even_limit(trees: Sequence[TokenForest], max_tokens: int, ranks: int) -> int:
-    """Return the size above which a tree is cut: an even part of the step, or the longest path in it."""
-    even = -(-sum(tree.tokens for tree in trees) // ranks)
-    return min(max_tokens, max([even, *(tree.depth for tree in trees)]))
-
-
-def _numbered(forest: TokenForest, number: int) -> TokenForest:
-    """Return a forest of one trajectory as trajectory ``number`` of its step."""
-    return replace(
-        forest,
-        trajectory=np.array([number]),
-        owner=np.where(forest.owner < 0, -1, number),
-    )
 
 
 def _micro_batch(parts: Sequence[TokenForest], merging: PrefixMerging) -> TokenForest:
@@ -220,11 +213,3 @@ def _micro_batch(parts: Sequence[TokenForest], merging: PrefixMerging) -> TokenF
         return forest_from_sequences([[0]], [[False]])
     forest = join(parts)
     return merge_prefixes(forest) if merging == "group" and len(parts) > 1 else forest
-
-
-def _require_fits(size: int, budget: int) -> None:
-    if size > budget:
-        raise ConfigError(
-            f"a sequence of {size} tokens is longer than a micro-batch of --max_tokens {budget}",
-            hint=f"raise --max_tokens to {size} or more, or lower --max_prompt_tokens when sampling",
-        )

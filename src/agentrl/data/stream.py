@@ -17,7 +17,7 @@ from agentrl.errors import AgentRLError, TrainingError
 from agentrl.store.training import StaleVersions
 
 if TYPE_CHECKING:
-    from agentrl.data.verify import Verify
+    from agentrl.data.finalize_group import Verify
     from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)

@@ -116,7 +116,9 @@ def _even_shards(size: int) -> Any:
 
     def choose(parameter: nn.Parameter) -> Shard:
         sizes = enumerate(parameter.shape)
-        return Shard(next((place for place, length in sizes if place > 0 and length % size == 0), 0))
+        return Shard(
+            next((dimension for dimension, length in sizes if dimension > 0 and length % size == 0), 0)
+        )
 
     return choose
 
@@ -161,7 +163,10 @@ class Dispatch:
         rows = rows * weights.reshape(-1)[routes.pairs, None]
         by_pair = rows.new_zeros(index.numel(), hidden.shape[1]).index_copy(0, routes.pairs, rows)
         result = by_pair.view(*index.shape, -1).sum(1).to(hidden.dtype)
-        return _leave(result, self.tp) if self.tp.size() > 1 else result
+        if self.tp.size() == 1:
+            return result
+        whole = DTensor.from_local(result, self.tp, [Partial()]).redistribute(placements=[Replicate()])
+        return whole.to_local()
 
     def plan(self, index: Tensor) -> Routes:
         """Return the routes of tokens whose experts are ``index`` int64[T, k]; collective over ep.
@@ -237,8 +242,3 @@ class _AllToAll(torch.autograd.Function):
 def _enter(tensor: Tensor, devices: DeviceMesh) -> Tensor:
     """Return ``tensor``, equal on all ``devices``, with a gradient that is summed over them."""
     return DTensor.from_local(tensor, devices, [Replicate()]).to_local(grad_placements=[Partial()])
-
-
-def _leave(tensor: Tensor, devices: DeviceMesh) -> Tensor:
-    """Return the sum over ``devices``; each gets the whole gradient."""
-    return DTensor.from_local(tensor, devices, [Partial()]).redistribute(placements=[Replicate()]).to_local()

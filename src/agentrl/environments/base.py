@@ -141,11 +141,11 @@ class Environment:
 E = TypeVar("E", bound=type[Environment])
 
 
-def _environment_class(found: Any) -> type[Environment]:
-    if not inspect.isclass(found) or not issubclass(found, Environment):
+def _environment_class(given: Any) -> type[Environment]:
+    if not inspect.isclass(given) or not issubclass(given, Environment):
         raise TypeError("it is not a class derived from agentrl.Environment")
-    Toolset.of_methods(found, found.tools)  # raises TypeError for a method without type hints
-    return found
+    Toolset.of_methods(given, given.tools)  # raises TypeError for a method without type hints
+    return given
 
 
 ENVIRONMENTS: Registry[type[Environment]] = Registry(

@@ -108,7 +108,7 @@ def _mixture(path: Path) -> list[Family]:
 
     try:
         items = yaml.safe_load(path.read_text(encoding="utf-8"))["datasets"]
-        found = [
+        families = [
             Family(str(item["name"]), float(item.get("weight", 1)), json.dumps(item.get("config") or {}))
             for item in items
         ]
@@ -117,9 +117,9 @@ def _mixture(path: Path) -> list[Family]:
             f"the mixture {path} cannot be read: {type(error).__name__}: {error}",
             hint="write datasets: [{name: gcd, weight: 2, config: {}}]",
         ) from error
-    if not found:
+    if not families:
         raise TaskFileError(f"the mixture {path} names no family", hint="write datasets: [{name: gcd}]")
-    return found
+    return families
 
 
 def _levels(text: str | None) -> tuple[int, ...] | None:
@@ -241,12 +241,12 @@ def _expanded(families: Sequence[Family]) -> list[Family]:
 
 
 def _entry(family: Family, level: int | None, seed: str, index: int) -> dict[str, Any]:
-    chunk, place = divmod(index, _CHUNK)
+    chunk, position = divmod(index, _CHUNK)
     digest = hashlib.sha256(f"{seed}/{family.name}/{level}/{family.config}/{chunk}".encode()).digest()
     config = json.loads(family.config)
     try:
         dataset = _dataset(family.name, level, family.config, int.from_bytes(digest[:4], "big") >> 1)
-        entry = dataset[place]
+        entry = dataset[position]
         text = json.dumps(entry["metadata"])
         stored = {"question": entry["question"], "answer": entry["answer"], "metadata": json.loads(text)}
         right = entry["answer"]

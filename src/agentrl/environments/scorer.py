@@ -25,8 +25,8 @@ async def environment(context: ScorerContext) -> Result:
     kind = ENVIRONMENTS.get(name)
     kind.check()
     if kind.reads_reward() or inspect.iscoroutinefunction(kind.score):
-        found = kind.score(context)
+        scored = kind.score(context)
     else:
-        found = run_in_process(kind.score, context)
-    result: Result = await found if inspect.isawaitable(found) else found
+        scored = run_in_process(kind.score, context)
+    result: Result = await scored if inspect.isawaitable(scored) else scored
     return result

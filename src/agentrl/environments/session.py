@@ -76,22 +76,22 @@ class EnvironmentSession:
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
-        found = await self._method("step", self.instance.step, text)
-        if not isinstance(found, Observation) or not isinstance(found.text, str):
+        observation = await self._method("step", self.instance.step, text)
+        if not isinstance(observation, Observation) or not isinstance(observation.text, str):
             raise TaskEnvironmentError(
-                f"step of environment {self.name} returned {describe(found)}",
+                f"step of environment {self.name} returned {describe(observation)}",
                 hint="return Observation(text, done)",
             )
-        return Observation(replace_surrogates(found.text), bool(found.done), found.role)
+        return Observation(replace_surrogates(observation.text), bool(observation.done), observation.role)
 
     async def reward(self) -> float | dict[str, float] | None:
         """Return the reward of the state, or of each role; None without one. Raises TaskEnvironmentError."""
-        found = await self._method("reward", self.instance.reward)
-        if found is None:
+        reward = await self._method("reward", self.instance.reward)
+        if reward is None:
             return None
-        if isinstance(found, Mapping) and found and all(isinstance(role, str) for role in found):
-            return {role: self._number(value) for role, value in found.items()}
-        return self._number(found)
+        if isinstance(reward, Mapping) and reward and all(isinstance(role, str) for role in reward):
+            return {role: self._number(value) for role, value in reward.items()}
+        return self._number(reward)
 
     def _number(self, value: Any) -> float:
         if is_finite(value):

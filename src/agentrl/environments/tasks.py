@@ -92,7 +92,13 @@ def generate(text: str, split: str) -> TaskSource:
     """
     address = Address.parse(text)
     kind = ENVIRONMENTS.get(address.name)
-    _check_options(text, address, kind)
+    known = [*_OWN, *kind.options]
+    for name in address.options:
+        if name not in known:
+            raise TaskFileError(
+                f"{text}: environment {address.name} has no option {name!r}; it has {', '.join(known)}",
+                hint=nearest(name, known) or _HINT,
+            )
     kind.check()
     request = address.request(split)
     file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
@@ -129,13 +135,3 @@ def _tasks(text: str, address: Address, kind: type[Environment], request: TaskRe
             f"{text}: environment {name} cannot generate task {made}: {describe(error)}",
             hint="a task is a mapping of JSON values with the fields of a task file (docs/tasks.md)",
         ) from error
-
-
-def _check_options(text: str, address: Address, kind: type[Environment]) -> None:
-    known = [*_OWN, *kind.options]
-    for name in address.options:
-        if name not in known:
-            raise TaskFileError(
-                f"{text}: environment {address.name} has no option {name!r}; it has {', '.join(known)}",
-                hint=nearest(name, known) or _HINT,
-            )

@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from agentrl.documents.task import Task
@@ -115,7 +115,12 @@ class TextArena(Environment):
     def tasks(cls, request: TaskRequest) -> Iterable[Mapping[str, Any]]:
         """Yield one task for each seed of the game. Raises TaskFileError for a game that cannot be played."""
         name = _known_game(request.options.get("game", ""))
-        players = _known_players(request.options.get("players", "1"))
+        given = request.options.get("players", "1")
+        if given not in ("1", "2"):
+            raise TaskFileError(
+                f"env:{NAME} is asked for games of {given!r} players", hint="give players=1 or players=2"
+            )
+        players = int(given)
         for index in range(request.n):
             digest = hashlib.sha256(f"{request.random_seed}/{name}/{index}".encode()).digest()
             seed = int.from_bytes(digest[:4], "big") >> 1
@@ -159,7 +164,9 @@ class TextArena(Environment):
 
 def _known_game(name: str) -> str:
     """Return ``name`` if textarena has this game. Raises TaskFileError with the nearest one."""
-    games = _games()
+    import_package(NAME, NAME)
+    registry = import_package("textarena.envs.registration", NAME).ENV_REGISTRY
+    games = [game.removesuffix(_RAW) for game in registry if game.endswith(_RAW)]
     if name in games:
         return name
     by_lower = {game.lower(): game for game in games}
@@ -168,21 +175,6 @@ def _known_game(name: str) -> str:
         f"textarena has no game {name!r}" if name else f"env:{NAME} names no game",
         hint=f"did you mean {by_lower[nearest[0]]!r}?" if nearest else f"env:{NAME}?game=GuessTheNumber-v0",
     )
-
-
-def _games() -> Sequence[str]:
-    import_package(NAME, NAME)
-    registry = import_package("textarena.envs.registration", NAME).ENV_REGISTRY
-    return [name.removesuffix(_RAW) for name in registry if name.endswith(_RAW)]
-
-
-def _known_players(given: str) -> int:
-    """Return the number of players. Raises TaskFileError unless it is 1 or 2."""
-    if given not in ("1", "2"):
-        raise TaskFileError(
-            f"env:{NAME} is asked for games of {given!r} players", hint="give players=1 or players=2"
-        )
-    return int(given)
 
 
 def _first(name: str, seed: int, players: int) -> Game:

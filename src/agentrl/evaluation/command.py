@@ -172,13 +172,13 @@ async def _due(
 
 async def _published(store: Store, seen: set[int]) -> Sequence[PolicyVersion]:
     """Return the published versions that are not in ``seen``, newest first."""
-    found: list[PolicyVersion] = []
+    versions: list[PolicyVersion] = []
     below: int | None = None
     while page := await store.policy_versions.published(_PAGE, below=below):
         new = [item for item in page if item.id not in seen]
-        found += new
+        versions += new
         if len(new) < len(page):
             break
         below = page[-1].id
-    seen.update(item.id for item in found)
-    return found
+    seen.update(item.id for item in versions)
+    return versions

@@ -167,9 +167,9 @@ async def wait_for_shared(
                 await asyncio.sleep(_POLL_SECONDS)
     except TimeoutError as error:
         what = "any policy version" if wanted is None else f"policy version {wanted}"
-        found = f"; live engines serve {_listed(served)}" if served else ""
+        serving = f"; live engines serve {_listed(served)}" if served else ""
         raise EngineError(
-            f"no live engine serves {what} after {limit:g} s{found}",
+            f"no live engine serves {what} after {limit:g} s{serving}",
             hint="start one: agentrl serve --run_name … --model_name_or_path …, or give --eval_engine own",
         ) from error
 

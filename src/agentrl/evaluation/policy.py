@@ -127,10 +127,10 @@ async def _require_tokenizer(store: Store, folder: Path, base: str | None) -> No
     if reference is None:
         return
     wanted = await asyncio.to_thread(tokenizer_fingerprint, reference)
-    found = await asyncio.to_thread(tokenizer_fingerprint, folder)
-    if wanted is not None and found != wanted:
+    actual = await asyncio.to_thread(tokenizer_fingerprint, folder)
+    if wanted is not None and actual != wanted:
         raise ModelError(
-            f"{folder} has another tokenizer ({found}) than the run's model in {reference} ({wanted})",
+            f"{folder} has another tokenizer ({actual}) than the run's model in {reference} ({wanted})",
             hint="evaluate it in a run of its own (--run_name), and compare with `agentrl eval compare`",
         )
 

@@ -129,17 +129,20 @@ def table(evaluations: Sequence[Evaluation], best: Mapping[tuple[str, str], int]
     return "\n".join(lines)
 
 
-def render_comparison(a: Evaluation, b: Evaluation, found: Comparison) -> str:
+def render_comparison(a: Evaluation, b: Evaluation, comparison: Comparison) -> str:
     """Return a comparison as text of at most 80 columns."""
     lines = [
         _line("A", f"{a.id}: {_policy(a)}"),
         _line("B", f"{b.id}: {_policy(b)}"),
-        _line("tasks", f"{found.tasks} in both; {found.only_a} only in A, {found.only_b} only in B"),
+        _line(
+            "tasks",
+            f"{comparison.tasks} in both; {comparison.only_a} only in A, {comparison.only_b} only in B",
+        ),
         "",
         f"{'':<8}{'A':>8}{'B':>8}{'B - A':>9}  {'95 % interval':<17}{'p':>8}{'B>A':>6}{'B<A':>6}"
         f"{'p sign':>8}",
-        _difference("score", found.score),
-        _difference("pass", found.passed),
+        _difference("score", comparison.score),
+        _difference("pass", comparison.passed),
         "",
         "interval: paired bootstrap over tasks; p: sign-flip permutation test;",
         "p sign: exact sign test (McNemar's for one trajectory a task)",
@@ -147,11 +150,12 @@ def render_comparison(a: Evaluation, b: Evaluation, found: Comparison) -> str:
     return "\n".join(lines)
 
 
-def comparison_json(a: Evaluation, b: Evaluation, found: Comparison) -> Json:
+def comparison_json(a: Evaluation, b: Evaluation, comparison: Comparison) -> Json:
     """Return a comparison as JSON for ``--json``."""
     return {
-        "a": a.id, "b": b.id, "tasks": found.tasks, "only_a": found.only_a, "only_b": found.only_b,
-        "score": dataclasses.asdict(found.score), "pass": dataclasses.asdict(found.passed),
+        "a": a.id, "b": b.id, "tasks": comparison.tasks, "only_a": comparison.only_a,
+        "only_b": comparison.only_b, "score": dataclasses.asdict(comparison.score),
+        "pass": dataclasses.asdict(comparison.passed),
     }  # fmt: skip
 
 
@@ -209,11 +213,11 @@ def _markdown_row(evaluation: Evaluation) -> list[str]:
     return [clean(cell).replace("|", "\\|") for cell in cells]
 
 
-def _difference(name: str, found: Difference) -> str:
-    interval = f"[{found.effect.low:+.3f}, {found.effect.high:+.3f}]"
+def _difference(name: str, difference: Difference) -> str:
+    interval = f"[{difference.effect.low:+.3f}, {difference.effect.high:+.3f}]"
     return (
-        f"{name:<8}{found.a:>8.3f}{found.b:>8.3f}{found.effect.value:>+9.3f}  {interval:<17}"
-        f"{found.p_permutation:>8.4f}{found.better:>6}{found.worse:>6}{found.p_sign:>8.4f}"
+        f"{name:<8}{difference.a:>8.3f}{difference.b:>8.3f}{difference.effect.value:>+9.3f}  {interval:<17}"
+        f"{difference.p_permutation:>8.4f}{difference.better:>6}{difference.worse:>6}{difference.p_sign:>8.4f}"
     )
 
 
@@ -239,16 +243,16 @@ _SHOWN = 10
 async def compare(configs: Configs, a: str, b: str, *, as_json: bool) -> None:
     """Print the paired comparison of two evaluations, named by id, version or RUN/id."""
     first, second = await _read(configs, a), await _read(configs, b)
-    found = await asyncio.to_thread(compare_tasks, first[1], second[1])
-    if found is None:
+    comparison = await asyncio.to_thread(compare_tasks, first[1], second[1])
+    if comparison is None:
         raise ConfigError(
             f"{first[0].id} and {second[0].id} have no scored task with the same id and content in common",
             hint="evaluate both policies on the same --eval_file",
         )
     if as_json:
-        print(json.dumps(comparison_json(first[0], second[0], found)))
+        print(json.dumps(comparison_json(first[0], second[0], comparison)))
     else:
-        print(render_comparison(first[0], second[0], found))
+        print(render_comparison(first[0], second[0], comparison))
 
 
 async def report(configs: Configs, *, as_json: bool, as_markdown: bool, plot: str | None) -> None:
@@ -314,8 +318,8 @@ def plot_evaluations(run_name: str, evaluations: Sequence[Evaluation], out: Path
         )
     figure = new_figure(8.0, 4.2)
     axes = figure.subplots()
-    for place, members in enumerate(lines.values()):
-        color = COLORS[place % len(COLORS)]
+    for index, members in enumerate(lines.values()):
+        color = COLORS[index % len(COLORS)]
         members.sort(key=lambda item: item.step or 0)
         name = clean(Path(members[0].file).name)
         _draw(axes, members, ("score",), color, "-", f"score, {name}")

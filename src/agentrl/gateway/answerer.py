@@ -21,8 +21,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, LeaseLostError
 from agentrl.gateway.answers import grammar_of, response_of, unmet
-from agentrl.gateway.errors import as_gateway_error, dead_url
-from agentrl.gateway.request import GatewayRequest
+from agentrl.gateway.request import GatewayRequest, as_gateway_error, dead_url
 from agentrl.gateway.request_prompts import RequestPrompts
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router
 from agentrl.rollout.model_call import PendingCall, images_of, parse

@@ -15,7 +15,8 @@ from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
-from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest, validator_of
+from agentrl.gateway.dialects.fields import validator_of
+from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
 from agentrl.inference.engine import Generation
 from agentrl.rollout.model_call import message_of
 from agentrl.tools.base import schema_name

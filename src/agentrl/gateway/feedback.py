@@ -17,8 +17,8 @@ from agentrl.documents.model_call import (
     same_agent,
 )
 from agentrl.errors import TrajectoryError
-from agentrl.gateway.errors import invalid
-from agentrl.gateway.request import kind_of, short
+from agentrl.gateway.dialects.fields import kind_of, short
+from agentrl.gateway.request import invalid
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
 
@@ -106,12 +106,12 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
     calls = await store.gateways.by_answer(record_id, list(by_answer))
     turn_rewards = {}
     for answer_id, key in by_answer.items():
-        found = calls.get(answer_id)
-        if found is None or found.call is None:
+        request = calls.get(answer_id)
+        if request is None or request.call is None:
             raise invalid(
                 f"call_rewards names {short(key)}, which is not the id of an answer", "call_rewards"
             )
-        turn_rewards[found.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
+        turn_rewards[request.call.rpartition("/")[2]] = _number(rewards[key], f"call_rewards[{short(key)}]")
     for role in roles:
         if (problem := role_problem(role)) is not None:
             raise invalid(problem, "role_rewards")

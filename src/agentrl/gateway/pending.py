@@ -15,8 +15,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
 from agentrl.gateway.answerer import Answerer
-from agentrl.gateway.errors import GatewayError, dead_url
-from agentrl.gateway.request import GatewayRequest
+from agentrl.gateway.request import GatewayError, GatewayRequest, dead_url
 from agentrl.rollout.prompts import Prompt
 from agentrl.store.gateways import CallRequest
 
@@ -306,13 +305,13 @@ class PendingAnswers:
         """Wait for the answer of another gateway; None if it failed or is late."""
         store = self._answerer.store
         look = _FIRST_LOOK
-        found: GatewayCall | None = call
-        while found is not None:
-            if found.status is GatewayCallStatus.DONE and found.call is not None:
-                return await store.model_calls.by_id(found.call)
+        current: GatewayCall | None = call
+        while current is not None:
+            if current.status is GatewayCallStatus.DONE and current.call is not None:
+                return await store.model_calls.by_id(current.call)
             await asyncio.sleep(look)
             look = min(2 * look, _LONGEST_LOOK)
-            found, is_late = await store.gateways.get(call.id)
-            if is_late or (found is not None and found.status is GatewayCallStatus.FAILED):
+            current, is_late = await store.gateways.get(call.id)
+            if is_late or (current is not None and current.status is GatewayCallStatus.FAILED):
                 return None
         return None

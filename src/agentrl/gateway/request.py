@@ -1,44 +1,97 @@
-"""Define a request and its answer, independent of the dialect, and the limits of what a client may ask."""
+"""Define a request, its answer, its errors and a dialect; nothing here knows an API of a provider."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any, ParamSpec, TypeVar
-
-import orjson
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from agentrl.chat.chat_format import Message
-from agentrl.documents.sampling import COLDEST, SamplingParams
-from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.tools.base import Schema, schema_name
+from agentrl.chat.text_stream import Delta
+from agentrl.documents.sampling import SamplingParams
+from agentrl.errors import (
+    AgentRLError,
+    ContextFullError,
+    FailureError,
+    StoreUnavailableError,
+    TrajectoryError,
+)
+from agentrl.inference.engine import EngineRefusedError
+from agentrl.tools.base import Schema
 
 logger = logging.getLogger(__name__)
+
+Kind = Literal[
+    "invalid", "too_large", "authentication", "not_found", "limit", "timeout", "unavailable", "internal"
+]
+
+STATUS: dict[Kind, int] = {
+    "invalid": 400, "authentication": 401, "limit": 403, "not_found": 404, "timeout": 408, "too_large": 413,
+    "internal": 500, "unavailable": 503,
+}  # fmt: skip
+
+
+class GatewayError(AgentRLError):
+    """A request that gets no answer. ``code`` names the reason for programs, ``param`` the field."""
+
+    def __init__(
+        self, kind: Kind, message: str, *, code: str, param: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.kind: Kind = kind
+        self.code = code
+        self.param = param
+
+    @property
+    def status(self) -> int:
+        """Return the HTTP status."""
+        return STATUS[self.kind]
+
+    @property
+    def text(self) -> str:
+        """Return message and hint on one line."""
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+def invalid(message: str, param: str | None = None, *, code: str = "invalid_value") -> GatewayError:
+    """Return the error for a request that no retry makes valid."""
+    return GatewayError("invalid", message, code=code, param=param)
+
+
+def dead_url() -> GatewayError:
+    """Return the error for a URL whose trajectory has ended, and for one that never was."""
+    return GatewayError(
+        "authentication",
+        "this URL belongs to no running trajectory: it has ended, its lease was lost, or the token is wrong",
+        code="dead_token",
+    )
+
+
+def as_gateway_error(error: BaseException) -> BaseException:
+    """Return the error to answer for a failure; cancellations stay as they are."""
+    if isinstance(error, GatewayError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, ContextFullError):
+        return GatewayError("invalid", error.message, code="context_length_exceeded", param="messages")
+    if isinstance(error, EngineRefusedError):
+        return invalid(f"the engine refused the request: {error.message}", code="engine_refused")
+    if isinstance(error, TrajectoryError):
+        return GatewayError("invalid", error.message, code="cannot_render", param="messages", hint=error.hint)
+    if isinstance(error, (FailureError, StoreUnavailableError)):
+        return GatewayError("unavailable", error.message, code="unavailable", hint="send the request again")
+    logger.error("a request failed", exc_info=error)
+    return GatewayError(
+        "internal", f"the gateway failed: {type(error).__name__}", code="internal", hint="see its log"
+    )
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-}
 _LARGE = 32 << 10
 """Bytes of a request from which on work on it costs more than a thread."""
-MAX_TOOLS = 512
-MAX_MESSAGES = 10_000
-MAX_STOPS = 16
-_MAX_WARNINGS = 64
-_warned: set[tuple[str, str]] = set()
-"""(dialect, field) of the warnings that this process has logged."""
-_COLD = ("any", "temperature")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,202 +172,43 @@ async def aside(size: int, work: Callable[P, T], *arguments: P.args, **named: P.
     return await asyncio.to_thread(work, *arguments, **named)
 
 
-def load_body(body: bytes) -> dict[str, Any]:
-    """Decode the body of a request. Raises GatewayError unless it is a JSON object."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        value = _load_tolerantly(body)
-    if not isinstance(value, dict):
-        raise invalid(f"the body must be a JSON object, not {kind_of(value)}", code="invalid_json")
-    return value
+class EventStream(Protocol):
+    """The server-sent events of one answer."""
+
+    def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
+        """Return the events before the first token."""
+        ...
+
+    def delta(self, delta: Delta) -> Iterator[bytes]:
+        """Return the events of a piece of text."""
+        ...
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """Return the events that end the answer; all its text has been sent."""
+        ...
 
 
-def _load_tolerantly(body: bytes) -> Any:
-    """Decode JSON that only the standard library reads, such as a lone surrogate in a text."""
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+class Dialect(Protocol):
+    """One API of a model provider."""
 
+    name: str
 
-def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges.
+    def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
+        """Return the request in ``body``. Raises GatewayError."""
+        ...
 
-    A temperature at which nothing can be trained is logged once a process.
-    """
-    changes: dict[str, Any] = {}
-    for name in names:
-        value = body.get(name)
-        if value is None:
-            continue
-        low, high = _RANGES[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise invalid(f"{name} is {short(value)}; it must be a number in [{low:g}, {high:g}]", name)
-        changes[name] = float(value)
-    if changes.get("temperature", 1.0) < COLDEST and _COLD not in _warned:
-        _warned.add(_COLD)
-        logger.warning(
-            "a client asks for a temperature at which no answer can be trained; let it leave the field out",
-            extra={"temperature": changes["temperature"], "at_least": COLDEST},
-        )
-    return changes
+    def answer(self, answer: Answer) -> dict[str, Any]:
+        """Return the answer as JSON."""
+        ...
 
+    def stream(self, request: GatewayRequest) -> EventStream:
+        """Return the events of an answer."""
+        ...
 
-def whole_number(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int | None:
-    """Return the field ``name``; None if it is absent."""
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise invalid(f"{name} is {short(value)}; it must be a whole number in [{low}, {high}]", name)
-    return value
+    def error(self, error: GatewayError) -> dict[str, Any]:
+        """Return an error as JSON."""
+        ...
 
-
-def flag_of(body: Mapping[str, Any], name: str) -> bool:
-    """Return the field ``name``, False if it is absent."""
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise invalid(f"{name} is {short(value)}; it must be true or false", name)
-    return bool(value)
-
-
-def model_of(body: Mapping[str, Any]) -> str:
-    """Return the model that a request names."""
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
-        raise invalid(f"model is {short(model)}; it must be a name", "model")
-    return model
-
-
-def stops_of(value: Any, name: str) -> tuple[str, ...]:
-    """Return the stop sequences of a request."""
-    stops = [value] if isinstance(value, str) else value
-    if stops is None:
-        return ()
-    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
-        raise invalid(f"{name} is {short(value)}; it must be text or a list of texts", name)
-    if len(stops) > MAX_STOPS:
-        raise invalid(f"{name} has {len(stops)} texts; at most {MAX_STOPS} are allowed", name)
-    return tuple(stops)
-
-
-def messages_of(value: Any, name: str) -> list[Any]:
-    """Return the list of messages of a request."""
-    if not isinstance(value, list) or not value:
-        raise invalid(f"{name} is {kind_of(value)}; it must be a list of at least one message", name)
-    if len(value) > MAX_MESSAGES:
-        raise invalid(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
-    return value
-
-
-def arguments_of(value: Any, where: str) -> dict[str, Any]:
-    """Return the arguments of a tool call in the history as an object; text is decoded as JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"{where} is not JSON: {short(value)}", where) from error
-    if value is not None and not isinstance(value, dict):
-        raise invalid(f"{where} is {kind_of(value)}; it must be an object", where)
-    return value or {}
-
-
-def choose(request: GatewayRequest, choice: str | None, name: str | None = None) -> GatewayRequest:
-    """Return the request with its tool choice: auto, none, required, or ``named`` for the tool ``name``.
-
-    With ``none`` no tools are shown, and calls are not answered.
-    """
-    if choice == "none":
-        return replace(request, tools=[], no_calls=True)
-    if choice in (None, "auto"):
-        return request
-    offered = tuple(schema_name(tool) for tool in request.tools)
-    if choice not in ("required", "named"):
-        what = f"tool_choice {short(choice)} is not supported: use auto, none, required or a function"
-        raise invalid(what, "tool_choice", code="unsupported_parameter")
-    if not offered or (choice == "named" and name not in offered):
-        tools = ", ".join(offered) or "none"
-        raise invalid(f"tool_choice is {short(name or choice)}, and the tools are: {tools}", "tool_choice")
-    return replace(request, must_call=offered if name is None else (name,))
-
-
-def schema_of(value: Any, where: str) -> Mapping[str, Any] | None:
-    """Return the JSON schema that ``{"type": "json_schema", …}`` asks for; None for text."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if value is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    held = value.get("json_schema", value) if kind == "json_schema" else None
-    schema = held.get("schema") if isinstance(held, dict) else None
-    if not isinstance(schema, dict):
-        what = f"{where} is {short(value)}; it must be text, json_object or json_schema with a schema"
-        raise invalid(what, where, code="unsupported_parameter")
-    try:
-        validator_of(schema)
-    except ValueError as error:
-        raise invalid(f"{where} has a schema that is not valid: {error}", where) from error
-    return schema
-
-
-def validator_of(schema: Mapping[str, Any]) -> Any:
-    """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-    from referencing import Registry
-
-    try:
-        Draft202012Validator.check_schema(schema)
-    except (SchemaError, RecursionError, re.error) as error:
-        raise ValueError(getattr(error, "message", str(error))) from error
-    return Draft202012Validator(schema, registry=Registry())
-
-
-def warn_ignored(body: Mapping[str, Any], dialect: str, known: frozenset[str]) -> None:
-    """Log once a process each field of ``body`` that has no effect here."""
-    for name, value in body.items():
-        if name in known or value is None or (dialect, name) in _warned or len(_warned) >= _MAX_WARNINGS:
-            continue
-        _warned.add((dialect, name))
-        logger.warning("a field of a request has no effect", extra={"api": dialect, "field": short(name)})
-
-
-def refuse(body: Mapping[str, Any], name: str, why: str, *allowed: Any) -> None:
-    """Raise GatewayError if ``name`` is given and is not one of ``allowed``."""
-    value = body.get(name)
-    if value is not None and value not in allowed:
-        raise invalid(f"{name} {short(value)} is not supported: {why}", name, code="unsupported_parameter")
-
-
-def refuse_media(kind: Any, where: str) -> GatewayError:
-    """Return the error for content other than text."""
-    return invalid(
-        f"{where} has content of type {short(kind)}, and the model of this run reads text only",
-        where,
-        code="unsupported_content",
-    )
-
-
-def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
-    """Raise GatewayError unless the request names the policy; ``models`` may be patterns, as ``claude-*``."""
-    if not any(fnmatchcase(request.model, pattern) for pattern in models):
-        raise GatewayError(
-            "not_found",
-            f"the model {short(request.model)} does not exist",
-            code="model_not_found",
-            param="model",
-            hint=f"the policy is called {' or '.join(models)}",
-        )
-
-
-def kind_of(value: Any) -> str:
-    """Return the JSON type of a value."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "absent"}
-    return names.get(type(value), "a number")
-
-
-def short(value: Any) -> str:
-    """Return a value for an error message, on one line."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the event of an error after the answer has begun."""
+        ...

@@ -14,13 +14,13 @@ from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image, has_images, image_of_url, text_of
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, FailureError, ImageError
-from agentrl.gateway.errors import GatewayError, as_gateway_error, invalid
-from agentrl.gateway.request import GatewayRequest, aside, refuse_media
-from agentrl.rollout.model_call import ImageStore
+from agentrl.gateway.dialects.fields import refuse_media
+from agentrl.gateway.request import GatewayError, GatewayRequest, as_gateway_error, aside, invalid
 from agentrl.rollout.prompts import Chain, Prompt, chain_of, prefix_digests, prompt_of
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.store.images import Images
 
 _CACHED_TOKENS = 4_000_000
 """Tokens in all cached conversations; an older one is read again from the database."""
@@ -41,9 +41,9 @@ class Chains:
         self._tokens = 0
 
     async def longest(self, record_id: str, digests: Sequence[str]) -> tuple[int, Chain | None]:
-        """Return the longest of the conversations with ``digests`` that ends with an answer, and its place.
+        """Return the longest of the conversations with ``digests`` that ends with an answer, and its number.
 
-        The place counts from 1; without such a conversation it is 0.
+        It counts from 1; without such a conversation it is 0.
         """
         if not digests:
             return 0, None
@@ -51,11 +51,11 @@ class Chains:
         if chain is not None:
             self._cached.move_to_end(chain.call)
             return len(digests), chain
-        found = await self._store.gateways.latest_after(record_id, digests)
-        for place in range(len(digests), 0, -1):
-            call = found.get(digests[place - 1])
+        latest = await self._store.gateways.latest_after(record_id, digests)
+        for count in range(len(digests), 0, -1):
+            call = latest.get(digests[count - 1])
             if call is not None:
-                return place, await self.get(record_id, str(call.call))
+                return count, await self.get(record_id, str(call.call))
         return 0, None
 
     async def get(self, record_id: str, call_id: str) -> Chain:
@@ -161,14 +161,14 @@ class RequestPrompts:
                 code="no_new_message",
             )
         digests = await aside(request.size, prefix_digests, messages, tools, request.role)
-        ends = [place + 1 for place, message in enumerate(messages) if message["role"] == "assistant"]
-        found, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
-        known = ends[found - 1] if found else 0
+        ends = [index + 1 for index, message in enumerate(messages) if message["role"] == "assistant"]
+        count, chain = await self.chains.longest(claim.record_id, [digests[end] for end in ends])
+        known = ends[count - 1] if count else 0
         prompt = await aside(request.size, prompt_of, self.chat_format, chain, known, messages, tools)
         return replace(prompt, digest=digests[-1])
 
 
-async def store_images(request: GatewayRequest, chat_format: ChatFormat, store: ImageStore) -> GatewayRequest:
+async def store_images(request: GatewayRequest, chat_format: ChatFormat, store: Images) -> GatewayRequest:
     """Return the request with its images stored. Raises GatewayError for one that is not allowed."""
     if not has_images(request.messages):
         return request

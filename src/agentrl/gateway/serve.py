@@ -12,7 +12,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp
-from agentrl.gateway.server import GatewayServer
+from agentrl.gateway.host import GatewayServer
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.setup import live_engines, model_folder, open_format, open_router, sampling_params
 from agentrl.store.client import open_store

@@ -81,7 +81,8 @@ class CommandAgent:
                     raise EngineError(
                         f"the gateway did not answer when the harness ended; {failure}", outage=ENGINES
                     )
-                raise HarnessError(failure, hint=_HINTS.get(run.ended))
+                hint = _HINTS.get(run.ended, f"raise the limit, or leave {run.ended} out of fail_on")
+                raise HarnessError(failure, hint=hint)
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
@@ -147,8 +148,8 @@ def _files(rollout: Rollout, config: HarnessConfig, variables: dict[str, str]) -
         QUESTION_FILE: rollout.question.encode("utf-8", "replace"),
     }
     for name, text in config.files.items():
-        place = f"{HOME}/{name[2:]}" if name.startswith("~/") else f"{WORKSPACE}/{name}"
-        files[os.path.normpath(place)] = _filled(text, variables).encode("utf-8", "replace")
+        path = f"{HOME}/{name[2:]}" if name.startswith("~/") else f"{WORKSPACE}/{name}"
+        files[os.path.normpath(path)] = _filled(text, variables).encode("utf-8", "replace")
     return files
 
 
@@ -187,8 +188,8 @@ async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run
         text = content if isinstance(content, str) else None
     if text is None:
         return None
-    found = extract_answer(text, rollout.task.answer_schema)
-    return text if found is None else found
+    answer = extract_answer(text, rollout.task.answer_schema)
+    return text if answer is None else answer
 
 
 async def _score(
@@ -225,9 +226,5 @@ def _failure(prepared: Prepared, run: CommandRun) -> str:
 _HINTS: Final = {
     Ending.NONZERO_EXIT: "score it anyway by leaving nonzero_exit out of fail_on",
     Ending.KILLED: "137 is often a lack of memory: raise limits.memory_mb",
-    Ending.TIME_LIMIT: "raise the limit, or leave time_limit out of fail_on",
-    Ending.MEMORY_LIMIT: "raise the limit, or leave memory_limit out of fail_on",
-    Ending.DISK_LIMIT: "raise the limit, or leave disk_limit out of fail_on",
-    Ending.OUTPUT_LIMIT: "raise the limit, or leave output_limit out of fail_on",
     Ending.NO_CALLS: "let it use $AGENTRL_BASE_URL, $AGENTRL_API_KEY and $AGENTRL_MODEL",
 }

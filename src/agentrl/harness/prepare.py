@@ -91,11 +91,6 @@ def _programs(config: HarnessConfig) -> tuple[list[str], list[str]]:
     return own, visible
 
 
-def search_path(folders: Sequence[str]) -> str:
-    """Return the PATH of a harness: ``folders``, then the system's."""
-    return os.pathsep.join([*folders, SYSTEM_PATH])
-
-
 def arguments_of(command: str | Sequence[str]) -> tuple[str, ...]:
     """Return the arguments of a command; text is a line for the shell."""
     return ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
@@ -104,9 +99,9 @@ def arguments_of(command: str | Sequence[str]) -> tuple[str, ...]:
 def find_program(command: str | Sequence[str], path: str, where: str) -> str | None:
     """Return the program of a command; None for a word that the shell itself knows. Raises ConfigError."""
     name = _first_word(command, where)
-    found = shutil.which(name, path=path)
-    if found is not None:
-        return os.path.abspath(found)
+    program = shutil.which(name, path=path)
+    if program is not None:
+        return os.path.abspath(program)
     if isinstance(command, str) and _shell_knows(name):
         return None
     raise ConfigError(
@@ -117,8 +112,8 @@ def find_program(command: str | Sequence[str], path: str, where: str) -> str | N
 
 def folders_of(program: str, depth: int = _DEEPEST) -> Iterator[str]:
     """Yield the folders that a program needs: its installation, and that of its interpreter."""
-    for place in dict.fromkeys((program, os.path.realpath(program))):
-        prefix = _prefix(place)
+    for path in dict.fromkeys((program, os.path.realpath(program))):
+        prefix = _prefix(path)
         if not f"{prefix}/".startswith(_SYSTEM):
             yield prefix
         home = _home_of_environment(prefix)
@@ -131,7 +126,11 @@ def folders_of(program: str, depth: int = _DEEPEST) -> Iterator[str]:
 
 def _first_word(command: str | Sequence[str], where: str) -> str:
     try:
-        words = _words(command) if isinstance(command, str) else list(command)
+        words = list(command)
+        if isinstance(command, str):
+            reader = shlex.shlex(command, posix=True, punctuation_chars=True)
+            reader.whitespace_split = True
+            words = [word for word in reader if not set(word) <= set("();<>|&")]
     except ValueError as error:
         raise ConfigError(
             f"{where}: the command cannot be read as a shell line: {error}", hint="close its quotes"
@@ -140,13 +139,6 @@ def _first_word(command: str | Sequence[str], where: str) -> str:
         if not (isinstance(command, str) and word.partition("=")[0].isidentifier() and "=" in word):
             return word
     raise ConfigError(f"{where}: the command is empty", hint="name a program")
-
-
-def _words(line: str) -> list[str]:
-    """Return the words of a shell line, without brackets and operators."""
-    reader = shlex.shlex(line, posix=True, punctuation_chars=True)
-    reader.whitespace_split = True
-    return [word for word in reader if not set(word) <= set("();<>|&")]
 
 
 def _shell_knows(name: str) -> bool:

@@ -75,14 +75,14 @@ def _digest(entries: dict[str, _Entry], name: str) -> str | None:
 
 
 def _entries(archive: Path) -> dict[str, _Entry]:
-    found = {}
+    entries = {}
     with tarfile.open(archive) as source:
         for member in source:
             name = os.path.normpath(member.name)
             is_inside = name.startswith(f"{WORKSPACE}/") and not f"{name}/".startswith(f"{_LEFT_OUT}/")
             if is_inside and not member.isdir():
-                found[name.removeprefix(f"{WORKSPACE}/")] = _entry(source, member)
-    return found
+                entries[name.removeprefix(f"{WORKSPACE}/")] = _entry(source, member)
+    return entries
 
 
 def _entry(source: tarfile.TarFile, member: tarfile.TarInfo) -> _Entry:

@@ -105,9 +105,9 @@ def unpack(archive: Path, folder: Path, user: int) -> None:
     with tarfile.open(archive) as source:
         source.extractall(folder, filter="tar")
     if os.getuid() == 0:
-        for place, folders, files in os.walk(folder):
+        for parent, folders, files in os.walk(folder):
             for name in (".", *folders, *files):
-                os.chown(os.path.join(place, name), user, user, follow_symlinks=False)
+                os.chown(os.path.join(parent, name), user, user, follow_symlinks=False)
 
 
 def pack(folder: Path, archive: Path) -> None:
@@ -122,9 +122,9 @@ def pack(folder: Path, archive: Path) -> None:
 def make_readable(folder: Path) -> None:
     """Let this process read files whose owner may not."""
     os.chmod(folder, 0o700)
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            path = os.path.join(place, name)
+            path = os.path.join(parent, name)
             if not os.path.islink(path):
                 os.chmod(path, os.stat(path).st_mode | (0o700 if name in folders else 0o600))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl.config.loss import OLD_LOGPROBS, Correction
 from agentrl.errors import ConfigError
-from agentrl.losses.batch import LOG_RATIO_LIMIT, TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.loss import LOG_RATIO_LIMIT, TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.settings import LossSettings
 
 WEIGHT_CAP = 10.0

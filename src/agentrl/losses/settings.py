@@ -15,7 +15,7 @@ from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.config.schema import OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.registry import LOSSES, Loss
+from agentrl.losses.loss import LOSSES, Loss
 
 
 @dataclass(frozen=True, kw_only=True)

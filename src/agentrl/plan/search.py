@@ -39,7 +39,7 @@ from agentrl.plan.estimates import StepTime, estimate_step
 from agentrl.plan.memory import RankMemory, StepSpec, measure_step
 from agentrl.plan.model import ModelNumbers, PlannedModel
 from agentrl.plan.workload import Cluster, Workload
-from agentrl.train.memory import Checkpointing, checkpointing_mode
+from agentrl.train.build import Checkpointing, checkpointing_mode
 from agentrl.train.optimizer import freeze
 
 _MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")

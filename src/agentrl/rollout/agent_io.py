@@ -12,11 +12,19 @@ from urllib.parse import quote
 
 from agentrl.chat.chat_format import Message
 from agentrl.documents.base import replace_surrogates
-from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim
-from agentrl.errors import AgentRLError, ConfigError, TrajectoryError
+from agentrl.errors import (
+    ENGINES,
+    AgentRLError,
+    ConfigError,
+    ContextFullError,
+    EngineError,
+    FailureError,
+    TrajectoryError,
+    TurnsLimitError,
+)
 from agentrl.observe.redact import redact_and_cut
 from agentrl.scoring.scorers import ScoreResult
 from agentrl.settings_file import read_settings
@@ -139,9 +147,21 @@ class GatewayResult:
     """All model calls, by index."""
     messages: list[Message] = field(default_factory=list)
     """The conversation of the main branch."""
-    reward: ReportedReward | None = None
+    reward: ScoreResult | None = None
+    """The reward that the agent reported."""
     stopped_by: str | None = None
     """Why a request was refused: ``turns``, ``length``, or ``unavailable`` if no engine answered it."""
+
+    def limit(self, max_turns: int) -> FailureError | None:
+        """Return the error of a trajectory that ends because a request was refused; None if none was."""
+        match self.stopped_by:
+            case "turns":
+                return TurnsLimitError(f"the trajectory made its {max_turns} model calls")
+            case "length":
+                return ContextFullError("a request did not fit into the context")
+            case "unavailable":
+                return EngineError("no engine answered a request to the gateway", outage=ENGINES)
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

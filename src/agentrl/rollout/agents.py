@@ -28,47 +28,47 @@ class AgentClass:
     kind: Callable[[], Any]
 
 
-def _agent(found: Any) -> Agent | AgentClass:
-    if _is_graph(found):
-        return partial(_run_graph, found)
-    if not callable(found):
-        raise TypeError(f"it is of type {type(found).__name__}, not a function or class")
-    if not inspect.isclass(found):
-        agent: Agent = found
+def _agent(extension: Any) -> Agent | AgentClass:
+    if _is_graph(extension):
+        return partial(_run_graph, extension)
+    if not callable(extension):
+        raise TypeError(f"it is of type {type(extension).__name__}, not a function or class")
+    if not inspect.isclass(extension):
+        agent: Agent = extension
         return agent
-    if _is_agent_graph(found):
-        return partial(_run_agent_graph, found)
+    if _is_agent_graph(extension):
+        return partial(_run_agent_graph, extension)
     for name, needed in (("run", True), ("evaluate", False)):
-        method = getattr(found, name, None)
+        method = getattr(extension, name, None)
         if (needed or method is not None) and not inspect.iscoroutinefunction(method):
-            raise TypeError(f"the class {found.__name__} has no async method {name!r}")
-    return AgentClass(found)
+            raise TypeError(f"the class {extension.__name__} has no async method {name!r}")
+    return AgentClass(extension)
 
 
-def _is_graph(found: Any) -> bool:
-    """Return whether ``found`` is a compiled graph of LangGraph, or a plain function of ``cfg``."""
-    if hasattr(found, "ainvoke") and hasattr(found, "get_graph"):
+def _is_graph(extension: Any) -> bool:
+    """Return whether ``extension`` is a compiled graph of LangGraph, or a plain function of ``cfg``."""
+    if hasattr(extension, "ainvoke") and hasattr(extension, "get_graph"):
         return True
-    is_plain = inspect.isfunction(found) and not inspect.iscoroutinefunction(found)
-    return is_plain and "cfg" in inspect.signature(found).parameters
+    is_plain = inspect.isfunction(extension) and not inspect.iscoroutinefunction(extension)
+    return is_plain and "cfg" in inspect.signature(extension).parameters
 
 
-def _is_agent_graph(found: type) -> bool:
+def _is_agent_graph(extension: type) -> bool:
     """Return whether a class is an agent graph of ChatLearn: its ``run`` takes ``sampling_params``."""
-    run = getattr(found, "run", None)
+    run = getattr(extension, "run", None)
     return inspect.isfunction(run) and "sampling_params" in inspect.signature(run).parameters
 
 
-async def _run_graph(found: Any, rollout: Rollout) -> Outcome:
-    from agentrl.rollout.langgraph.agent_graph import run_found
+async def _run_graph(extension: Any, rollout: Rollout) -> Outcome:
+    from agentrl.rollout.langgraph.agent_graph import run_graph_of
 
-    return await run_found(found, rollout)
+    return await run_graph_of(extension, rollout)
 
 
-async def _run_agent_graph(found: type, rollout: Rollout) -> Outcome:
+async def _run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
     from agentrl.rollout.langgraph.agent_graph import run_agent_graph
 
-    return await run_agent_graph(found, rollout)
+    return await run_agent_graph(extension, rollout)
 
 
 AGENTS: Registry[Agent | AgentClass] = Registry(
@@ -78,8 +78,8 @@ AGENTS: Registry[Agent | AgentClass] = Registry(
 
 def check_agent(name: str, path: Path | None) -> None:
     """Raise ConfigError for an unknown agent, and for one whose ``check`` refuses its YAML file."""
-    found = AGENTS.get(name)
-    check = getattr(found.kind, "check", None) if isinstance(found, AgentClass) else None
+    extension = AGENTS.get(name)
+    check = getattr(extension.kind, "check", None) if isinstance(extension, AgentClass) else None
     if check is not None:
         check(path)
 
@@ -110,10 +110,10 @@ async def langgraph(rollout: Rollout) -> Outcome:
             f"the agent's file {rollout.agent_cfg_path} names no graph",
             hint="write `graph: module:build_graph` into the file of --agent_cfg_path",
         )
-    found = AGENTS.get(name)
-    if isinstance(found, AgentClass):
+    extension = AGENTS.get(name)
+    if isinstance(extension, AgentClass):
         raise ConfigError(f"{name} is a class, not a graph", hint="name it by --agent_name instead")
-    return await found(rollout)
+    return await extension(rollout)
 
 
 @agent("react", "tool_agent")

@@ -89,10 +89,10 @@ def without_tools(messages: list[Message], fixed: int = 0) -> list[Message]:
     Of n messages other than tool results, the last min(15, n − 10) are dropped as well, but system and user
     messages among them are kept. So are the first ``fixed`` messages.
     """
-    left = [message for place, message in enumerate(messages) if place < fixed or message["role"] != "tool"]
+    left = [message for index, message in enumerate(messages) if index < fixed or message["role"] != "tool"]
     boundary = max(fixed, len(left) - max(0, min(_LATEST, len(left) - _KEPT)))
     return [
         message
-        for place, message in enumerate(left)
-        if place < boundary or message["role"] in ("system", "user")
+        for index, message in enumerate(left)
+        if index < boundary or message["role"] in ("system", "user")
     ]

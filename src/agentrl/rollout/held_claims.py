@@ -30,7 +30,7 @@ _CANCEL_SECONDS = 5.0
 RELEASE_SECONDS = 5.0
 """Time to release claims; after it their leases expire instead."""
 
-UNHEARD_SECONDS = 3.0
+ORPHANS_SECONDS = 3.0
 """Interval of looks for claims whose answer was lost, for one lease after an outage of the database."""
 
 
@@ -49,7 +49,7 @@ class HeldClaims:
         self._store = store
         self._owner = owner
         self._split = split
-        self._unheard: frozenset[str] = frozenset()
+        self._orphans: frozenset[str] = frozenset()
         self._config = config
         self._on_end = ended
         self._running: dict[asyncio.Task[bool], Claim] = {}
@@ -78,13 +78,13 @@ class HeldClaims:
     async def heartbeats(self) -> None:
         """Renew every lease; cancel the work on claims that others took over."""
         self._due = time.monotonic() + self._config.heartbeat_seconds
-        every = min(self._config.heartbeat_seconds, UNHEARD_SECONDS)
+        every = min(self._config.heartbeat_seconds, ORPHANS_SECONDS)
         await keep_renewed(self._renew, every, "the leases of claims", outages=False)
 
     async def _renew(self) -> None:
         if self._store.seconds_since_outage < self._config.lease_seconds:
             with log_store_errors(logger, "claims could not be listed"):
-                await self._release_unheard()
+                await self._release_orphans()
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + self._config.heartbeat_seconds
@@ -124,16 +124,16 @@ class HeldClaims:
         self._running.clear()
         return await bounded(self._release([*left.values(), *unusable]))
 
-    async def _release_unheard(self) -> None:
+    async def _release_orphans(self) -> None:
         """Release claims that the database granted in an answer that an outage lost.
 
         An answer may still be on its way, so a claim is released when it is found for the second time.
         """
         held = {claim.record_id for claim in self._running.values()}
         mine = await self._store.claims.of_owner(self._split, self._owner)
-        unheard = {claim.record_id: claim for claim in mine if claim.record_id not in held}
-        await self._release([claim for key, claim in unheard.items() if key in self._unheard])
-        self._unheard = frozenset(unheard)
+        orphans = {claim.record_id: claim for claim in mine if claim.record_id not in held}
+        await self._release([claim for key, claim in orphans.items() if key in self._orphans])
+        self._orphans = frozenset(orphans)
 
     def _ended(self, task: asyncio.Task[bool]) -> None:
         claim = self._running.get(task)

@@ -87,14 +87,14 @@ class Histories:
                 hint="end with a user or tool message",
             )
         digests = prefix_digests(messages, tools)
-        places = (place for place in range(len(messages), 0, -1) if digests[place] in self._known)
-        place = next(places, 0)
-        known = self._known[digests[place]] if place else None
+        lengths = range(len(messages), 0, -1)
+        length = next((length for length in lengths if digests[length] in self._known), 0)
+        known = self._known[digests[length]] if length else None
         await self._calls.store_settled()
         if known is not None:
             await self._calls.store(known.pending)
         chain = None if known is None else known.chain
-        prompt = prompt_of(self._calls.chat_format, chain, place, messages, tools)
+        prompt = prompt_of(self._calls.chat_format, chain, length, messages, tools)
         budget = self._calls.budget
         if len(prompt.ids) > budget.prompt_limit:
             raise ContextFullError(budget.name_limit(len(prompt.ids)), hint="shorten the graph's history")

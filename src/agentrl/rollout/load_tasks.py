@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, SamplingConfig, TaskConfig
@@ -18,12 +19,12 @@ from agentrl.observe.terminal import clean
 from agentrl.registry import allow_imports, paths_among
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
-from agentrl.rollout.worker import ToolSource
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import SCORERS
+from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -149,7 +150,7 @@ def require_groups(groups: GroupConfig, num_generations: int) -> None:
 
 async def probe(
     store: Store,
-    tools: ToolSource,
+    tools: ToolPool,
     sampling: SamplingConfig,
     split: str,
     groups: GroupConfig | None = None,
@@ -166,14 +167,15 @@ async def probe(
     named = await store.tasks.references(split)
     problems: list[str] = []
     flags = agent or AgentConfig()
-    for (name, path), task in named.agent_files.items():
-        _try(problems, task, lambda name=name, path=path: _check_agent(flags, name, path))  # type: ignore[misc]
-    for name, task in named.scorers.items():
-        _try(problems, task, lambda name=name: SCORERS.get(name))  # type: ignore[misc]
-    for name, task in named.environments.items():
-        _try(problems, task, lambda name=name: ENVIRONMENTS.get(name).check())  # type: ignore[misc]
-    for schema, task in named.answer_schemas.items():
-        _try(problems, task, lambda schema=schema: check_schema(schema))  # type: ignore[misc]
+    checks: Sequence[tuple[Mapping[Any, str], Callable[[Any], object]]] = (
+        (named.agent_files, lambda file: _check_agent(flags, *file)),
+        (named.scorers, SCORERS.get),
+        (named.environments, lambda name: ENVIRONMENTS.get(name).check()),
+        (named.answer_schemas, check_schema),
+    )
+    for names, check in checks:
+        for name, task in names.items():
+            _try(problems, task, partial(check, name))
     problems += _tool_problems(tools, named)
     if chat_format is not None and (unseen := _unseen_tools(chat_format, flags, tools)) is not None:
         logger.warning("%s", unseen)
@@ -200,7 +202,7 @@ def _check_agent(flags: AgentConfig, name: str | None, path: str | None) -> None
     check_agent(name or flags.agent_name, agent_cfg_path(path, flags.agent_cfg_path))
 
 
-async def require_tools(store: Store, tools: ToolSource, split: str) -> None:
+async def require_tools(store: Store, tools: ToolPool, split: str) -> None:
     """Raise ConfigError if the unfinished tasks of ``split`` name tool servers that do not exist."""
     problems = _tool_problems(tools, await store.tasks.references(split))
     if problems:
@@ -210,14 +212,14 @@ async def require_tools(store: Store, tools: ToolSource, split: str) -> None:
 def _try(problems: list[str], task: str | None, check: Callable[[], object]) -> AgentSection | None:
     """Call ``check``; append its ConfigError to ``problems``, with a task that is concerned."""
     try:
-        found = check()
+        result = check()
     except ConfigError as error:
         problems.append(_problem(error, task))
         return None
-    return found if isinstance(found, AgentSection) else None
+    return result if isinstance(result, AgentSection) else None
 
 
-def _tool_problems(tools: ToolSource, named: TaskReferences) -> list[str]:
+def _tool_problems(tools: ToolPool, named: TaskReferences) -> list[str]:
     problems = []
     for servers, task in named.tools.items():
         try:
@@ -261,7 +263,7 @@ async def _reach_one(endpoint: ModelEndpoint) -> None:
         )
 
 
-def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolSource) -> str | None:
+def _unseen_tools(chat_format: ChatFormat, agent: AgentConfig, tools: ToolPool) -> str | None:
     """Return which tools a first prompt does not name, and what to do; None if it names all."""
     schemas = tools.list()
     system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall
@@ -26,6 +26,9 @@ from agentrl.rollout.prompts import Prompt
 from agentrl.tools.base import Schema
 from agentrl.user_code import contain_call
 
+if TYPE_CHECKING:
+    from agentrl.store.images import Images
+
 T = TypeVar("T")
 
 
@@ -34,18 +37,6 @@ class Hold(Protocol):
 
     async def __call__(self, call: Callable[[], Awaitable[T]], /) -> T:
         """Return the result of ``call``."""
-        ...
-
-
-class ImageStore(Protocol):
-    """Stores images by hash: ``Store.images``."""
-
-    async def put(self, *images: Image) -> None:
-        """Store images. Idempotent."""
-        ...
-
-    async def get(self, hashes: Collection[str]) -> dict[str, Image]:
-        """Return images by hash. Raises ImageError for one that is not stored."""
         ...
 
 
@@ -182,7 +173,7 @@ def message_of(parsed: ParsedMessage, call_id: str) -> Message:
     return message
 
 
-async def images_of(store: ImageStore, spans: Sequence[ImageSpan]) -> list[Image]:
+async def images_of(store: Images, spans: Sequence[ImageSpan]) -> list[Image]:
     """Return the images of a prompt, in order."""
     if not spans:
         return []

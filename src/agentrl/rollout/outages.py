@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.errors import DATABASE, ENGINES, Dependency, DependencyKind, FailureError, StoreError
-from agentrl.observe.redact import redact_and_cut
+from agentrl.errors import ENGINES, Dependency, DependencyKind, FailureError, ToolServerError, tool_server
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
 from agentrl.store.admission import Needs
-from agentrl.store.mechanics.retry import log_store_errors
+from agentrl.tools.pool import ToolPool
 
 if TYPE_CHECKING:
-    from agentrl.store.client import Store
+    pass
 
 
 T = TypeVar("T")
@@ -214,65 +212,74 @@ class Outages:
             return
 
 
-logger = logging.getLogger(__name__)
+class LateServers:
+    """The servers of one sampler that have not answered yet. Each is an outage until it does."""
 
-REPORT_SECONDS = 2.0
-_END_SECONDS = 2.0
-_WHY_CHARS = 500
+    def __init__(self, tools: ToolPool, outages: Outages, wait_seconds: float) -> None:
+        """``wait_seconds`` bounds the wait of a sampler that can claim nothing at all."""
+        self._tools = tools
+        self._outages = outages
+        self._wait_seconds = wait_seconds
 
+    def begin(self) -> None:
+        """Declare the outages, before the first claim."""
+        self._outages.known_servers = self._tools.known
+        for name, error in self._tools.down.items():
+            self._outages.went_down(tool_server(name), error.message)
 
-async def report_outages(store: Store, outages: Outages, owner: str) -> None:
-    """Store every ``REPORT_SECONDS`` which dependencies are down, until cancelled; then end them all.
+    async def run(self, check: Callable[[], Awaitable[None]], has_claimed: Callable[[], bool]) -> None:
+        """Probe each server, with a back-off, until all are connected.
 
-    An outage of the database itself is stored when it is over.
-    """
-    reports = _Reports(store, owner)
-    try:
+        ``check`` is awaited before anything that needs a new server is claimed; its errors are raised here.
+        Raises ToolServerError if after ``wait_seconds`` nothing ``has_claimed``, and ToolServerConfigError.
+        """
+        connecting = asyncio.create_task(self._connect_all(check))
+        try:
+            done, _ = await asyncio.wait([connecting], timeout=self._wait_seconds)
+            if not done and not has_claimed():
+                raise self._gave_up()
+            await connecting
+        finally:
+            connecting.cancel()
+            await asyncio.gather(connecting, return_exceptions=True)
+
+    async def _connect_all(self, check: Callable[[], Awaitable[None]]) -> None:
+        begun: set[str] = set()
+
+        async def connect(name: str) -> None:
+            await self._connect(name)
+            await check()
+            self.begin()
+            self._outages.succeeded(tool_server(name))
+            begin_new()
+
+        def begin_new() -> None:
+            """Connect to each server that is down; a manager that answers may name some."""
+            for name in self._tools.down.keys() - begun:
+                begun.add(name)
+                group.create_task(connect(name))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                begin_new()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _connect(self, name: str) -> None:
         while True:
-            with log_store_errors(logger, "outages could not be stored"):
-                await reports.write([breaker for breaker in outages.open if not breaker.is_awaited])
-            await asyncio.sleep(REPORT_SECONDS)
-    finally:
-        with suppress(TimeoutError, StoreError):
-            async with asyncio.timeout(_END_SECONDS):
-                await reports.write([])
+            await self._outages.until_probe(tool_server(name))
+            try:
+                await self._tools.connect(name)
+            except ToolServerError as error:
+                if error.outage is None:
+                    raise
+                self._outages.failed(tool_server(name), error.message, error.retry_after)
+            else:
+                return
 
-
-class _Reports:
-    def __init__(self, store: Store, owner: str) -> None:
-        self._store = store
-        self._owner = owner
-        self._ongoing: dict[Breaker, tuple[str, float]] = {}
-        """Breaker → id of the stored outage, and when it began (``time.monotonic``)."""
-        self._count = 0
-
-    async def write(self, down: list[Breaker]) -> None:
-        """Store past outages of the database, refresh the outages that go on, and end the others."""
-        for past in self._store.take_past_outages():
-            self._count += 1
-            await self._store.outages.add_past(
-                f"{self._owner}/{self._count}",
-                dependency=str(DATABASE),
-                by=self._owner,
-                why=redact_and_cut(past.why, _WHY_CHARS),
-                ago=time.monotonic() - past.ended,
-                seconds=past.ended - past.began,
-            )
-        for breaker, (outage_id, began) in list(self._ongoing.items()):
-            if breaker not in down or breaker.down_since != began:
-                await self._store.outages.end(outage_id)
-                del self._ongoing[breaker]
-        for breaker in down:
-            if breaker.down_since is None:
-                continue
-            if breaker not in self._ongoing:
-                self._count += 1
-                self._ongoing[breaker] = f"{self._owner}/{self._count}", breaker.down_since
-            await self._store.outages.refresh(
-                self._ongoing[breaker][0],
-                dependency=str(breaker.dependency),
-                by=self._owner,
-                why=redact_and_cut(breaker.why, _WHY_CHARS),
-                held=breaker.held,
-                seconds=time.monotonic() - breaker.down_since,
-            )
+    def _gave_up(self) -> ToolServerError:
+        errors = "; ".join(error.message for error in self._tools.down.values())
+        return ToolServerError(
+            f"nothing could be claimed for {self._wait_seconds:g} s: {errors}",
+            hint="start it; --outage_wait_seconds sets how long a sampler waits that can do nothing else",
+        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.config.schema import AgentConfig
@@ -18,15 +18,7 @@ from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
-from agentrl.errors import (
-    ENGINES,
-    ConfigError,
-    ContextFullError,
-    EngineError,
-    ToolServerError,
-    TrajectoryError,
-    TurnsLimitError,
-)
+from agentrl.errors import ConfigError, ToolServerError, TrajectoryError
 from agentrl.inference.engine import Engine
 from agentrl.rollout.agent_io import (
     AgentCfg,
@@ -37,13 +29,16 @@ from agentrl.rollout.agent_io import (
     read_agent_cfg,
 )
 from agentrl.rollout.fixed_model import FixedModel, FixedRole
-from agentrl.rollout.model_call import Hold, ImageStore, PendingCall, Turn
+from agentrl.rollout.model_call import Hold, PendingCall, Turn
 from agentrl.rollout.role import ContextManager, Role, Shared
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema, schema_name
 from agentrl.user_code import contain, describe
+
+if TYPE_CHECKING:
+    from agentrl.store.images import Images
 
 
 class Rollout(Role):
@@ -69,7 +64,7 @@ class Rollout(Role):
         environment: EnvironmentSession | None = None,
         gateway: Gateway | None = None,
         hold: Hold,
-        images: ImageStore,
+        images: Images,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
@@ -196,7 +191,13 @@ class Rollout(Role):
         if (problem := role_problem(name)) is not None:
             raise TrajectoryError(problem)
         first = self._question_messages(system_prompt, messages)
-        schemas = self._schemas_named(name, tools)
+        known_tools = {schema_name(schema): schema for schema in self._shared.schemas}
+        if unknown := [tool for tool in tools or () if tool not in known_tools]:
+            raise TrajectoryError(
+                f"role {name!r} wants the tool {unknown[0]!r}",
+                hint=f"this trajectory has: {', '.join(sorted(known_tools)) or 'none'}",
+            )
+        schemas = self._shared.schemas if tools is None else [known_tools[tool] for tool in tools]
         if model is None:
             role = Role(self._shared, name, first_messages=first, schemas=schemas, max_turns=max_turns)
         else:
@@ -265,30 +266,14 @@ class Rollout(Role):
                 result = endpoint.result
                 yield endpoint
         except Exception as error:
-            if result.stopped_by == "turns":
-                raise TurnsLimitError(f"the trajectory made its {self.max_turns} model calls") from error
-            if result.stopped_by == "length":
-                raise ContextFullError("a request did not fit into the context") from error
-            if result.stopped_by == "unavailable":
-                raise EngineError("no engine answered a request to the gateway", outage=ENGINES) from error
+            if (limit := result.limit(self.max_turns)) is not None:
+                raise limit from error
             raise
         finally:
-            self._adopt(result)
-
-    def _adopt(self, result: GatewayResult) -> None:
-        """Take over the calls that a gateway made."""
-        self._calls.turns = len(result.calls)
-        if result.reward is not None:
-            reward = result.reward
-            by_call = {int(call): value for call, value in reward.turn_rewards.items()}
-            roles = reward.role_rewards or None
-            self.reported_reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
-        self._calls.scored_calls = [
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role)
-            for call in result.calls
-        ]
-        if result.messages:
-            self._conversation = self._new_conversation(result.messages)
+            self._calls.adopt(result.calls)
+            self.reported_reward = result.reward
+            if result.messages:
+                self._conversation = self._new_conversation(result.messages)
 
     async def collect_tool_rewards(self) -> None:
         """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""
@@ -331,20 +316,8 @@ class Rollout(Role):
             messages = [*self.task.messages, {"role": "user", "content": question}]
         return [*first, *(dict(message) for message in messages)]
 
-    def _schemas_named(self, role: str, tools: Sequence[str] | None) -> list[Schema]:
-        schemas = self._shared.schemas
-        if tools is None:
-            return schemas
-        known = {schema_name(schema): schema for schema in schemas}
-        if unknown := [tool for tool in tools if tool not in known]:
-            raise TrajectoryError(
-                f"role {role!r} wants the tool {unknown[0]!r}",
-                hint=f"this trajectory has: {', '.join(sorted(known)) or 'none'}",
-            )
-        return [known[tool] for tool in tools]
 
-
-_current: ContextVar[Rollout | None] = ContextVar("agentrl_rollout", default=None)
+CURRENT: ContextVar[Rollout | None] = ContextVar("agentrl_rollout", default=None)
 
 
 def current_rollout() -> Rollout:
@@ -352,20 +325,10 @@ def current_rollout() -> Rollout:
 
     Raises TrajectoryError outside an agent.
     """
-    rollout = _current.get()
+    rollout = CURRENT.get()
     if rollout is None:
         raise TrajectoryError(
             "no agent of AgentRL runs here, so there is no rollout",
             hint="call it in an agent, or give the rollout explicitly",
         )
     return rollout
-
-
-@contextmanager
-def working_on(rollout: Rollout) -> Iterator[None]:
-    """Make ``rollout`` the current one in the block."""
-    token = _current.set(rollout)
-    try:
-        yield
-    finally:
-        _current.reset(token)

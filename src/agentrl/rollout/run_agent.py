@@ -13,7 +13,7 @@ from agentrl.documents.task import Task
 from agentrl.errors import ContextFullError, FailureError, ScorerError, TrajectoryError, TurnsLimitError
 from agentrl.rollout.agent_io import Outcome, checked_outcome
 from agentrl.rollout.agents import Agent, AgentClass
-from agentrl.rollout.rollout import Rollout, working_on
+from agentrl.rollout.rollout import CURRENT, Rollout
 from agentrl.scoring.rewards import checked_role_rewards
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, checked_score
 from agentrl.user_code import contain, contain_call
@@ -31,13 +31,15 @@ async def run_agent(
     if isinstance(agent, AgentClass):
         instance = contain_call(agent.kind, f"the class of agent {name}", TrajectoryError)
     run: Agent = instance.run if isinstance(agent, AgentClass) else agent
+    token = CURRENT.set(rollout)
     try:
-        with working_on(rollout):
-            outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+        outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
     except ContextFullError:
         outcome = Outcome(StopReason.LENGTH_LIMIT)
     except TurnsLimitError:
         outcome = Outcome(StopReason.TURNS_LIMIT)
+    finally:
+        CURRENT.reset(token)
     await rollout.collect_tool_rewards()
     outcome = contain_call(
         lambda: checked_outcome(name, outcome), f"the outcome of agent {name}", TrajectoryError

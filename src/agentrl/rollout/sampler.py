@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreUnavailableError
+from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims, bounded
-from agentrl.rollout.holding import LateServers
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping, Tails, collect_while_idle
 from agentrl.rollout.load_tasks import require_tools
-from agentrl.rollout.outages import report_outages
+from agentrl.rollout.outages import LateServers
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit
@@ -118,7 +118,7 @@ class Sampler:
         jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._watch_work(), self._watch_training(), self._queue.run(stop),
-            report_outages(self._store, self._outages, self._config.owner), collect_while_idle(),
+            report_outages(self._store, lambda: self._outages.open, self._config.owner), collect_while_idle(),
             self._late.run(self._require_tools, lambda: self._has_claimed),
         ]  # fmt: skip
         if self._tails is not None:

@@ -17,8 +17,9 @@ from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import failure_text
+from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name
-from agentrl.rollout.outages import OWN_FAILURES, Outages, report_outages
+from agentrl.rollout.outages import OWN_FAILURES, Outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
@@ -231,7 +232,7 @@ async def score_queued(
     outages = Outages(sampling.outage_wait_seconds)
     scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)
     queue = ScoringQueue(scoring, split=split, owner=owner, concurrency=sampling.max_concurrent_scorings)
-    reports = asyncio.create_task(report_outages(store, outages, owner))
+    reports = asyncio.create_task(report_outages(store, lambda: outages.open, owner))
     try:
         await queue.run(stop, until_empty=until_empty)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
@@ -13,11 +13,15 @@ from agentrl.chat.parsers.base import ToolCall
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.images import Part
 from agentrl.documents.model_call import ToolExecution
-from agentrl.errors import ToolServerError
-from agentrl.rollout.model_call import ImageStore, PendingCall, Turn
+from agentrl.errors import ToolServerError, tool_server
+from agentrl.rollout.model_call import PendingCall, Turn
+from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.trace import end_tool, tool_span
 from agentrl.tools.base import Schema, ToolResult, schema_name
 from agentrl.user_code import contain_errors
+
+if TYPE_CHECKING:
+    from agentrl.store.images import Images
 
 _NOT_SHOWN = re.compile(r"(\[image, [^\]\n]{1,200}); not shown\]")
 """The description of an image that the model sees behind the text."""
@@ -44,7 +48,7 @@ async def run_tool_calls(
     pending: PendingCall,
     tools: Tools,
     schemas: Sequence[Schema],
-    images: ImageStore | None = None,
+    images: Images | None = None,
 ) -> list[Message]:
     """Run the tool calls of ``turn`` in parallel; record them in ``pending``, and return one message per
     call, both in the order of the calls.
@@ -74,14 +78,14 @@ async def run_tool_calls(
 
 
 async def _execute_all(
-    calls: Sequence[ToolCall], tools: Tools, images: ImageStore | None
+    calls: Sequence[ToolCall], tools: Tools, images: Images | None
 ) -> Sequence[ToolExecution | BaseException]:
     if len(calls) == 1:  # a task would cost more than many a tool
         return [await execute(calls[0], tools, images)]
     return await asyncio.gather(*(execute(call, tools, images) for call in calls), return_exceptions=True)
 
 
-async def execute(call: ToolCall, tools: Tools, images: ImageStore | None = None) -> ToolExecution:
+async def execute(call: ToolCall, tools: Tools, images: Images | None = None) -> ToolExecution:
     """Run one valid tool call; store the images of its result. Raises ToolServerError for a lost server."""
     with tool_span(call) as span:
         result = await contain_errors(
@@ -113,3 +117,27 @@ def _tool_message(text: str | list[Part], name: str | None, call_id: str | None)
     if call_id is not None:
         message["tool_call_id"] = call_id
     return message
+
+
+class HeldTools:
+    """The tools of one trajectory; a call waits while its server is down."""
+
+    def __init__(self, tools: Tools, outages: Outages, clock: Clock) -> None:
+        self._tools = tools
+        self._outages = outages
+        self._clock = clock
+
+    async def list(self) -> Sequence[Schema]:
+        """Return the function schemas of the tools offered."""
+        return await self._outages.hold(self._tools.list, self._clock)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Run one tool. A successful result shows that its server is up."""
+        result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
+        if not result.error:
+            self._outages.succeeded(tool_server(result.server))
+        return result
+
+    async def rewards(self) -> dict[str, dict[str, Any]]:
+        """Return the rewards that tools give, by tool."""
+        return await self._outages.hold(self._tools.rewards, self._clock)

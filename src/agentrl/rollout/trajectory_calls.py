@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.config.schema import AgentConfig
-from agentrl.documents.model_call import ToolExecution
+from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.inference.engine import Engine, Progress
-from agentrl.rollout.model_call import Hold, ImageStore, PendingCall, Turn, images_of, message_of, parse
+from agentrl.rollout.model_call import Hold, PendingCall, Turn, images_of, message_of, parse
 from agentrl.rollout.prompts import Budget, Prompt
 from agentrl.rollout.trace import end_model_call, model_call_span
 from agentrl.scoring.answers import extract_answer
@@ -25,6 +25,7 @@ from agentrl.tools.base import Schema
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.store.images import Images
 
 _INTERVAL_SECONDS = 0.05
 """Interval of the times at which all trajectories of the process write: their calls share a transaction.
@@ -64,7 +65,7 @@ class TrajectoryCalls:
         params: SamplingParams,
         seed: int,
         write: Callable[[PendingCall], Awaitable[None]],
-        images: ImageStore,
+        images: Images,
         hold: Hold,
     ) -> None:
         """``write`` takes one finished model call to store; ``images`` has those of the messages.
@@ -158,6 +159,13 @@ class TrajectoryCalls:
             prompt_tokens=pending.generation.prompt_tokens,
             output_tokens=len(pending.generation.output_ids),
         )
+
+    def adopt(self, calls: Sequence[DispatchedSamplingTask]) -> None:
+        """Take over the calls that a gateway made and stored."""
+        self.turns = len(calls)
+        self.scored_calls = [
+            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
+        ]
 
     async def store(self, pending: PendingCall) -> None:
         """Store a call, unless it is stored. It cannot change any more."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
@@ -33,18 +33,18 @@ from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass
 from agentrl.rollout.context import CONTEXT_MANAGERS
-from agentrl.rollout.holding import HeldTools, LateToolSource
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
-from agentrl.rollout.tool_calls import Tools
+from agentrl.rollout.tool_calls import HeldTools
 from agentrl.rollout.trace import end_trajectory, trajectory_span
 from agentrl.rollout.trajectory_calls import CallWriter
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.spans import Span
-from agentrl.tools.base import OwnSession, Schema, Trajectory
+from agentrl.tools.base import Trajectory
+from agentrl.tools.pool import ToolPool
 from agentrl.user_code import contain, contain_call
 
 if TYPE_CHECKING:
@@ -62,27 +62,13 @@ _SIGNAL_SECONDS = 0.5
 """Longest delay until this process notices a signal that also ended a tool server or an engine."""
 
 
-class ToolSource(LateToolSource, Protocol):
-    """The tool servers of this process: ``ToolPool``."""
-
-    def list(self, servers: Sequence[str] | None = None) -> Sequence[Schema]:
-        """Return the function schemas of ``servers``. Raises ToolServerError for an unknown server."""
-        ...
-
-    def session(
-        self, trajectory: Trajectory, environment: OwnSession | None = None
-    ) -> AbstractAsyncContextManager[Tools]:
-        """Return the tools of one trajectory, those of its environment included."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """Run trajectories. Stateless: serves any number of claims concurrently."""
 
     store: Store
     router: Router
-    tools: ToolSource
+    tools: ToolPool
     chat_format: ChatFormat
     params: SamplingParams
     seed: int

@@ -49,6 +49,8 @@ from agentrl.store.views.read import TokenReads, Views
 from agentrl.store.views.scores import Rewards
 from agentrl.store.views.trajectories import TrajectorySearch
 
+logger = logging.getLogger(__name__)
+
 _RUNS_SHOWN = 20
 
 
@@ -150,7 +152,7 @@ async def open_existing(run: RunConfig) -> Store:
     Otherwise raises as ``open_store``.
     """
     async with _connected(run, "opening the run") as connection:
-        if not await connection.database.list_collection_names(filter={"name": TASK}):
+        if not await _has_tasks(connection.database):
             raise await _no_run(connection)
         await holds_run(connection.database)
         return Store(connection)
@@ -170,7 +172,7 @@ async def run_exists(run: RunConfig) -> bool:
     """
     async with _connected(run, "looking for the run") as connection:
         await _check_name(connection)
-        exists = bool(await connection.database.list_collection_names(filter={"name": TASK}))
+        exists = await _has_tasks(connection.database)
         if exists:
             await holds_run(connection.database)
         await connection.close()
@@ -211,12 +213,14 @@ async def _check_name(connection: Connection) -> None:
         )
 
 
+async def _has_tasks(database: AsyncDatabase[dict[str, Any]]) -> bool:
+    return bool(await database.list_collection_names(filter={"name": TASK}))
+
+
 async def _no_run(connection: Connection) -> RunMissingError:
     names = await connection.client.list_database_names()
     runs = [
-        name
-        for name in sorted(set(names) - SYSTEM_DATABASES)
-        if await connection.client[name].list_collection_names(filter={"name": TASK})
+        name for name in sorted(set(names) - SYSTEM_DATABASES) if await _has_tasks(connection.client[name])
     ]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")
     wanted = connection.database.name
@@ -237,9 +241,6 @@ def _embedded_server(directory: str) -> tuple[str, Path]:
             hint="start it: agentrl mongo up; or name your server with MONGO_URI or --db_connection_string",
         )
     return status.uri, status.directory
-
-
-logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager

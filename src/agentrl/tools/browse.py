@@ -50,7 +50,7 @@ class BrowseAgent:
     tokenizer: Tokenizer | None = None
 
     async def condense(
-        self, tool: str, arguments: Mapping[str, Any], text: str, question: str
+        self, question: str, tool: str, arguments: Mapping[str, Any], text: str
     ) -> Condensed | None:
         """Return ``text`` condensed for ``question``; None if it is not condensed at all.
 

@@ -215,15 +215,15 @@ class _Routes:
         server, _, tool = path.partition(".")
         if tool and server in self._nodes.servers:
             return server, tool
-        found = [
+        owners = [
             name
             for name in self._nodes.servers
             if any(schema_name(schema) == path for schema in await self._nodes.schemas(name))
         ]
-        if len(found) != 1:
-            problem = f"tools of {', '.join(found)}: name the server" if found else "no tool of any server"
+        if len(owners) != 1:
+            problem = f"tools of {', '.join(owners)}: name the server" if owners else "no tool of any server"
             raise HTTPException(404, f"{path}: {problem}")
-        return found[0], path
+        return owners[0], path
 
 
 async def _arguments(request: Request) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -23,7 +24,7 @@ from agentrl.tools.config import configured_servers, load_tools
 from agentrl.tools.manager import managed_servers
 from agentrl.tools.mcp.dedicated import mcp_server
 from agentrl.tools.python import python_servers
-from agentrl.tools.session import Condense, ToolNames, ToolSession
+from agentrl.tools.session import ToolNames, ToolSession
 from agentrl.tools.specs import ManagerSpec
 
 _ALL = "all"
@@ -157,7 +158,7 @@ class ToolPool:
             self._names(chosen, environment),
             max_chars=self._config.max_tool_result_chars,
             max_parallel=self._config.max_parallel_tool_calls,
-            condense=self._condense_for(trajectory.question),
+            condense=None if self._browse is None else partial(self._browse.condense, trajectory.question),
         )
 
     async def _try(self, name: str) -> None:
@@ -165,12 +166,6 @@ class ToolPool:
             await self.connect(name)
         except ToolServerError as error:
             self._down[name] = error
-
-    def _condense_for(self, question: str) -> Condense | None:
-        browse = self._browse
-        if browse is None:
-            return None
-        return lambda tool, arguments, text: browse.condense(tool, arguments, text, question)
 
     def _add(self, server: ToolServer) -> None:
         if server.name == ENVIRONMENT:

@@ -49,7 +49,11 @@ class Toolset:
         if is_stateful(target):
             return cls(target, ())
         if inspect.isclass(target):
-            schemas = [_schema(name, method, bound=True) for name, method in _methods(target).items()]
+            schemas = [
+                _schema(name, method, bound=True)
+                for name, method in inspect.getmembers(target, inspect.isfunction)
+                if not name.startswith("_") and name != "close"
+            ]
             if not schemas:
                 raise TypeError(f"the class {target.__name__} has no public method")
             return cls(target, tuple(sorted(schemas, key=schema_name)))
@@ -67,16 +71,12 @@ class Toolset:
         return cls(target, tuple(schemas))
 
 
-def _toolset(found: Any) -> Toolset:
-    return found if isinstance(found, Toolset) else Toolset.of(found)
-
-
 TOOLS: Registry[Toolset] = Registry(
     "tool",
     group="agentrl.tools",
     flag="--tools",
     built_in=["agentrl.tools.sandbox.tool"],
-    convert=_toolset,
+    convert=lambda found: found if isinstance(found, Toolset) else Toolset.of(found),
 )
 
 
@@ -186,12 +186,6 @@ def _server(name: str, toolset: Toolset, call_timeout: float) -> PythonTools | S
     return PythonTools(name.rpartition(":")[2], toolset, call_timeout=call_timeout)
 
 
-def _methods(target: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of a class by name, ``close`` excepted."""
-    found = inspect.getmembers(target, inspect.isfunction)
-    return {name: method for name, method in found if not name.startswith("_") and name != "close"}
-
-
 def _schema(name: str, function: Callable[..., Any], *, bound: bool) -> Schema:
     """Return the function schema of ``function``; ``bound``: its first parameter is the instance."""
     from pydantic import TypeAdapter
@@ -217,18 +211,15 @@ async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> st
     """Call ``function`` with validated ``arguments`` and return its result as text."""
     from pydantic_core import to_json
 
-    value = await run_function(_validated(function), **arguments)
+    instance = getattr(function, "__self__", None)
+    if instance is None:
+        validated = _validator(function)
+    else:
+        validated = functools.partial(_validator(function.__func__), instance)  # type: ignore[attr-defined]
+    value = await run_function(validated, **arguments)
     if isinstance(value, str):
         return value
     return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
-
-
-def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` or a bound method with its arguments validated."""
-    instance = getattr(function, "__self__", None)
-    if instance is None:
-        return _validator(function)
-    return functools.partial(_validator(function.__func__), instance)  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=1024)

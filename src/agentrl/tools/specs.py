@@ -229,20 +229,12 @@ def redact_secrets(text: str, spec: StdioSpec | HttpSpec | ManagerSpec) -> str:
     if isinstance(spec, StdioSpec):
         secrets = [*spec.args, *(part for arg in spec.args for part in arg.split("=")), *spec.env.values()]
         return _hide(text, [value for value in secrets if not value.startswith("-")])
-    shown = text.replace(spec.url, redact_url(spec.url))
-    return _hide(shown, [*_url_secrets(spec.url), *_header_secrets(spec.headers)])
-
-
-def _url_secrets(url: str) -> list[str]:
-    parts = urlsplit(url)
-    user = parts.netloc.rpartition("@")[0]
-    found = [*user.split(":"), *(value for _, value in parse_qsl(parts.query))]
-    found += [part for part in parts.path.split("/") if _TOKEN_PART.fullmatch(part)]
-    return [form for value in found for form in (value, unquote(value), quote(value, safe=""))]
-
-
-def _header_secrets(headers: Mapping[str, str]) -> list[str]:
-    return [part for value in headers.values() for part in (value, value.rpartition(" ")[2])]
+    parts = urlsplit(spec.url)
+    secrets = [*parts.netloc.rpartition("@")[0].split(":"), *(value for _, value in parse_qsl(parts.query))]
+    secrets += [part for part in parts.path.split("/") if _TOKEN_PART.fullmatch(part)]
+    secrets = [form for value in secrets for form in (value, unquote(value), quote(value, safe=""))]
+    secrets += [part for value in spec.headers.values() for part in (value, value.rpartition(" ")[2])]
+    return _hide(text.replace(spec.url, redact_url(spec.url)), secrets)
 
 
 def _hide(text: str, secrets: Iterable[str]) -> str:

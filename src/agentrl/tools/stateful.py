@@ -159,7 +159,9 @@ class StatefulSession(ServerSession):
         create = getattr(self._target, "create", None)
         self._created = True
         if create is not None:
-            whole = {"create_kwargs": given} if _takes_any(create) else {}
+            parameters = inspect.signature(create).parameters.values()
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+            whole = {"create_kwargs": given} if takes_any else {}
             created = await self._method("create", create, self._instance, **{**whole, **given})
             instance = created[0] if isinstance(created, tuple) and created else created
             self._instance = self._instance if instance is None else str(instance)
@@ -218,11 +220,6 @@ def is_stateful(target: Any) -> bool:
     )
 
 
-def _takes_any(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def _tool_kwargs(meta: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
     """Return what the task gives to the tool: ``meta.tools_kwargs`` or verl's ``extra_info.tools_kwargs``."""
     extra = meta.get("extra_info")
@@ -260,9 +257,7 @@ def _text(response: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """Return a finite number; None for any other value."""
-    if is_finite(value):
-        return float(value)
-    return None
+    return float(value) if is_finite(value) else None
 
 
 def _plain_schema(target: Any) -> Schema:

@@ -1,24 +1,28 @@
-"""Build a PolicyTrainer from configuration: model, layout, optimizer, schedule and loss."""
+"""Build a PolicyTrainer: model, layout, recomputed or compiled layers, optimizer, reference and loss."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,
+    RunConfig,
     TrainConfig,
 )
 from agentrl.distributed.apply import parallelize
@@ -33,25 +37,26 @@ from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision, choose_precision
-from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
 from agentrl.weights.folder import architecture, base_folder
 
 logger = logging.getLogger(__name__)
+Checkpointing = Literal["none", "full", "selective"]
+_aten = torch.ops.aten
+_KEPT = frozenset({
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention, torch.ops.higher_order.inductor_compiled_code,
+})  # fmt: skip
+"""Operations whose results ``selective`` keeps: the most expensive ones to recompute.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The part of a run's configuration that decides how a step is computed."""
-
-    model: ModelConfig
-    loss: LossConfig
-    optim: OptimConfig
-    train: TrainConfig
-    seed: int
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+Compiled FlexAttention is ``inductor_compiled_code``. What it saves for its backward is kept with its result:
+queries and keys too.
+"""
 
 
 def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Precision:
@@ -61,7 +66,7 @@ def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Prec
 
 
 def build_trainer(
-    recipe: Recipe,
+    configs: Configs,
     *,
     weights: Path | None,
     total_steps: int | None,
@@ -75,19 +80,21 @@ def build_trainer(
     Raises ModelError and ConfigError.
     """
     world = world or single_process()
-    precision = precision or step_precision(recipe.model, recipe.train, world)
-    settings = LossSettings.of(recipe.loss)
+    flags, loss, optim = configs[ModelConfig], configs[LossConfig], configs[OptimConfig]
+    train, adapter, memory = configs[TrainConfig], configs[AdapterConfig], configs[MemoryConfig]
+    precision = precision or step_precision(flags, train, world)
+    settings = LossSettings.of(loss)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if world.size == 1 and launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, and this command runs in a single one",
             hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
         )
-    layout = plan_layout(recipe.train, world.size)
-    check_flags(layout, recipe.adapter, recipe.memory)
-    set_seed(recipe.seed)
+    layout = plan_layout(train, world.size)
+    check_flags(layout, adapter, memory)
+    set_seed(configs[RunConfig].seed)
     is_shared = world.size > 1
-    policy = load_policy(recipe.model, weights, recipe.adapter, precision, is_empty=is_shared)
+    policy = load_policy(flags, weights, adapter, precision, is_empty=is_shared)
     if policy.pixels is not None and is_shared:
         raise ConfigError(
             f"a vision model in {world.size} processes: images are trained in one",
@@ -96,11 +103,11 @@ def build_trainer(
     if not is_shared:  # with more ranks each reads only its part, after the model is split
         policy.model.to(world.device)  # type: ignore[arg-type]
     check_model(policy.model)
-    mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
-    enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
-    if recipe.memory.torch_compile:
+    mode = checkpointing_mode(memory, train.gradient_checkpointing)
+    enable_checkpointing(policy.model, mode, offload=memory.activation_offload)
+    if memory.torch_compile:
         compile_layers(policy.model)
-    freeze(policy.model, recipe.optim.freeze)
+    freeze(policy.model, optim.freeze)
     is_mixed = precision.policy is not None
     if is_mixed:
         join_alone(world.device)
@@ -108,45 +115,45 @@ def build_trainer(
     model = parallelize(
         policy.model,
         mesh,
-        max_tokens=recipe.train.max_tokens,
-        reduction=recipe.memory.gradient_reduction,
+        max_tokens=train.max_tokens,
+        reduction=memory.gradient_reduction,
         precision=precision,
     )
     if is_shared:
-        load_shards(policy.model, policy.source or policy.base, world.device, recipe.model)
+        load_shards(policy.model, policy.source or policy.base, world.device, flags)
     model.to(world.device)
-    optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
-    updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
+    optimizer = build_optimizer(policy.model, optim, memory)
+    updates = optim.num_epochs_per_batch * optim.mini_batches
     return PolicyTrainer(
         policy=policy,
         model=model,
         optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, recipe.optim, total_steps),
+        scheduler=build_scheduler(optimizer, optim, total_steps),
         settings=settings,
         options=ForwardOptions(
-            chunk_size=recipe.train.loss_seq_chunk_size or DEFAULT_CHUNK,
-            vocab_chunk_size=recipe.memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
+            chunk_size=train.loss_seq_chunk_size or DEFAULT_CHUNK,
+            vocab_chunk_size=memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
         ),
-        max_tokens=recipe.train.max_tokens,
-        prefix_merging=recipe.train.prefix_merging,
-        max_grad_norm=recipe.optim.max_grad_norm,
+        max_tokens=train.max_tokens,
+        prefix_merging=train.prefix_merging,
+        max_grad_norm=optim.max_grad_norm,
         frozen=FrozenLogprobs(
-            start=updates > 1 and recipe.loss.old_logprobs != "behavior",
+            start=updates > 1 and loss.old_logprobs != "behavior",
             reference=build_reference(
-                recipe.loss,
-                recipe.model,
+                loss,
+                flags,
                 policy,
                 mesh,
                 world.device,
                 precision.products,
-                max_tokens=recipe.train.max_tokens,
+                max_tokens=train.max_tokens,
             ),
         ),
-        epochs=recipe.optim.num_epochs_per_batch,
-        mini_batches=recipe.optim.mini_batches,
-        memory=dataclasses.replace(recipe.memory, activation_checkpointing=mode),
+        epochs=optim.num_epochs_per_batch,
+        mini_batches=optim.mini_batches,
+        memory=dataclasses.replace(memory, activation_checkpointing=mode),
         peak=device_peak(world.device, precision.products),
-        recorded_tokens=int(recipe.train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
+        recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
     )
 
 
@@ -174,7 +181,9 @@ def build_reference(
     base_folder(replace(config, model_name_or_path=str(folder)))
     is_shared = mesh.layout.world > 1
     model = (empty_model if is_shared else load_model)(folder, config, dtype)
-    expected, found = (_vocabulary(item) for item in (policy.model, model))
+    expected, found = (
+        cast(nn.Embedding, item.get_input_embeddings()).num_embeddings for item in (policy.model, model)
+    )
     if found != expected:
         raise ModelError(
             f"--reference_model {folder} has {found} token ids, and the policy {expected}",
@@ -195,5 +204,62 @@ def build_reference(
     return Reference(parallel.to(device))
 
 
-def _vocabulary(model: Any) -> int:
-    return cast("nn.Embedding", model.get_input_embeddings()).num_embeddings
+def checkpointing_mode(config: MemoryConfig, gradient_checkpointing: bool) -> Checkpointing:
+    """Return the mode that ``--activation_checkpointing`` and ``--gradient_checkpointing`` set together.
+
+    Raises ConfigError if they contradict each other, and for ``--activation_offload`` without mode ``full``.
+    """
+    mode = config.activation_checkpointing
+    if gradient_checkpointing and mode == "none":
+        mode = "full"
+    if gradient_checkpointing and mode != "full":
+        raise ConfigError(
+            f"--gradient_checkpointing true means full, and --activation_checkpointing is {mode}",
+            hint="leave out --gradient_checkpointing",
+        )
+    if config.activation_offload and mode != "full":
+        raise ConfigError(
+            f"--activation_offload with --activation_checkpointing {mode}: only what full saves is moved",
+            hint="set --activation_checkpointing full",
+        )
+    return mode
+
+
+def enable_checkpointing(model: Any, mode: Checkpointing = "full", *, offload: bool = False) -> None:
+    """Recompute activations in the backward instead of keeping them.
+
+    ``full`` keeps the input of each decoder layer (with ``offload`` in the host's memory). ``selective`` also
+    keeps the results of matrix products and of attention. Raises ConfigError for a model that cannot.
+    """
+    if mode == "none":
+        return
+    if not model.supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} cannot recompute its activations",
+            hint="leave out --activation_checkpointing and --gradient_checkpointing",
+        )
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    model.activation_checkpointing_enable(arguments, offload=offload)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each decoder layer for any number of tokens, without the attention over a forest.
+
+    Raises ConfigError for a model whose decoder has no list of layers.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        raise ConfigError(
+            f"the decoder of {type(model).__name__} has no list of layers to compile",
+            hint="leave out --torch_compile",
+        )
+    # Torch's cache does not tell vector widths apart: kernels for another one crash, or give wrong gradients.
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
+    for layer in layers:
+        layer.compile(dynamic=True)

@@ -25,14 +25,12 @@ import torch
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
-from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import load_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
-    SavableModel,
     atomic_model_folder,
     save_model_files,
     weight_bytes,
@@ -97,8 +95,11 @@ def save(
     LeaseLostError if another trainer has taken over.
     """
     policy, kept = controller.policy, controller.kept()
-    target = root / _folder_name(state)
-    with atomic_model_folder(target, _needed_bytes(policy, kept)) as temporary:
+    target = root / (f"{_PREFIX}{state.step:06d}" + (f"-{state.attempt}" if state.attempt > 1 else ""))
+    width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
+    count: int = sum(item.numel() for _, item in kept.named_parameters())
+    of_optimizer = (_MOMENTS + bool(policy.rounded_weights())) * width * count
+    with atomic_model_folder(target, weight_bytes(kept) + of_optimizer) as temporary:
         (temporary / "model").mkdir()
         save_model_files(kept, policy.base, temporary / "model", policy.chat_template, written)
         controller.save_optimizer(temporary / _OPTIMIZER)
@@ -165,11 +166,11 @@ def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> l
     kept = {item.folder for item in _lineage(root, train_steps, attempt)}
     for folder in _folders(root):
         if folder not in kept and _step_and_attempt(folder)[1] <= attempt:
-            place = folder.with_name(f"undone-{folder.name}")
-            shutil.rmtree(place, ignore_errors=True)
-            folder.rename(place)
-            logger.warning("%s contains reverted steps: renamed to %s", folder, place.name)
-            moved.append(place)
+            renamed = folder.with_name(f"undone-{folder.name}")
+            shutil.rmtree(renamed, ignore_errors=True)
+            folder.rename(renamed)
+            logger.warning("%s contains reverted steps: renamed to %s", folder, renamed.name)
+            moved.append(renamed)
     return moved
 
 
@@ -188,23 +189,12 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
         ) from error
 
 
-def _needed_bytes(policy: Policy, kept: SavableModel) -> int:
-    """Return about how many bytes a checkpoint takes: model, moments, and the weights if they are rounded."""
-    width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
-    count: int = sum(item.numel() for _, item in kept.named_parameters())
-    return weight_bytes(kept) + (_MOMENTS + bool(policy.rounded_weights())) * width * count
-
-
 def _folders(root: Path) -> list[Path]:
     """Return complete checkpoints, oldest first; a folder has another name until it is complete."""
     if not root.is_dir():
         return []
     found = (path for path in root.iterdir() if _NAME.fullmatch(path.name))
     return sorted((path for path in found if (path / STATE).is_file()), key=_step_and_attempt)
-
-
-def _folder_name(state: CheckpointState) -> str:
-    return f"{_PREFIX}{state.step:06d}" + (f"-{state.attempt}" if state.attempt > 1 else "")
 
 
 def _step_and_attempt(folder: Path) -> tuple[int, int]:

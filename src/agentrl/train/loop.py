@@ -117,7 +117,9 @@ class Trainer:
                 await self.lease.check()
             batch = take.result() if take.done() else None
         finally:
-            await _cancel(take, stopped, lost)
+            for task in (take, stopped, lost):
+                task.cancel()
+            await asyncio.gather(take, stopped, lost, return_exceptions=True)
         if batch is None and not self.stop.is_set() and self.progress.step:
             logger.info("the end of the data: every group is sampled, and trained or abandoned")
         return batch
@@ -138,7 +140,8 @@ class Trainer:
         progress = self.progress
         await self.store.steps.plan(plan, attempt=progress.attempt)
         window = await step_window(self.store, self.split, batch.groups)
-        self._prefetch(plan.step)
+        if not 0 < self.config.max_steps <= plan.step:
+            self.stream.prefetch(plan.step + 1)
         named = {image.sha256 for item in batch.data for image in item.images}
         images = await self.store.images.get(named) if named else {}
         began = time.time()
@@ -201,17 +204,6 @@ class Trainer:
                 hint="lower --learning_rate, or train in float32 (--dtype float32 --autocast_bf16 false);"
                 " the log names the trajectories, `agentrl audit record ID` shows one",
             )
-
-    def _prefetch(self, step: int) -> None:
-        if 0 < self.config.max_steps <= step:
-            return
-        self.stream.prefetch(step + 1)
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def step_span(store: Store, plan: TrainStep, batch: StepData, seconds_data: float) -> Span:

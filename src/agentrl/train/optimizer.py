@@ -117,17 +117,14 @@ class OffloadedAdamW(torch.optim.AdamW):
             for group in groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
+                        state = self.state[parameter]
                         self.param_groups = [{**group, "params": [parameter]}]
-                        self._step_on_device(parameter)
+                        self._move(state, parameter, parameter.device)
+                        super().step()
+                        self._move(state, parameter, torch.device("cpu"))
         finally:
             self.param_groups = groups
         return loss
-
-    def _step_on_device(self, parameter: Tensor) -> None:
-        state = self.state[parameter]
-        self._move(state, parameter, parameter.device)
-        super().step()
-        self._move(state, parameter, torch.device("cpu"))
 
     @staticmethod
     def _move(state: dict[str, Any], parameter: Tensor, device: torch.device) -> None:

@@ -27,12 +27,11 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.validate import trainer_settings
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.verify import verifier
-from agentrl.distributed.accelerate_config import with_launch_settings
-from agentrl.distributed.world import World, launched_world
+from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
@@ -43,7 +42,7 @@ from agentrl.observe.trackers import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving
-from agentrl.train.build import Recipe, build_trainer, step_precision
+from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
@@ -75,25 +74,20 @@ def _follow(configs: Configs, world: World) -> None:
 
 
 async def _train(configs: Configs, world: World) -> None:
-    stop = _stop_on_signals()
+    stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
-        await _train_until(stop, configs, world)
-
-
-async def _train_until(stop: asyncio.Event, configs: Configs, world: World) -> None:
-    roots = _checkpoint_roots(configs)
-    async with (
-        await _join(configs) as store,
-        hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
-    ):
-        await asyncio.to_thread(_prepare_folders, configs, roots)
-        controller, found, progress = await _resume(store, lease, configs, world, roots)
-        trainer = _trainer(store, lease, configs, controller, found, progress, stop)
-        try:
-            await trainer.run()
-        finally:
-            trainer.tracker.close()
-    controller.end()
+        async with (
+            await _join(configs) as store,
+            hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
+        ):
+            await asyncio.to_thread(_prepare_folders, configs, roots)
+            controller, found, progress = await _resume(store, lease, configs, world, roots)
+            trainer = _trainer(store, lease, configs, controller, found, progress, stop)
+            try:
+                await trainer.run()
+            finally:
+                trainer.tracker.close()
+        controller.end()
 
 
 def _checkpoint_roots(configs: Configs) -> list[Path]:
@@ -205,17 +199,8 @@ async def _join(configs: Configs) -> Store:
 def _build(
     configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None, precision: Precision
 ) -> PolicyTrainer:
-    recipe = Recipe(
-        model=configs[ModelConfig],
-        loss=configs[LossConfig],
-        optim=configs[OptimConfig],
-        train=configs[TrainConfig],
-        seed=configs[RunConfig].seed,
-        adapter=configs[AdapterConfig],
-        memory=configs[MemoryConfig],
-    )
     trainer = build_trainer(
-        recipe,
+        configs,
         weights=found.model if found else None,
         total_steps=total_steps,
         world=world,

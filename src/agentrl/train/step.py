@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,18 +24,20 @@ from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
+from agentrl.errors import TrainingError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
 from agentrl.model.vision import attach_pixels
-from agentrl.train.memory import explain_out_of_memory
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
 from agentrl.train.optimizer import save_optimizer
 from agentrl.train.step_loss import StepLoss, TokenRecorder, TokenValues, recorders
 
 logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "out of memory")
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ class PolicyTrainer:
             watch.lap("pack")
             made: list[dict[str, Any]] = []
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
-            for place, forests in enumerate(updates * self.epochs):
-                result = self._update(forests, recorded[place] if place < len(recorded) else None)
+            for number, forests in enumerate(updates * self.epochs):
+                result = self._update(forests, recorded[number] if number < len(recorded) else None)
                 if not result.is_finite and not made:
                     return result
                 if not result.is_finite:
@@ -200,24 +203,51 @@ class PolicyTrainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         watch.lap("optimizer")
-        metrics |= {"grad_norm": grad_norm, "lr": learning_rate}
-        return StepResult(metrics | self._speed(forests, metrics["tokens"], watch), is_finite)
-
-    def _speed(self, forests: Sequence[TokenForest], tokens: int, watch: Stopwatch) -> dict[str, float]:
         model = self.policy.model
-        return speed_metrics(
-            forests,
-            watch.seconds,
-            ModelShape.of(model.config),
-            self.peak,
-            backward=Backward.of(model),
-            step_tokens=tokens,
-            ranks=self.model.mesh.layout.ranks_per_data,
-        )
+        speed = speed_metrics(
+            forests, watch.seconds, ModelShape.of(model.config), self.peak, backward=Backward.of(model),
+            step_tokens=metrics["tokens"], ranks=self.model.mesh.layout.ranks_per_data,
+        )  # fmt: skip
+        return StepResult(metrics | {"grad_norm": grad_norm, "lr": learning_rate} | speed, is_finite)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write this rank's part of the optimizer's state, and of the weights that publication rounds."""
         save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())
+
+
+@contextmanager
+def explain_out_of_memory(config: MemoryConfig, max_tokens: int, *, ranks: int = 1) -> Iterator[None]:
+    """Raise a TrainingError that names the flags that would help, if the block runs out of memory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
+            raise
+        raise TrainingError(
+            f"out of memory with micro-batches of --max_tokens {max_tokens}: {_first_line(error)}",
+            hint="; or ".join(_remedies(config, max_tokens, ranks)),
+        ) from error
+
+
+def _remedies(config: MemoryConfig, max_tokens: int, ranks: int) -> Sequence[str]:
+    remedies, mode = [], config.activation_checkpointing
+    if mode == "none":
+        remedies.append("set --activation_checkpointing selective, or full, which keeps less")
+    elif mode == "selective":
+        remedies.append("set --activation_checkpointing full")
+    elif not config.activation_offload:
+        remedies.append("set --activation_offload true")
+    if config.gradient_reduction != "every" and ranks > 1:
+        remedies.append("set --gradient_reduction every")
+    remedies.append(f"lower --max_tokens (to {max_tokens // 2}, but not below the longest trajectory)")
+    if not config.optimizer_offload:
+        remedies.append("set --optimizer_offload true")
+    remedies.append("shard the model over more devices")
+    return remedies
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecordData]]:
@@ -230,7 +260,7 @@ def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecor
     for item in data:
         groups.setdefault(item.task, []).append(item)
     sizes = {task: sum(item.trainable_tokens for item in items) for task, items in groups.items()}
-    order = {task: place for place, task in enumerate(groups)}
+    order = {task: number for number, task in enumerate(groups)}
     chosen: list[list[str]] = [[] for _ in range(min(parts, len(groups)))]
     for task in sorted(groups, key=lambda task: (-sizes[task], order[task])):
         min(chosen, key=lambda tasks: sum(sizes[name] for name in tasks)).append(task)

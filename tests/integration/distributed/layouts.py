@@ -49,13 +49,13 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
+from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.controller import (
     GatheredAdapter,
     GatheredModel,
     gather_adapter,
     take_inventory,
 )
-from agentrl.train.memory import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, load_optimizer
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer
 from agentrl.train.step_loss import TokenValues

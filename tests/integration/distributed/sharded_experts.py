@@ -42,7 +42,7 @@ from agentrl.distributed.expert_parallel import shard_experts
 from agentrl.distributed.mesh import Layout, Mesh, build_mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
-from agentrl.train.memory import enable_checkpointing
+from agentrl.train.build import enable_checkpointing
 
 LIMIT = 1e-5
 EXPERTS, CHOICES, WIDTH = 4, 2, 16

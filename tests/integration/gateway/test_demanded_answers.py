@@ -142,7 +142,7 @@ async def test_an_engine_without_a_grammar_is_asked_again(store: Store) -> None:
 async def test_a_field_without_effect_is_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     run = GatewayRun(store, "Three.", "Four.")
     ignored = {"prediction": {"type": "content", "content": "x"}, "reasoning_effort": "high", "shrug": 1}
-    with caplog.at_level(logging.WARNING, "agentrl.gateway.request"):
+    with caplog.at_level(logging.WARNING, "agentrl.gateway.dialects.fields"):
         async with run.open() as endpoint, httpx.AsyncClient(timeout=60) as client:
             for seed in (1, 2):
                 body = {**ASK, **ignored, "seed": seed}

@@ -16,8 +16,8 @@ from unmoved.train_dump import make_model
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, ModelConfig, SamplingConfig
+from agentrl.data.finalize_group import explain_difference
 from agentrl.data.planner import build_micro_batches
-from agentrl.data.verify import explain_difference
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams

@@ -11,9 +11,9 @@ import small_run as run
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
-from agentrl.data.verify import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.status import TaskStatus
 from agentrl.errors import StoreError

@@ -17,8 +17,7 @@ from ready_data import ready_data
 
 import agentrl
 from agentrl.config.schema import GroupConfig, RunConfig
-from agentrl.data.finalize_group import GroupRules
-from agentrl.data.verify import verifier
+from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.registry import allow_imports

@@ -19,7 +19,7 @@ from agentrl.cli import db
 from agentrl.cli.db import check_options
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
-from agentrl.data.verify import verifier
+from agentrl.data.finalize_group import verifier
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl import __version__
 from agentrl.cli import main as cli
+from agentrl.config.commands import function_of
 from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
 
 HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
@@ -17,7 +18,6 @@ HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
 _PROBE = f"""
 import sys
 from agentrl.cli.main import main
-from agentrl.config.commands import function_of
 try:
     code = main(sys.argv[1:])
 except SystemExit as stop:

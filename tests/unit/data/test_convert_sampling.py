@@ -10,8 +10,7 @@ import pytest
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import call_temperature, mask_reason, masked_calls, to_training_data
-from agentrl.data.finalize_group import GroupRules
-from agentrl.data.verify import explain_difference
+from agentrl.data.finalize_group import GroupRules, explain_difference
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,

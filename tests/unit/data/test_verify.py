@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import to_training_data
-from agentrl.data.verify import explain_difference
+from agentrl.data.finalize_group import explain_difference
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from agentrl.gateway import request
+from agentrl.gateway.dialects import fields
 from agentrl.gateway.dialects.chat import ChatCompletions
 
 # What aider 0.86 sends.
@@ -20,8 +20,8 @@ def test_a_temperature_that_cannot_be_trained_is_logged_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(request, "_warned", set())
-    with caplog.at_level(logging.WARNING, request.__name__):
+    monkeypatch.setattr(fields, "_warned", set())
+    with caplog.at_level(logging.WARNING, fields.__name__):
         for _ in range(2):
             ChatCompletions().parse({**AIDER, "temperature": temperature})
     assert len(caplog.records) == warnings

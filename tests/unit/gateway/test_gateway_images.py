@@ -16,7 +16,7 @@ from agentrl.documents.images import image_of_bytes, image_refs
 from agentrl.gateway.dialects.chat import ChatCompletions
 from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
-from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.request import GatewayError
 from agentrl.gateway.request_prompts import store_images
 from agentrl.rollout.prompts import Chain, prefix_digests, prompt_of
 

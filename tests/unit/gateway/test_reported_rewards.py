@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agentrl.gateway.errors import GatewayError
+from agentrl.gateway.dialects.fields import load_body
 from agentrl.gateway.feedback import read_reward
-from agentrl.gateway.request import load_body
+from agentrl.gateway.request import GatewayError
 
 
 class Gateways:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agentrl.config.loss import OldLogprobs
 from agentrl.data.freshness import whitened
-from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
 
 TOLERANCE = 1e-4

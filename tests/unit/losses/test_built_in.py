@@ -13,8 +13,8 @@ import pytest
 import agentrl
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
-from agentrl.losses import registry
-from agentrl.losses.registry import built_in_losses
+from agentrl.losses import loss as loss_module
+from agentrl.losses.loss import built_in_losses
 
 SOURCE = '''
 """Soft: a loss for a test."""
@@ -24,8 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from agentrl.config.fields import flag
-from agentrl.losses.batch import TokenBatch, TokenLosses
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses, loss
 
 if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
@@ -79,9 +78,9 @@ def test_a_file_is_all_that_a_loss_and_its_flag_need(tmp_path: Path) -> None:
 
 def test_a_flag_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     grpo = built_in_losses()["GRPO"]
-    monkeypatch.setattr(registry, "built_in_losses", lambda: {"one": grpo, "two": grpo})
+    monkeypatch.setattr(loss_module, "built_in_losses", lambda: {"one": grpo, "two": grpo})
     with pytest.raises(ValueError, match="two losses declare --dual_clip"):
-        registry.loss_flags.__wrapped__()
+        loss_module.loss_flags.__wrapped__()
 
 
 def test_a_flag_that_two_losses_read_names_both() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from agentrl.config.loss import Correction, parse_corrections
 from agentrl.errors import ConfigError
-from agentrl.losses.batch import TrajectoryMeans
 from agentrl.losses.compute import divergence, out_of_bound, weigh
+from agentrl.losses.loss import TrajectoryMeans
 from agentrl.losses.settings import LossSettings
 
 

@@ -11,7 +11,7 @@ from token_batches import random_batch
 
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import Denominators, reduce_losses, token_losses
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 
 POLICY_LOSSES = [name for name in LOSSES.names() if LOSSES.get(name).from_policy]

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings, check_loss, unclipped_flags
 
 

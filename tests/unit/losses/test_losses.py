@@ -12,9 +12,8 @@ from token_batches import random_batch, three_tokens, token_metrics
 
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import token_losses
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES, TokenBatch
 from agentrl.losses.settings import LossSettings
 
 ORIGINAL: dict[str, Any] = {

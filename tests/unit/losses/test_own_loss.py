@@ -18,8 +18,8 @@ from agentrl.losses.compute import token_losses
 from agentrl.losses.settings import LossSettings, check_loss
 
 SOURCE = """
-from agentrl.losses.batch import TokenBatch, TokenLosses
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses
+from agentrl.losses.loss import loss
 from agentrl.losses.settings import LossSettings
 
 @loss(token_level_loss=True, importance_weight_cap_ratio=4.0)
@@ -98,5 +98,5 @@ def test_what_is_wrong_is_named_with_a_hint(flags: list[str], words: list[str]) 
 
 
 def test_declaring_a_loss_imports_no_torch() -> None:
-    code = "import sys, agentrl.losses.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, agentrl.losses.loss; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,8 @@ import torch
 from token_batches import random_batch, three_tokens, token_metrics
 
 from agentrl.errors import ConfigError
-from agentrl.losses.batch import TokenBatch
 from agentrl.losses.compute import Denominators, TokenMetrics, old_logprobs, reduce_losses, token_losses
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES, TokenBatch
 from agentrl.losses.settings import LossSettings
 
 REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, False, 7)]

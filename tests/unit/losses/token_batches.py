@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.losses.batch import TokenBatch, TokenLosses
 from agentrl.losses.compute import TokenMetrics, measure
+from agentrl.losses.loss import TokenBatch, TokenLosses
 
 
 def random_batch(

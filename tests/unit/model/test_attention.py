@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import Segment, SegmentPlan, forest_mask, plan_segments, split_segments
 from agentrl.model.forward import ForwardOptions, check_model
-from agentrl.train.memory import enable_checkpointing
+from agentrl.train.build import enable_checkpointing
 
 
 def loss_and_gradients(

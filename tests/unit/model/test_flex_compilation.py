@@ -21,7 +21,7 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention import flex
 from agentrl.model.forward import ForwardOptions
-from agentrl.train import memory
+from agentrl.train import build
 from agentrl.train.step import forward_backward
 
 WIDE = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 2048}
@@ -63,7 +63,7 @@ def train(model: Any, *lengths: int) -> None:
 
 def test_a_run_compiles_two_kernels_for_all_lengths(compilations: CompileCounter) -> None:
     model = tiny_model("qwen3", **WIDE)
-    memory.enable_checkpointing(model)
+    build.enable_checkpointing(model)
     parallel = ParallelModel(model, executor="flex")
     padding = forest_from_sequences([[0]], [[False]])
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_a_run_compiles_two_kernels_for_all_lengths(compilations: CompileCounter
 
 def test_frozen_layers_and_a_reference_stay_below_the_limit(compilations: CompileCounter) -> None:
     model = tiny_model("qwen3", **WIDE)
-    memory.enable_checkpointing(model)
+    build.enable_checkpointing(model)
     reference = tiny_model("llama", **WIDE | {"num_attention_heads": 2, "num_key_value_heads": 2})
     others = tiny_model("llama", **WIDE | {"head_dim": 32})
     for module in (model.get_input_embeddings(), model.get_decoder().layers[0]):
@@ -115,13 +115,13 @@ def counted(function: Callable[..., Any]) -> tuple[list[int], Callable[..., Any]
 
 @pytest.mark.parametrize(("mode", "times"), [("none", 1), ("selective", 1), ("full", 2)])
 def test_selective_checkpointing_does_not_run_attention_again(
-    mode: memory.Checkpointing, times: int, compilations: CompileCounter, monkeypatch: pytest.MonkeyPatch
+    mode: build.Checkpointing, times: int, compilations: CompileCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operation = sys.modules["torch._higher_order_ops.flex_attention"]  # the package has the function's name
     calls, kernel = counted(operation.math_attention)
     monkeypatch.setattr(operation, "math_attention", kernel)
     model = tiny_model("qwen3", **WIDE)
-    memory.enable_checkpointing(model, mode)
+    build.enable_checkpointing(model, mode)
     train(model, 300)
     assert len(calls) == times * model.config.num_hidden_layers
 
@@ -153,7 +153,7 @@ def test_selective_checkpointing_keeps_the_output_of_a_compiled_kernel() -> None
             flex._any_length(each, 1)
         return kernel(query, key).square().sum()
 
-    contexts = partial(create_selective_checkpoint_contexts, memory._policy)
+    contexts = partial(create_selective_checkpoint_contexts, build._policy)
     inputs = [torch.randn(1, length, 8) for length in (16, 32)]
     losses = [checkpoint(layer, states, use_reentrant=False, context_fn=contexts) for states in inputs]
     assert len(KERNEL) == 2

@@ -24,7 +24,7 @@ def store(version: int | None, version_step: int = 0, last_step: int | None = No
         return SimpleNamespace(id=number, step=number)
 
     policies = SimpleNamespace(latest=latest, get=get)
-    return SimpleNamespace(policy_versions=policies, training=SimpleNamespace(last_step=last))
+    return SimpleNamespace(policy_versions=policies, steps=SimpleNamespace(last=last))
 
 
 def served(engine: int | None) -> list[int]:

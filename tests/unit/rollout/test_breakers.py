@@ -12,7 +12,6 @@ from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, 
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.limits import Limits
 from agentrl.rollout import breaker as breaker_module
-from agentrl.rollout import outages as outages_module
 from agentrl.rollout.breaker import LONGEST_PAUSE_SECONDS, OPEN_AFTER, Breaker
 from agentrl.rollout.outages import OWN_FAILURES, Clock, Outages
 
@@ -90,8 +89,8 @@ def test_outages_that_are_stored_leave_out_what_is_awaited(monkeypatch: pytest.M
     async def run() -> None:
         outages = Outages()
         outages.not_up_yet(SEARCH)
-        monkeypatch.setattr(outages_module._Reports, "write", write)
-        reporter = asyncio.create_task(outages_module.report_outages(None, outages, "a"))  # type: ignore[arg-type]
+        monkeypatch.setattr(breaker_module._Reports, "write", write)
+        reporter = asyncio.create_task(breaker_module.report_outages(None, lambda: outages.open, "a"))  # type: ignore[arg-type]
         await until(lambda: bool(stored))
         reporter.cancel()
         await asyncio.gather(reporter, return_exceptions=True)

@@ -9,8 +9,7 @@ import pytest
 
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
 from agentrl.rollout import breaker
-from agentrl.rollout.holding import LateServers
-from agentrl.rollout.outages import Outages
+from agentrl.rollout.outages import LateServers, Outages
 from agentrl.store.admission import NOTHING, Needs
 
 

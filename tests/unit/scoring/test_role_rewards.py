@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
 from agentrl.data.forest import forest_from_data
-from agentrl.data.verify import explain_difference, group_problem
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     FixedModelCall,

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import GroupRules, explain_difference, group_problem
 from agentrl.data.forest import forest_from_data
-from agentrl.data.verify import explain_difference, group_problem
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus

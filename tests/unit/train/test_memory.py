@@ -14,14 +14,9 @@ from agentrl.config.training import MemoryConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
-from agentrl.train.memory import (
-    Checkpointing,
-    checkpointing_mode,
-    enable_checkpointing,
-    explain_out_of_memory,
-)
+from agentrl.train.build import Checkpointing, checkpointing_mode, enable_checkpointing
 from agentrl.train.optimizer import OffloadedAdamW, build_optimizer
-from agentrl.train.step import forward_backward
+from agentrl.train.step import explain_out_of_memory, forward_backward
 
 
 def step(model: Any) -> tuple[float, list[torch.Tensor]]:

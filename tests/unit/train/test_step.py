@@ -14,7 +14,7 @@ from agentrl.data.forest import TokenForest, forest_from_sequences
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.errors import ForestError
 from agentrl.losses.compute import Denominators
-from agentrl.losses.registry import LOSSES
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.train.step import forward_backward
@@ -78,9 +78,7 @@ def test_the_step_is_the_loss_of_the_plain_model() -> None:
 def test_cross_entropy_is_the_mean_over_masked_tokens() -> None:
     model = tiny_model("llama")
     ids, mask = [[1, 2, 3, 4], [5, 6, 7]], [[False, False, True, True], [False, True, False]]
-    report, _ = run(
-        model, [forest_from_sequences(ids, mask, vocab_size=61)], LossSettings(loss_calculater="CrossEntropy")
-    )
+    report, _ = run(model, [forest_from_sequences(ids, mask)], LossSettings(loss_calculater="CrossEntropy"))
     model.set_attn_implementation("sdpa")
     labels = torch.tensor([[-100, -100, 3, 4], [-100, 6, -100, -100]])
     padded = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])

@@ -164,13 +164,13 @@ def check_engine_venv(name: str, engine: EngineConfig) -> Check:
 
 def check_disk(folder: str) -> Check:
     """Check the free space and the write permission where ``folder`` is or will be."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
+    parent = Path(folder).absolute()
+    while not parent.exists():
+        parent = parent.parent
     name = f"disk {folder}"
-    if not os.access(place, os.W_OK):
-        return Check(name, "fail", f"{place} is not writable", "choose another folder, or change its owner")
-    free = shutil.disk_usage(place).free
+    if not os.access(parent, os.W_OK):
+        return Check(name, "fail", f"{parent} is not writable", "choose another folder, or change its owner")
+    free = shutil.disk_usage(parent).free
     found = f"{free / _GIB:.1f} GiB free"
     if free < _DISK_WARN:
         hint = "free space there; weights and checkpoints take several times the model's size"

@@ -9,14 +9,11 @@ import orjson
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
-from agentrl.gateway.dialects.images import content_of
-from agentrl.gateway.errors import STATUS, GatewayError, invalid
-from agentrl.gateway.request import (
+from agentrl.gateway.dialects.fields import (
     MAX_TOOLS,
-    Answer,
-    GatewayRequest,
     arguments_of,
     choose,
+    content_of,
     flag_of,
     kind_of,
     messages_of,
@@ -30,6 +27,7 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
+from agentrl.gateway.request import STATUS, Answer, GatewayError, GatewayRequest, invalid
 from agentrl.tools.base import Schema
 
 _TYPES = {
@@ -74,8 +72,8 @@ class ChatCompletions:
         request = GatewayRequest(
             model=model_of(body),
             messages=[
-                _message(item, f"messages[{place}]")
-                for place, item in enumerate(messages_of(body.get("messages"), "messages"))
+                _message(item, f"messages[{index}]")
+                for index, item in enumerate(messages_of(body.get("messages"), "messages"))
             ],
             tools=function_tools(body.get("tools")),
             changes=changes,
@@ -150,9 +148,9 @@ class _Stream:
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         """Return the events that end the answer."""
-        for place, call in enumerate(answer.tool_calls):
+        for index, call in enumerate(answer.tool_calls):
             function = {"name": call.name, "arguments": call.arguments}
-            entry = {"index": place, "id": call.id, "type": "function", "function": function}
+            entry = {"index": index, "id": call.id, "type": "function", "function": function}
             yield self._chunk({"tool_calls": [entry]})
         yield self._chunk({}, _finish(answer), _logprobs(answer))
         if self._request.include_usage:
@@ -180,8 +178,8 @@ def function_tools(value: Any) -> list[Schema]:
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
     tools: list[Schema] = []
-    for place, item in enumerate(value):
-        where = f"tools[{place}]"
+    for index, item in enumerate(value):
+        where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else None
         if kind != "function":
             raise invalid(f"{where} has the type {short(kind)}; only function tools are supported", where)

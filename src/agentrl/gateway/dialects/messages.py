@@ -11,12 +11,8 @@ import orjson
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import appended, joined
-from agentrl.gateway.dialects.images import source_part
-from agentrl.gateway.errors import GatewayError, Kind, invalid
-from agentrl.gateway.request import (
+from agentrl.gateway.dialects.fields import (
     MAX_TOOLS,
-    Answer,
-    GatewayRequest,
     choose,
     flag_of,
     kind_of,
@@ -27,10 +23,12 @@ from agentrl.gateway.request import (
     sampling_changes,
     schema_of,
     short,
+    source_part,
     stops_of,
     warn_ignored,
     whole_number,
 )
+from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, Kind, invalid
 from agentrl.tools.base import Schema
 
 _TYPES: dict[Kind, str] = {
@@ -70,8 +68,8 @@ class Messages:
         if top_k is not None:
             changes["top_k"] = top_k
         messages = _system(body.get("system"))
-        for place, item in enumerate(messages_of(body.get("messages"), "messages")):
-            messages += _messages(item, f"messages[{place}]")
+        for index, item in enumerate(messages_of(body.get("messages"), "messages")):
+            messages += _messages(item, f"messages[{index}]")
         request = GatewayRequest(
             model=model_of(body),
             messages=messages,
@@ -199,8 +197,8 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    for place, block in enumerate(blocks):
-        here = f"{where}.content[{place}]"
+    for index, block in enumerate(blocks):
+        here = f"{where}.content[{index}]"
         match block.get("type"):
             case "text":
                 texts.append(_string(block.get("text"), f"{here}.text"))
@@ -225,20 +223,20 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> Message:
 
 
 def _others(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    found: list[Message] = []
-    for place, block in enumerate(blocks):
-        here = f"{where}.content[{place}]"
+    converted: list[Message] = []
+    for index, block in enumerate(blocks):
+        here = f"{where}.content[{index}]"
         if block.get("type") == "tool_result":
             text = _text(block.get("content"), f"{here}.content")
             call_id = str(block.get("tool_use_id") or "")
-            found.append({"role": "tool", "content": text, "tool_call_id": call_id})
+            converted.append({"role": "tool", "content": text, "tool_call_id": call_id})
             continue
         text = _text([block], here)
-        if found and found[-1]["role"] == role:
-            found[-1]["content"] = appended(found[-1]["content"], text, "\n\n")
+        if converted and converted[-1]["role"] == role:
+            converted[-1]["content"] = appended(converted[-1]["content"], text, "\n\n")
         else:
-            found.append({"role": role, "content": text})
-    return found or [{"role": role, "content": ""}]
+            converted.append({"role": role, "content": text})
+    return converted or [{"role": role, "content": ""}]
 
 
 def _text(value: Any, where: str) -> Any:
@@ -271,8 +269,8 @@ def _tools(value: Any) -> list[Schema]:
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
     tools: list[Schema] = []
-    for place, item in enumerate(value):
-        where = f"tools[{place}]"
+    for index, item in enumerate(value):
+        where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else "text"
         if kind not in (None, "custom"):
             raise invalid(f"{where} has the type {short(kind)}; only custom tools are supported", where)

@@ -11,13 +11,10 @@ from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import text_of
 from agentrl.gateway.dialects.chat import ChatCompletions, function_tools, tool_choice
-from agentrl.gateway.dialects.images import content_of
-from agentrl.gateway.errors import GatewayError, invalid
-from agentrl.gateway.request import (
-    Answer,
-    GatewayRequest,
+from agentrl.gateway.dialects.fields import (
     arguments_of,
     choose,
+    content_of,
     flag_of,
     kind_of,
     messages_of,
@@ -30,6 +27,7 @@ from agentrl.gateway.request import (
     warn_ignored,
     whole_number,
 )
+from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, invalid
 from agentrl.tools.base import Schema
 
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
@@ -108,7 +106,7 @@ class _Stream:
         self._request = request
         self._id = ""
         self._number = 0
-        self._place = 0
+        self._index = 0
         self._open: str | None = None
         self._texts: dict[str, str] = {"reasoning": "", "content": ""}
 
@@ -127,7 +125,7 @@ class _Stream:
         self._texts[delta.kind] += delta.text
         kind = "output_text" if delta.kind == "content" else "reasoning_text"
         yield self._send(
-            f"response.{kind}.delta", item_id=self._item_id(delta.kind), output_index=self._place,
+            f"response.{kind}.delta", item_id=self._item_id(delta.kind), output_index=self._index,
             content_index=0, delta=delta.text, **({"logprobs": []} if kind == "output_text" else {}),
         )  # fmt: skip
 
@@ -140,8 +138,8 @@ class _Stream:
         calls = [item for item in items if item["type"] == "function_call"]
         for call in calls:
             begun = {**call, "arguments": "", "status": "in_progress"}
-            where = {"output_index": self._place, "item_id": call["id"]}
-            yield self._send("response.output_item.added", output_index=self._place, item=begun)
+            where = {"output_index": self._index, "item_id": call["id"]}
+            yield self._send("response.output_item.added", output_index=self._index, item=begun)
             yield self._send("response.function_call_arguments.delta", **where, delta=call["arguments"])
             yield self._send(
                 "response.function_call_arguments.done",
@@ -149,8 +147,8 @@ class _Stream:
                 arguments=call["arguments"],
                 name=call["name"],
             )
-            yield self._send("response.output_item.done", output_index=self._place, item=call)
-            self._place += 1
+            yield self._send("response.output_item.done", output_index=self._index, item=call)
+            self._index += 1
         whole = _response(answer, items)
         yield self._send(f"response.{whole['status']}", response=whole)
 
@@ -160,9 +158,9 @@ class _Stream:
         yield from self._end_item()
         self._open = kind
         item = {**_text_item(self._id, kind, ""), "content": [], "status": "in_progress"}
-        yield self._send("response.output_item.added", output_index=self._place, item=item)
+        yield self._send("response.output_item.added", output_index=self._index, item=item)
         yield self._send(
-            "response.content_part.added", item_id=item["id"], output_index=self._place, content_index=0,
+            "response.content_part.added", item_id=item["id"], output_index=self._index, content_index=0,
             part=_part(kind, ""),
         )  # fmt: skip
 
@@ -172,14 +170,14 @@ class _Stream:
             return
         text = self._texts[kind]
         item = _text_item(self._id, kind, text)
-        where = {"item_id": item["id"], "output_index": self._place, "content_index": 0}
+        where = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
         name = "output_text" if kind == "content" else "reasoning_text"
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
         yield self._send(f"response.{name}.done", **where, text=text, **logprobs)
         yield self._send("response.content_part.done", **where, part=_part(kind, text))
-        yield self._send("response.output_item.done", output_index=self._place, item=item)
+        yield self._send("response.output_item.done", output_index=self._index, item=item)
         self._open = None
-        self._place += 1
+        self._index += 1
 
     def _item_id(self, kind: str) -> str:
         return str(_text_item(self._id, kind, "")["id"])
@@ -223,10 +221,10 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         items.append(_text_item(answer.id, "content", answer.content))
     items += [
         {
-            "id": f"fc_{answer.id}_{place}", "type": "function_call", "call_id": call.id, "name": call.name,
+            "id": f"fc_{answer.id}_{index}", "type": "function_call", "call_id": call.id, "name": call.name,
             "arguments": call.arguments, "status": "completed",
         }
-        for place, call in enumerate(answer.tool_calls)
+        for index, call in enumerate(answer.tool_calls)
     ]  # fmt: skip
     return items
 
@@ -254,8 +252,8 @@ def _messages(value: Any) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     messages: list[Message] = []
-    for place, item in enumerate(messages_of(value, "input")):
-        where = f"input[{place}]"
+    for index, item in enumerate(messages_of(value, "input")):
+        where = f"input[{index}]"
         if not isinstance(item, dict):
             raise invalid(f"{where} is {kind_of(item)}; it must be an object", where)
         message = _message(item, where)

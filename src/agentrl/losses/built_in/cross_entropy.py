@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.losses.batch import TokenBatch, TokenLosses
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses, loss
 
 if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 from agentrl.config.fields import flag
-from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses, bounded_exp, loss
 
 if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agentrl.losses.batch import TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.built_in.grpo import check_gradient_is_kept, clipped_surrogate
-from agentrl.losses.registry import loss
+from agentrl.losses.loss import TokenBatch, TokenLosses, bounded_exp, loss
 
 if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings

@@ -33,14 +33,14 @@ _built: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 """Graphs by the function that built them and the agent's file."""
 
 
-async def run_found(found: Any, rollout: Rollout) -> Outcome:
+async def run_graph_of(extension: Any, rollout: Rollout) -> Outcome:
     """Run a compiled graph, or one that a function builds from the agent's ``cfg``, once per process."""
-    if not callable(found) or hasattr(found, "ainvoke"):
-        return await run_graph(rollout, found)
-    graphs = _built.setdefault(found, {})
+    if not callable(extension) or hasattr(extension, "ainvoke"):
+        return await run_graph(rollout, extension)
+    graphs = _built.setdefault(extension, {})
     path = rollout.agent_cfg_path
     if path not in graphs:
-        graph = found(rollout.cfg)
+        graph = extension(rollout.cfg)
         graph = await graph if inspect.isawaitable(graph) else graph
         graphs[path] = graph.compile() if hasattr(graph, "compile") else graph
     return await run_graph(rollout, graphs[path])
@@ -146,7 +146,7 @@ class BaseAgentGraph:
     def convert_agent_graph_output(self, messages: Mapping[str, Any]) -> AgentGraphOutput:
         """Return the output that a final state describes."""
         kept = messages["messages"]
-        turns = max((place for place, item in enumerate(kept, 1) if isinstance(item, AIMessage)), default=0)
+        turns = max((turn for turn, item in enumerate(kept, 1) if isinstance(item, AIMessage)), default=0)
         return AgentGraphOutput(state=messages, num_turns=turns)
 
 
@@ -177,17 +177,17 @@ class CustomChatModel(PolicyChatModel):
         return result
 
 
-async def run_agent_graph(found: type, rollout: Rollout) -> Outcome:
+async def run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
     """Run an agent graph on the task of ``rollout``; the answer is read as that of a LangGraph agent.
 
     ``run`` gets the first messages, empty ``sampling_params`` (those of the run then hold), ``ground_truth``
     and the fields of ``meta``.
     """
-    instances = _instances.setdefault(found, {})
+    instances = _instances.setdefault(extension, {})
     path = rollout.agent_cfg_path
     if path not in instances:
         name = rollout.task.agent_name or rollout.config.agent_name
-        instances[path] = found(agent_name=name, cfg=rollout.cfg, llm=None, tokenizer=None)
+        instances[path] = extension(agent_name=name, cfg=rollout.cfg, llm=None, tokenizer=None)
     fields = {"ground_truth": rollout.task.answer, **rollout.task.meta}
     messages = from_messages(rollout.first_messages)
     try:
@@ -196,7 +196,7 @@ async def run_agent_graph(found: type, rollout: Rollout) -> Outcome:
         return Outcome(StopReason.TURNS_LIMIT)
     if not isinstance(output, AgentGraphOutput):
         raise TrajectoryError(
-            f"run of {found.__name__} returned {describe(output)}",
+            f"run of {extension.__name__} returned {describe(output)}",
             hint="return self.convert_agent_graph_output(final_state)",
         )
     outcome = outcome_of(output.state, rollout.task.answer_schema)

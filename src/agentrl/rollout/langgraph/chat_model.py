@@ -109,8 +109,8 @@ class PolicyChatModel(BaseChatModel):
             stream = TextStream(self._rollout().chat_format, prompt_ids)
             streams.append(stream)
 
-            def add(place: int, ids: Sequence[int]) -> None:
-                for delta in stream.add(place, ids):
+            def add(start: int, ids: Sequence[int]) -> None:
+                for delta in stream.add(start, ids):
                     if delta.kind == "content":
                         queue.put_nowait(delta.text)
 

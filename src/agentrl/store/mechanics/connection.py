@@ -39,6 +39,18 @@ from agentrl.errors import StoreDeniedError, StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
 from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
 
+Json = dict[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+D = TypeVar("D", bound=Document)
+
+CONNECTIONS = 32
+"""Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
+monitor the server."""
+_BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_IDLE_MS = 300_000
+_MIN_VERSION = (6, 0)
+
 ENCODING_ERRORS = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
 """What the BSON encoder raises for a value that no document can hold."""
 
@@ -52,108 +64,6 @@ _NO_SESSIONS = "Sessions are not supported"
 """The driver's message for a server without sessions; also for a replica-set member that has just started."""
 _TRANSIENT_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
 _VALIDATION_FAILED = 121
-
-
-def is_outage(error: BaseException) -> bool:
-    """Return whether the error means that the server is unavailable, not that it refused the operation."""
-    if isinstance(error, PyMongoError):
-        return isinstance(error, ConnectionFailure) or error.timeout
-    return isinstance(error, StoreUnavailableError)
-
-
-def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> StoreError:
-    """Return the StoreError for a driver error: a StoreUnavailableError if a later call may succeed."""
-    code = error.code if isinstance(error, OperationFailure) else None
-    if code in _AUTHENTICATION_CODES and isinstance(error, OperationFailure):
-        return StoreDeniedError(
-            f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
-            hint="check user, password and authSource in --db_connection_string",
-        )
-    if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
-        return StoreUnavailableError(
-            f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
-        )
-    if _is_transient(error):
-        return StoreUnavailableError(
-            f"{doing}: MongoDB at {host} did not answer within {timeout:g} s ({type(error).__name__})",
-            hint="start it (the embedded server: agentrl mongo up), or check --db_connection_string;"
-            " --db_wait_seconds sets how long a process retries",
-        )
-    refused = validation_error(error)
-    if refused is not None:
-        return StoreError(f"{doing}: {refused}", hint="is another version of AgentRL writing to this run?")
-    return StoreError(f"{doing}: MongoDB at {host} refused: {error}")
-
-
-def encoding_error(doing: str, error: Exception) -> StoreError:
-    """Return the StoreError for one of ``ENCODING_ERRORS``."""
-    return StoreError(f"{doing}: no document can hold this: {type(error).__name__}: {error}")
-
-
-def uri_error(error: Exception) -> StoreError:
-    """Return the StoreError for a connection string that the driver cannot parse."""
-    return StoreError(
-        f"--db_connection_string is not a MongoDB URI: {error}",
-        hint="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password percent-encoded",
-    )
-
-
-def validation_error(error: PyMongoError) -> str | None:
-    """Describe the field that a validator refused and what it expects; None for other errors."""
-    details: Mapping[str, Any] | None = None
-    if isinstance(error, BulkWriteError):
-        failures = error.details.get("writeErrors", [])
-        details = next((each for each in failures if each.get("code") == _VALIDATION_FAILED), None)
-    elif isinstance(error, OperationFailure) and error.code == _VALIDATION_FAILED:
-        details = error.details
-    if details is None:
-        return None
-    info = details.get("errInfo", {})
-    rules = info.get("details", {}).get("schemaRulesNotSatisfied", [])
-    reasons = "; ".join(_describe_rules(rules)) or "it does not match the schema of this collection"
-    return f"document {info.get('failingDocumentId')!r} is refused: {reasons}"
-
-
-def _is_transient(error: PyMongoError) -> bool:
-    if isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout, ConnectionFailure)):
-        return True
-    if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
-        return True
-    if isinstance(error, OperationFailure):
-        return error.code == _KEY_NOT_FOUND
-    return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
-
-
-def _describe_rules(rules: Sequence[Mapping[str, Any]], prefix: str = "") -> list[str]:
-    """Return one reason per broken rule; ``prefix`` is the path of the enclosing field, with a final dot."""
-    reasons: list[str] = []
-    for rule in rules:
-        reasons += [f"{prefix}{name} is missing" for name in rule.get("missingProperties", ())]
-        reasons += [f"{prefix}{name} is not a field of it" for name in rule.get("additionalProperties", ())]
-        for field in rule.get("propertiesNotSatisfied", ()):
-            nested = _describe_rules(field.get("details", ()), f"{prefix}{field['propertyName']}.")
-            reasons += nested or [_describe_field(field, prefix)]
-        reasons += _describe_rules(rule.get("details", ()), f"{prefix}{rule.get('itemIndex', '')}.")
-    return reasons
-
-
-def _describe_field(field: Mapping[str, Any], prefix: str) -> str:
-    values = [repr(rule["consideredValue"]) for rule in field["details"] if "consideredValue" in rule]
-    shown = f" (found {values[0]:.80})" if values else ""
-    return f"{prefix}{field['propertyName']}: {field.get('description', 'has another type')}{shown}"
-
-
-Json = dict[str, Any]
-P = ParamSpec("P")
-R = TypeVar("R")
-D = TypeVar("D", bound=Document)
-
-CONNECTIONS = 32
-"""Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
-monitor the server."""
-_BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
-_IDLE_MS = 300_000
-_MIN_VERSION = (6, 0)
 
 
 class Connection:
@@ -179,7 +89,11 @@ class Connection:
                 maxPoolSize=CONNECTIONS, maxIdleTimeMS=_IDLE_MS,
             )  # fmt: skip
         except (ConfigurationError, InvalidURI, ValueError) as error:
-            raise uri_error(error) from error
+            raise StoreError(
+                f"--db_connection_string is not a MongoDB URI: {error}",
+                hint="write mongodb://USER:PASSWORD@HOST:PORT/?replicaSet=NAME, user and password"
+                " percent-encoded",
+            ) from error
         self.database: AsyncDatabase[Json] = self.client[database]
 
     def collection(self, name: str) -> AsyncCollection[Json]:
@@ -244,7 +158,8 @@ class Connection:
             if isinstance(error, PyMongoError):
                 return self.error(doing, error)
             if isinstance(error, ENCODING_ERRORS):
-                return encoding_error(doing, error)
+                text = f"{type(error).__name__}: {error}"
+                return StoreError(f"{doing}: no document can hold this: {text}")
             raise error
 
         return await retry_while_unavailable(operation, to_store_error, self.outage)
@@ -309,6 +224,82 @@ async def insert_if_missing(collection: AsyncCollection[Json], document: Documen
     if await collection.find_one({"_id": fields["_id"]}, {"_id": 1}) is None:
         with contextlib.suppress(DuplicateKeyError):  # another process inserted it at the same moment
             await collection.insert_one(fields)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether the error means that the server is unavailable, not that it refused the operation."""
+    if isinstance(error, PyMongoError):
+        return isinstance(error, ConnectionFailure) or error.timeout
+    return isinstance(error, StoreUnavailableError)
+
+
+def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> StoreError:
+    """Return the StoreError for a driver error: a StoreUnavailableError if a later call may succeed."""
+    code = error.code if isinstance(error, OperationFailure) else None
+    if code in _AUTHENTICATION_CODES and isinstance(error, OperationFailure):
+        return StoreDeniedError(
+            f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
+            hint="check user, password and authSource in --db_connection_string",
+        )
+    if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
+        return StoreUnavailableError(
+            f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
+        )
+    if _is_transient(error):
+        return StoreUnavailableError(
+            f"{doing}: MongoDB at {host} did not answer within {timeout:g} s ({type(error).__name__})",
+            hint="start it (the embedded server: agentrl mongo up), or check --db_connection_string;"
+            " --db_wait_seconds sets how long a process retries",
+        )
+    refused = validation_error(error)
+    if refused is not None:
+        return StoreError(f"{doing}: {refused}", hint="is another version of AgentRL writing to this run?")
+    return StoreError(f"{doing}: MongoDB at {host} refused: {error}")
+
+
+def validation_error(error: PyMongoError) -> str | None:
+    """Describe the field that a validator refused and what it expects; None for other errors."""
+    details: Mapping[str, Any] | None = None
+    if isinstance(error, BulkWriteError):
+        failures = error.details.get("writeErrors", [])
+        details = next((each for each in failures if each.get("code") == _VALIDATION_FAILED), None)
+    elif isinstance(error, OperationFailure) and error.code == _VALIDATION_FAILED:
+        details = error.details
+    if details is None:
+        return None
+    info = details.get("errInfo", {})
+    rules = info.get("details", {}).get("schemaRulesNotSatisfied", [])
+    reasons = "; ".join(_describe_rules(rules)) or "it does not match the schema of this collection"
+    return f"document {info.get('failingDocumentId')!r} is refused: {reasons}"
+
+
+def _is_transient(error: PyMongoError) -> bool:
+    if isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout, ConnectionFailure)):
+        return True
+    if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
+        return True
+    if isinstance(error, OperationFailure):
+        return error.code == _KEY_NOT_FOUND
+    return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
+
+
+def _describe_rules(rules: Sequence[Mapping[str, Any]], prefix: str = "") -> list[str]:
+    """Return one reason per broken rule; ``prefix`` is the path of the enclosing field, with a final dot."""
+    reasons: list[str] = []
+    for rule in rules:
+        reasons += [f"{prefix}{name} is missing" for name in rule.get("missingProperties", ())]
+        reasons += [f"{prefix}{name} is not a field of it" for name in rule.get("additionalProperties", ())]
+        for field in rule.get("propertiesNotSatisfied", ()):
+            nested = _describe_rules(field.get("details", ()), f"{prefix}{field['propertyName']}.")
+            reasons += nested or [_describe_field(field, prefix)]
+        reasons += _describe_rules(rule.get("details", ()), f"{prefix}{rule.get('itemIndex', '')}.")
+    return reasons
+
+
+def _describe_field(field: Mapping[str, Any], prefix: str) -> str:
+    values = [repr(rule["consideredValue"]) for rule in field["details"] if "consideredValue" in rule]
+    shown = f" (found {values[0]:.80})" if values else ""
+    return f"{prefix}{field['propertyName']}: {field.get('description', 'has another type')}{shown}"
 
 
 def _host(uri: str) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from agentrl.tools.base import Reply, Schema, timeout_text
 from agentrl.tools.mcp.content import (
     LOST,
+    MAX_MESSAGE_BYTES,
     NOT_SENT,
     NOT_VALID,
     REFUSED,
@@ -253,29 +254,20 @@ class Connection:
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
-        async with self._raw_transport() as (read, write):
-            yield NormalizedStream(read), write
-
-    @asynccontextmanager
-    async def _raw_transport(self) -> AsyncIterator[tuple[Any, Any]]:
         from mcp.client.sse import sse_client
         from mcp.client.streamable_http import streamable_http_client
 
-        from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
-
-        if self._process is not None:
-            async with self._process.transport() as streams:
-                yield streams
-        elif self._spec.sse:  # type: ignore[union-attr]  # no process: HttpSpec
-            async with sse_client(self._spec.url, dict(self._spec.headers)) as streams:  # type: ignore[union-attr]
-                yield streams
+        opened: AbstractAsyncContextManager[tuple[Any, Any]]
+        if isinstance(self._spec, StdioSpec):
+            opened = self._process.transport()  # type: ignore[union-attr]
+        elif self._spec.sse:
+            opened = sse_client(self._spec.url, dict(self._spec.headers))
         else:
-            async with streamable_http_client(
-                self._spec.url,  # type: ignore[union-attr]
-                http_client=self._http,
-                max_sse_event_size=MAX_MESSAGE_BYTES,
-            ) as streams:
-                yield streams
+            opened = streamable_http_client(
+                self._spec.url, http_client=self._http, max_sse_event_size=MAX_MESSAGE_BYTES
+            )
+        async with opened as (read, write):
+            yield NormalizedStream(read), write
 
     def _words(self, reason: str) -> str:
         """Return ``reason`` and the last words of the process, without secrets."""

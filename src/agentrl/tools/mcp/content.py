@@ -102,8 +102,8 @@ def normalize_result(result: dict[str, Any]) -> dict[str, Any]:
 def image_items(content: Any) -> list[dict[str, Any]]:
     """Return the image items of a result, at most ``MAX_IMAGES`` that are not too large."""
     items = content if isinstance(content, list) else []
-    found = [image for item in items if isinstance(item, Mapping) and (image := _image(item)) is not None]
-    return [item for item in found[:MAX_IMAGES] if len(item["data"]) <= MAX_IMAGE_BYTES * 4 // 3 + 4]
+    images = [image for item in items if isinstance(item, Mapping) and (image := _image(item)) is not None]
+    return [item for item in images[:MAX_IMAGES] if len(item["data"]) <= MAX_IMAGE_BYTES * 4 // 3 + 4]
 
 
 def _image(item: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -199,8 +199,8 @@ def _is_said(structured: Any, items: list[Any]) -> bool:
     Servers wrap a value that is not an object as ``{"result": value}``, or under another name, and say the
     value.
     """
-    found = (item.get("text") for item in items if isinstance(item, Mapping))
-    texts = [text for text in found if isinstance(text, str)]
+    said = (item.get("text") for item in items if isinstance(item, Mapping))
+    texts = [text for text in said if isinstance(text, str)]
     if texts and isinstance(structured, Mapping) and set(structured) == {"result"}:
         return True
     values = [structured]

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 
+from agentrl.tools.mcp.connection import reasons
 from agentrl.tools.mcp.content import LOST, MAX_MESSAGE_BYTES, NOT_SENT, REFUSED
 from agentrl.tools.specs import HttpSpec
 
@@ -50,9 +51,9 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         try:
             response = await self._inner.handle_async_request(request)
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            return _error(request, NOT_SENT, _reason(error))
+            return _error(request, NOT_SENT, reasons(error))
         except httpx2.TransportError as error:
-            return _error(request, LOST, _reason(error))
+            return _error(request, LOST, reasons(error))
         kind = response.headers.get("content-type", "").lower()
         refusal = _refusal(response, kind)
         if refusal is not None:
@@ -84,7 +85,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
                     raise httpx2.StreamError(f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB")
                 yield chunk
         except httpx2.TransportError as error:
-            raise httpx2.StreamError(f"the answer broke off: {_reason(error)}") from error
+            raise httpx2.StreamError(f"the answer broke off: {reasons(error)}") from error
 
     async def aclose(self) -> None:
         """Close the stream."""
@@ -134,7 +135,3 @@ def _error(
     return httpx2.Response(
         500, headers={"content-type": "application/json"}, content=json.dumps(body), request=request
     )
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

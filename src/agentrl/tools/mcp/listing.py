@@ -135,10 +135,10 @@ class Listing:
 
 async def list_tools(client: Client, spec: McpSpec) -> Listed:
     """List the tools that ``spec`` offers, sorted by name, page by page."""
-    found: dict[str, Schema] = {}
+    by_name: dict[str, Schema] = {}
     repeatable: set[str] = set()
     async for tool in _pages(client.list_tools, "tools"):
-        found[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
+        by_name[tool.name] = function_schema(tool.name, tool.description, tool.input_schema)
         hints = tool.annotations
         if hints is not None and (hints.read_only_hint or hints.idempotent_hint):
             repeatable.add(tool.name)
@@ -148,10 +148,10 @@ async def list_tools(client: Client, spec: McpSpec) -> Listed:
         own = _RESOURCE_TOOLS
     if spec.options.prompts and can.prompts is not None:
         own = (*own, *_PROMPT_TOOLS)
-    own = tuple(schema for schema in own if schema_name(schema) not in found)
+    own = tuple(schema for schema in own if schema_name(schema) not in by_name)
     offered = spec.options.offer
     schemas = [
-        schema for schema in (*found.values(), *own) if offered is None or schema_name(schema) in offered
+        schema for schema in (*by_name.values(), *own) if offered is None or schema_name(schema) in offered
     ]
     names = frozenset(map(schema_name, own))
     return Listed(tuple(sorted(schemas, key=schema_name)), frozenset(repeatable) | names, names)
@@ -173,17 +173,17 @@ async def call_extra(client: Client, tool: str, arguments: Mapping[str, Any]) ->
     """Run one of the tools that read resources and prompts. Raises MCPError."""
     if tool == _LIST_RESOURCES:
         keys = ("name", "description", "mimeType")
-        found = [_shown(item, "uri", *keys) async for item in _pages(client.list_resources, "resources")]
+        listed = [_shown(item, "uri", *keys) async for item in _pages(client.list_resources, "resources")]
         templates = await client.list_resource_templates()
-        found += [_shown(item, "uriTemplate", *keys) for item in templates.resource_templates]
-        return json.dumps(found, ensure_ascii=False)
+        listed += [_shown(item, "uriTemplate", *keys) for item in templates.resource_templates]
+        return json.dumps(listed, ensure_ascii=False)
     if tool == _READ_RESOURCE:
         read = await client.read_resource(str(arguments["uri"]))
         return "\n".join(render_resource(_raw(item)) for item in read.contents)
     if tool == _LIST_PROMPTS:
         keys = ("name", "description", "arguments")
-        found = [_shown(item, *keys) async for item in _pages(client.list_prompts, "prompts")]
-        return json.dumps(found, ensure_ascii=False)
+        listed = [_shown(item, *keys) async for item in _pages(client.list_prompts, "prompts")]
+        return json.dumps(listed, ensure_ascii=False)
     texts = {str(name): str(value) for name, value in (arguments.get("arguments") or {}).items()}
     prompt = await client.get_prompt(str(arguments["name"]), texts)
     return "\n".join(f"{message.role}: {render_item(_raw(message.content))}" for message in prompt.messages)

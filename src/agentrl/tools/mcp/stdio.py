@@ -1,4 +1,7 @@
-"""Run an MCP server as a child process and exchange JSON lines with it, each of bounded length."""
+"""Run an MCP server as a child process and exchange JSON lines with it, each of bounded length.
+
+Not by ``mcp.client.stdio``: it bounds no line, ends at a byte that is not UTF-8, and hides the exit code.
+"""
 
 from __future__ import annotations
 
@@ -235,8 +238,8 @@ def _parse(line: bytes) -> SessionMessage | None:
     from mcp_types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 
     if b"\0" in line:
-        found = [_ID.search(part) for part in line.split(b"\0")]
-        number = next((int(match[1]) for match in found if match), None)
+        ids = [_ID.search(part) for part in line.split(b"\0")]
+        number = next((int(match[1]) for match in ids if match), None)
         text, code = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped", TOO_LARGE
     else:
         try:
@@ -254,8 +257,8 @@ def _answered(line: bytes) -> int | None:
     if not line.lstrip().startswith(b"{") or not _ANSWER.search(line):
         return None
     try:
-        found = json.loads(line.decode("utf-8", "replace")).get("id")
-        return found if isinstance(found, int) else None
+        number = json.loads(line.decode("utf-8", "replace")).get("id")
+        return number if isinstance(number, int) else None
     except (ValueError, RecursionError):
         match = _ID.search(line)
         return int(match[1]) if match else None

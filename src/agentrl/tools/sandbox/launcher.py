@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from agentrl.tools.sandbox import linux, namespaces
 from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants
@@ -28,26 +28,6 @@ _CHUNK: Final = 65536
 LENGTH_BYTES: Final = 8
 """A job is preceded by its length."""
 _STOPPED = 128 + signal.SIGTERM
-
-
-class _Run(Protocol):
-    """A program that was started."""
-
-    pid: int
-    """The process from which all others of the program descend."""
-
-    @property
-    def waits_on(self) -> int:
-        """Return the descriptor that becomes readable at the end."""
-        ...
-
-    def over_files(self) -> bool:
-        """Return whether the program's files exceed their limits."""
-        ...
-
-    def end(self, *, keep_files: bool) -> dict[str, Any]:
-        """Kill all that runs; return ``{"status", "kept"}`` or ``{"error"}``."""
-        ...
 
 
 @dataclass
@@ -166,13 +146,12 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
-    run: _Run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
+    run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
     ended: dict[str, Any] = {}
     exceeded: str | None = "connection"
     peak = 0
     try:
-        for descriptor in (streams.stdin, streams.stdout, streams.stderr):
-            os.close(descriptor)
+        streams.close()
         exceeded, peak = _watch(run, captures, started, job, connection)
     finally:
         ended = run.end(keep_files=exceeded != "connection")
@@ -200,30 +179,6 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
     }
 
 
-def run_attached(job: Job) -> tuple[int, str | None]:
-    """Run the program on this process's own streams to its end; return its exit code and what ended it.
-
-    The latter is None, an exceeded limit or an error. Raises OSError if it cannot start.
-    """
-    streams = Streams(stdin=os.dup(0), stdout=os.dup(1), stderr=os.dup(2))
-    started = time.monotonic()
-    run: _Run = _NamespaceRun(job, streams, None) if job.namespaces else PlainRun(job, streams)
-    alive, _held = os.pipe()
-    ended: dict[str, Any] = {}
-    try:
-        for descriptor in (streams.stdin, streams.stdout, streams.stderr):
-            os.close(descriptor)
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)  # the client sees the end of the program's streams
-        os.dup2(null, 1)
-        exceeded, _ = _watch(run, [], started, job, alive, poll=_SLOW_POLL_SECONDS)
-    finally:
-        ended = run.end(keep_files=False)
-    if exceeded is not None:
-        return 1, f"its limit of {exceeded}"
-    return ended.get("status", 1), ended.get("error")
-
-
 class _NamespaceRun:
     """The program in namespaces; its first process reports on a pipe."""
 
@@ -233,9 +188,9 @@ class _NamespaceRun:
         self._size = int(job.limits["disk_mb"]) << 20
         before = os.path.join(job.directory, "files.tar")
         after = os.path.join(job.directory, "files.new")
-        files = namespaces.Files(
-            before=os.open(before, os.O_RDONLY) if job.keep_files and os.path.exists(before) else None,
-            after=os.open(after, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job.keep_files else None,
+        files = (
+            os.open(before, os.O_RDONLY) if job.keep_files and os.path.exists(before) else None,
+            os.open(after, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) if job.keep_files else None,
         )
         self.pid = namespaces.start(job, streams, files, write, channel)
         if channel is not None:
@@ -251,9 +206,9 @@ class _NamespaceRun:
         """Return whether a command has filled its directory, a file system of limited size."""
         for first in list(descendants(self.pid))[1:2] if self._saves else ():
             with contextlib.suppress(OSError):
-                found = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
-                if found.f_blocks * found.f_frsize == self._size:
-                    return found.f_bavail == 0 or found.f_favail == 0
+                disk = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
+                if disk.f_blocks * disk.f_frsize == self._size:
+                    return disk.f_bavail == 0 or disk.f_favail == 0
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
@@ -278,7 +233,7 @@ class _NamespaceRun:
 
 
 def _watch(
-    run: _Run,
+    run: _NamespaceRun | PlainRun,
     captures: list[Capture],
     started: float,
     job: Job,
@@ -287,7 +242,7 @@ def _watch(
 ) -> tuple[str | None, int]:
     """Wait for the end of the program or of its limits; return the limit exceeded and the largest memory."""
     deadline = started + float(job.limits["seconds"])
-    memory, peak = job.mebibytes << 20, 0
+    memory, peak = int(job.limits["memory_mb"]) << 20, 0
     while True:
         open_pipes = [capture.descriptor for capture in captures if not capture.closed]
         wait = min(poll, max(0.0, deadline - time.monotonic()))
@@ -339,7 +294,21 @@ def main_attached() -> None:
     job = Job(**{**given, "environment": {name: os.environ[name] for name in names}})
     os.makedirs(job.directory, exist_ok=True)
     try:
-        code, why = run_attached(job)
+        streams = Streams(stdin=os.dup(0), stdout=os.dup(1), stderr=os.dup(2))
+        started = time.monotonic()
+        run = _NamespaceRun(job, streams, None) if job.namespaces else PlainRun(job, streams)
+        streams.close()
+        alive, _held = os.pipe()
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 0)  # the client sees the end of the program's streams
+            os.dup2(null, 1)
+            exceeded, _ = _watch(run, [], started, job, alive, poll=_SLOW_POLL_SECONDS)
+        finally:
+            ended = run.end(keep_files=False)
+        code, why = ended.get("status", 1), ended.get("error")
+        if exceeded is not None:
+            code, why = 1, f"its limit of {exceeded}"
     except OSError as error:
         code, why = 1, str(error)
     if why is not None:

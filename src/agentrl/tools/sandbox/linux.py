@@ -152,10 +152,10 @@ class _PathBeneath(ctypes.Structure):
 
 def landlock_version() -> int:
     """Return the version of Landlock in this kernel; 0 without it."""
-    found = _libc.syscall(
+    version = _libc.syscall(
         ctypes.c_long(_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION_FLAG)
     )
-    return max(0, int(found))
+    return max(0, int(version))
 
 
 def restrict_paths(
@@ -166,16 +166,16 @@ def restrict_paths(
     ``network`` allows TCP. Paths that do not exist are ignored. The process must have set
     PR_SET_NO_NEW_PRIVS.
     """
-    found = landlock_version()
-    if found == 0:
+    version = landlock_version()
+    if version == 0:
         return False
-    everything = (1 << _RIGHTS.get(found, 16)) - 1
+    everything = (1 << _RIGHTS.get(version, 16)) - 1
     ruleset = _Ruleset(
         files=everything,
-        network=_NETWORK if found >= 4 and not network else 0,
-        scoped=_SCOPE if found >= 6 else 0,
+        network=_NETWORK if version >= 4 and not network else 0,
+        scoped=_SCOPE if version >= 6 else 0,
     )
-    size = 24 if found >= 6 else 16 if found >= 4 else 8
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = _call(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint(0))
     for paths, rights in (
         (readable, _READ),

@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import threading
-from dataclasses import dataclass
 from typing import Final
 
 from agentrl.tools.sandbox import linux
@@ -51,12 +50,8 @@ _SET_FLAGS: Final = 0x8914
 _UP: Final = 0x1 | 0x40
 
 
-@dataclass(frozen=True, kw_only=True)
-class Files:
-    """Descriptors of the session's files: an archive of the directory before and after the program."""
-
-    before: int | None
-    after: int | None
+Files = tuple[int | None, int | None]
+"""Descriptors of the session's files: an archive of the directory before and after the program."""
 
 
 def start(job: Job, streams: Streams, files: Files, status: int, channel: socket.socket | None = None) -> int:
@@ -129,8 +124,7 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     program = os.fork()
     if program == 0:
         guarded(status, lambda: _program(job, streams, files, user))
-    for stream in (streams.stdin, streams.stdout, streams.stderr):
-        os.close(stream)
+    streams.close()
     ended = None
     while ended is None:
         child, code = os.wait()
@@ -141,15 +135,17 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
         while True:
             os.wait()
     is_full = any(map(_is_full, (WORK, "/tmp")))
-    kept = files.after is None or save(files.after, WORK, job)
+    _, after = files
+    kept = after is None or save(after, WORK, job)
     report = {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": is_full}
     write_report(status, report)
     os._exit(0)
 
 
 def _program(job: Job, streams: Streams, files: Files, user: int | None) -> None:
-    if files.before is not None:
-        extract(files.before, WORK)
+    before, _ = files
+    if before is not None:
+        extract(before, WORK)
     write_main(job, WORK, user)
     become(job, WORK, streams, user)
 
@@ -208,8 +204,8 @@ def _devices() -> None:
     for name in DEVICES:
         _write(f"/new/dev/{name}", "")
         linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", flags=linux.MS_BIND)
-    for place, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{place}", f"/new/dev/{name}")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"/new/dev/{name}")
     os.symlink("/proc/self/fd", "/new/dev/fd")
 
 
@@ -221,8 +217,8 @@ def _texts() -> None:
 
 
 def _is_full(directory: str) -> bool:
-    found = os.statvfs(directory)
-    return found.f_bavail == 0 or found.f_favail == 0
+    disk = os.statvfs(directory)
+    return disk.f_bavail == 0 or disk.f_favail == 0
 
 
 def _write(path: str, text: str) -> None:

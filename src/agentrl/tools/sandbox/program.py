@@ -63,11 +63,6 @@ class Job:
     shown_bytes: int | None = None
     """Bytes to return of each output: its begin and its end. None returns all up to the limit."""
 
-    @property
-    def mebibytes(self) -> int:
-        """Return the memory limit in MiB."""
-        return int(self.limits["memory_mb"])
-
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
@@ -76,6 +71,11 @@ class Streams:
     stdin: int
     stdout: int
     stderr: int
+
+    def close(self) -> None:
+        """Close them in this process, after the program has them."""
+        for descriptor in (self.stdin, self.stdout, self.stderr):
+            os.close(descriptor)
 
 
 def become(job: Job, directory: str, streams: Streams, user: int | None) -> None:
@@ -136,7 +136,7 @@ def write_main(job: Job, directory: str, user: int | None) -> None:
 
 def _limit(job: Job, user: int | None) -> None:
     limits = job.limits
-    memory = job.mebibytes << 20
+    memory = int(limits["memory_mb"]) << 20
     processes = int(limits["processes"])
     if not job.namespaces and user is None:
         processes += _processes_of_user()  # the limit counts all processes of the user there

@@ -93,8 +93,12 @@ def filter_code(machine: str, *, namespaces: bool, own_pid: int) -> bytes:
         )
     else:
         code += _when(numbers["socket"], [denied])
+        only_itself = [
+            _argument(0), _step(_JUMP_EQUAL, 0, yes=2), _step(_JUMP_EQUAL, own_pid, yes=1), denied,
+            _step(_RETURN, _ALLOW),
+        ]  # fmt: skip
         for name in ("tgkill", "prlimit64"):
-            code += _when(numbers[name], _only_itself(own_pid))
+            code += _when(numbers[name], only_itself)
     return b"".join([*code, _step(_RETURN, _ALLOW)])
 
 
@@ -104,17 +108,6 @@ def numbers_of(machine: str) -> dict[str, int]:
         raise OSError(f"no system-call numbers of {machine}")
     column = list(_ARCHITECTURES).index(machine)
     return {name: both[column] for name, both in {**_DENIED, **_SIGNALS, **_CHECKED}.items()}
-
-
-def _only_itself(own_pid: int) -> list[bytes]:
-    allow = _step(_RETURN, _ALLOW)
-    return [
-        _argument(0),
-        _step(_JUMP_EQUAL, 0, yes=2),
-        _step(_JUMP_EQUAL, own_pid, yes=1),
-        _return(errno.EPERM),
-        allow,
-    ]
 
 
 def _when(number: int, then: list[bytes]) -> list[bytes]:

@@ -1,0 +1,279 @@
+"""Read the fields of requests, the same in all dialects: limits, sampling parameters, tools, content."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import orjson
+
+from agentrl.documents.images import Part, joined
+from agentrl.documents.sampling import COLDEST
+from agentrl.gateway.request import GatewayError, GatewayRequest, invalid
+from agentrl.tools.base import schema_name
+
+logger = logging.getLogger(__name__)
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+MAX_TOOLS = 512
+MAX_MESSAGES = 10_000
+MAX_STOPS = 16
+_MAX_WARNINGS = 64
+_warned: set[tuple[str, str]] = set()
+"""(dialect, field) of the warnings that this process has logged."""
+_COLD = ("any", "temperature")
+
+
+def load_body(body: bytes) -> dict[str, Any]:
+    """Decode the body of a request. Raises GatewayError unless it is a JSON object."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        value = _load_tolerantly(body)
+    if not isinstance(value, dict):
+        raise invalid(f"the body must be a JSON object, not {kind_of(value)}", code="invalid_json")
+    return value
+
+
+def _load_tolerantly(body: bytes) -> Any:
+    """Decode JSON that only the standard library reads, such as a lone surrogate in a text."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+
+
+def sampling_changes(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the sampling parameters ``names`` that ``body`` has, checked against the gateway's ranges.
+
+    A temperature at which nothing can be trained is logged once a process.
+    """
+    changes: dict[str, Any] = {}
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        low, high = _RANGES[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise invalid(f"{name} is {short(value)}; it must be a number in [{low:g}, {high:g}]", name)
+        changes[name] = float(value)
+    if changes.get("temperature", 1.0) < COLDEST and _COLD not in _warned:
+        _warned.add(_COLD)
+        logger.warning(
+            "a client asks for a temperature at which no answer can be trained; let it leave the field out",
+            extra={"temperature": changes["temperature"], "at_least": COLDEST},
+        )
+    return changes
+
+
+def whole_number(body: Mapping[str, Any], name: str, low: int, high: int = 2**31 - 1) -> int | None:
+    """Return the field ``name``; None if it is absent."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise invalid(f"{name} is {short(value)}; it must be a whole number in [{low}, {high}]", name)
+    return value
+
+
+def flag_of(body: Mapping[str, Any], name: str) -> bool:
+    """Return the field ``name``, False if it is absent."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"{name} is {short(value)}; it must be true or false", name)
+    return bool(value)
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """Return the model that a request names."""
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise invalid(f"model is {short(model)}; it must be a name", "model")
+    return model
+
+
+def stops_of(value: Any, name: str) -> tuple[str, ...]:
+    """Return the stop sequences of a request."""
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return ()
+    if not isinstance(stops, list) or not all(isinstance(item, str) and item for item in stops):
+        raise invalid(f"{name} is {short(value)}; it must be text or a list of texts", name)
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"{name} has {len(stops)} texts; at most {MAX_STOPS} are allowed", name)
+    return tuple(stops)
+
+
+def messages_of(value: Any, name: str) -> list[Any]:
+    """Return the list of messages of a request."""
+    if not isinstance(value, list) or not value:
+        raise invalid(f"{name} is {kind_of(value)}; it must be a list of at least one message", name)
+    if len(value) > MAX_MESSAGES:
+        raise invalid(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
+    return value
+
+
+def arguments_of(value: Any, where: str) -> dict[str, Any]:
+    """Return the arguments of a tool call in the history as an object; text is decoded as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{where} is not JSON: {short(value)}", where) from error
+    if value is not None and not isinstance(value, dict):
+        raise invalid(f"{where} is {kind_of(value)}; it must be an object", where)
+    return value or {}
+
+
+def choose(request: GatewayRequest, choice: str | None, name: str | None = None) -> GatewayRequest:
+    """Return the request with its tool choice: auto, none, required, or ``named`` for the tool ``name``.
+
+    With ``none`` no tools are shown, and calls are not answered.
+    """
+    if choice == "none":
+        return replace(request, tools=[], no_calls=True)
+    if choice in (None, "auto"):
+        return request
+    offered = tuple(schema_name(tool) for tool in request.tools)
+    if choice not in ("required", "named"):
+        what = f"tool_choice {short(choice)} is not supported: use auto, none, required or a function"
+        raise invalid(what, "tool_choice", code="unsupported_parameter")
+    if not offered or (choice == "named" and name not in offered):
+        tools = ", ".join(offered) or "none"
+        raise invalid(f"tool_choice is {short(name or choice)}, and the tools are: {tools}", "tool_choice")
+    return replace(request, must_call=offered if name is None else (name,))
+
+
+def schema_of(value: Any, where: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema that ``{"type": "json_schema", …}`` asks for; None for text."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    held = value.get("json_schema", value) if kind == "json_schema" else None
+    schema = held.get("schema") if isinstance(held, dict) else None
+    if not isinstance(schema, dict):
+        what = f"{where} is {short(value)}; it must be text, json_object or json_schema with a schema"
+        raise invalid(what, where, code="unsupported_parameter")
+    try:
+        validator_of(schema)
+    except ValueError as error:
+        raise invalid(f"{where} has a schema that is not valid: {error}", where) from error
+    return schema
+
+
+def validator_of(schema: Mapping[str, Any]) -> Any:
+    """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing import Registry
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except (SchemaError, RecursionError, re.error) as error:
+        raise ValueError(getattr(error, "message", str(error))) from error
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def warn_ignored(body: Mapping[str, Any], dialect: str, known: frozenset[str]) -> None:
+    """Log once a process each field of ``body`` that has no effect here."""
+    for name, value in body.items():
+        if name in known or value is None or (dialect, name) in _warned or len(_warned) >= _MAX_WARNINGS:
+            continue
+        _warned.add((dialect, name))
+        logger.warning("a field of a request has no effect", extra={"api": dialect, "field": short(name)})
+
+
+def refuse(body: Mapping[str, Any], name: str, why: str, *allowed: Any) -> None:
+    """Raise GatewayError if ``name`` is given and is not one of ``allowed``."""
+    value = body.get(name)
+    if value is not None and value not in allowed:
+        raise invalid(f"{name} {short(value)} is not supported: {why}", name, code="unsupported_parameter")
+
+
+def refuse_media(kind: Any, where: str) -> GatewayError:
+    """Return the error for content other than text."""
+    return invalid(
+        f"{where} has content of type {short(kind)}, and the model of this run reads text only",
+        where,
+        code="unsupported_content",
+    )
+
+
+def require_model(request: GatewayRequest, models: Sequence[str]) -> None:
+    """Raise GatewayError unless the request names the policy; ``models`` may be patterns, as ``claude-*``."""
+    if not any(fnmatchcase(request.model, pattern) for pattern in models):
+        raise GatewayError(
+            "not_found",
+            f"the model {short(request.model)} does not exist",
+            code="model_not_found",
+            param="model",
+            hint=f"the policy is called {' or '.join(models)}",
+        )
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON type of a value."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "absent"}
+    return names.get(type(value), "a number")
+
+
+def short(value: Any) -> str:
+    """Return a value for an error message, on one line."""
+    text = json.dumps(value, ensure_ascii=True, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def image_part(value: Any, where: str) -> Part:
+    """Return the part of an OpenAI image: a URL, or an object with one. Raises GatewayError."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise invalid(f"{where}.image_url is {kind_of(value)}; it must be a data: URL", where)
+    return {"type": "image", "url": url, "where": where}
+
+
+def content_of(content: Any, where: str, *, texts: Collection[str], image: str) -> Any:
+    """Return the text of OpenAI's content, or its parts if there are images among them.
+
+    ``texts`` and ``image`` are the types of parts with a text and with an image. Raises GatewayError.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise invalid(f"{where} is {kind_of(content)}; it must be text or a list of parts", where)
+    pieces: list[str | Part] = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == image:
+            pieces.append(image_part(part.get("image_url"), f"{where}[{index}]"))
+            continue
+        if kind not in texts:
+            raise refuse_media(kind, f"{where}[{index}]")
+        text = part.get("text") or part.get("refusal") or ""
+        if not isinstance(text, str):
+            raise invalid(f"{where}[{index}].text is {kind_of(text)}; it must be text", where)
+        pieces.append(text)
+    return joined(pieces)
+
+
+def source_part(source: Any, where: str) -> Part:
+    """Return the part of an Anthropic image source. Raises GatewayError for other kinds than base64."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        return image_part(source.get("url"), where)
+    if kind != "base64" or not isinstance(source.get("data"), str):
+        raise invalid(f"{where}.source has the type {short(kind)}; send the bytes as base64", where)
+    media_type = str(source.get("media_type") or "image/png")
+    return {"type": "image", "url": f"data:{media_type};base64,{source['data']}", "where": where}
