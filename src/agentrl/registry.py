@@ -140,14 +140,14 @@ class Registry(Generic[T]):
     def _import(self, name: str, load: Callable[[], Any]) -> T:
         """Return what ``load`` imports, converted; ConfigError for anything that the import raises."""
         try:
-            found = load()
+            extension = load()
         except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"the {self._kind} {name!r} cannot be imported: {type(error).__name__}: {error}",
                 hint="the path is module:name; its file must lie in the working folder or on PYTHONPATH",
             ) from error
         try:
-            return self._convert(found)
+            return self._convert(extension)
         except TypeError as error:
             raise ConfigError(
                 f"{name!r} cannot be used as {self._kind}: {error}",
@@ -155,10 +155,10 @@ class Registry(Generic[T]):
             ) from error
 
 
-def _callable(found: Any) -> Any:
-    if not callable(found):
-        raise TypeError(f"it is of type {type(found).__name__}, not a function or class")
-    return found
+def _callable(extension: Any) -> Any:
+    if not callable(extension):
+        raise TypeError(f"it is of type {type(extension).__name__}, not a function or class")
+    return extension
 
 
 def _hint(name: str, known: Sequence[str]) -> str:

@@ -233,9 +233,9 @@ class ChatFormat:
 
 
 def _last_question(messages: Sequence[Message]) -> int:
-    """Return the place of the last user message; 0 if there is none."""
-    places = (place for place in range(len(messages) - 1, -1, -1) if messages[place].get("role") == "user")
-    return next(places, 0)
+    """Return the position of the last user message; 0 if there is none."""
+    indices = (index for index in range(len(messages) - 1, -1, -1) if messages[index].get("role") == "user")
+    return next(indices, 0)
 
 
 def without_cycle(messages: Sequence[Message]) -> Sequence[Message]:

@@ -78,12 +78,12 @@ class ControlTokens:
         return list(self._encodings(self._tokenizer.encode_batch_fast, [text])[0].ids)  # without offsets
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return each token id of rendered text with its place in ``text``, in characters: [start, end).
+        """Return each token id of rendered text with its position in ``text``, in characters: [start, end).
 
         The character before a mark and the text after it are tokenized on their own.
         """
-        found: list[tuple[int, tuple[int, int]]] = []
-        place = 0
+        located: list[tuple[int, tuple[int, int]]] = []
+        offset = 0
         pieces = text.split(_MARK)
         for start in range(0, len(pieces), _BATCH):
             batch = pieces[start : start + _BATCH]
@@ -95,14 +95,14 @@ class ControlTokens:
             once = list(dict.fromkeys(whole))
             encodings = dict(zip(once, self._encodings(self._tokenizer.encode_batch, once), strict=True))
             for lead, piece, key in zip(leads, batch, whole, strict=True):
-                skip = place - len(lead)
-                found += [
+                skip = offset - len(lead)
+                located += [
                     (token, (begin + skip, end + skip))
                     for token, (begin, end) in zip(encodings[key].ids, encodings[key].offsets, strict=True)
                     if not lead or end > len(lead)
                 ]
-                place += len(piece) + len(_MARK)
-        return found
+                offset += len(piece) + len(_MARK)
+        return located
 
     def fewest_tokens(self, text: str) -> int:
         """Return a number of tokens that ``text`` has at least; much faster than tokenizing it."""
@@ -148,13 +148,13 @@ class ControlTokens:
 
     def token_id(self, text: str) -> int | None:
         """Return the id of one token."""
-        found = self._tokenizer.token_to_id(text)
-        return None if found is None else int(found)
+        token = self._tokenizer.token_to_id(text)
+        return None if token is None else int(token)
 
     def token_text(self, token: int) -> str | None:
         """Return the text of one id."""
-        found = self._tokenizer.id_to_token(token)
-        return None if found is None else str(found)
+        text = self._tokenizer.id_to_token(token)
+        return None if text is None else str(text)
 
     def _allowed(self, role: str) -> frozenset[str]:
         return self._spoken if role in ("assistant", "system", "developer") else frozenset()
@@ -171,15 +171,15 @@ class ControlTokens:
     def _mark(self, text: str, allowed: frozenset[str]) -> str:
         """Return the text with a mark behind the first character of each control token.
 
-        Python code loops over the places: one search through a long text would hold the interpreter's lock.
+        Python code loops over them: one search through a long text would hold the interpreter's lock.
         """
         parts: list[str] = []
         done = 0
-        for place in (found.start() for found in self._first.finditer(text)):
-            found = self._pattern.match(text, place)
-            if found is not None and found.group() in self._control and found.group() not in allowed:
-                parts += (text[done : place + 1], _MARK)
-                done = place + 1
+        for offset in (match.start() for match in self._first.finditer(text)):
+            match = self._pattern.match(text, offset)
+            if match is not None and match.group() in self._control and match.group() not in allowed:
+                parts += (text[done : offset + 1], _MARK)
+                done = offset + 1
         return "".join([*parts, text[done:]]) if parts else text
 
     def _encodings(self, encode: Callable[..., list[Encoding]], texts: list[str]) -> list[Encoding]:

@@ -58,9 +58,12 @@ class Conversation:
         Do not change the list, nor that of ``prompt_ids``: each is made once.
         """
         if self._context is None:
-            extension = self._extension()
-            self._starts_branch = extension is None
-            self._context = self._format.render(self.messages, self.tools) if extension is None else extension
+            context, history = None, self.messages[: self._seen]
+            if history:
+                new = self.messages[self._seen :]
+                context = self._format.next_prompt(self._prompt, self._output, history, new, self.tools)
+            self._starts_branch = context is None
+            self._context = self._format.render(self.messages, self.tools) if context is None else context
         return self._context
 
     def prompt_ids(self) -> list[int]:
@@ -118,9 +121,3 @@ class Conversation:
     def parse(self, ids: Sequence[int]) -> ParsedMessage:
         """Return the message in ``ids``, generated after ``prompt_ids()``."""
         return self._format.parse(ids, self.tools, self.prompt_ids())
-
-    def _extension(self) -> list[int] | None:
-        if self._seen == 0:
-            return None
-        history, new = self.messages[: self._seen], self.messages[self._seen :]
-        return self._format.next_prompt(self._prompt, self._output, history, new, self.tools)

@@ -38,8 +38,8 @@ def show_images(messages: list[Message], images: Any, folder: Path) -> tuple[lis
     def parts_of(item: Any) -> Iterator[dict[str, Any]]:
         if isinstance(item, str) or item.get("type") in ("text", "input_text"):
             text = item if isinstance(item, str) else str(item.get("text", ""))
-            for place, piece in enumerate(text.split(MARKER) if images else [text]):
-                if place:
+            for index, piece in enumerate(text.split(MARKER) if images else [text]):
+                if index:
                     yield next_part()
                 if piece:
                     yield {"type": "text", "text": piece}
@@ -73,8 +73,8 @@ def _sources(images: Any) -> list[str]:
 
 
 def _source(part: Mapping[str, Any]) -> str | None:
-    found = next((part[key] for key in _IMAGE_KEYS if part.get(key)), None)
-    source = found.get("url") if isinstance(found, Mapping) else found
+    named = next((part[key] for key in _IMAGE_KEYS if part.get(key)), None)
+    source = named.get("url") if isinstance(named, Mapping) else named
     if source is not None and not isinstance(source, str):
         raise ValueError(f"an image is {type(source).__name__}; give a path or a data: URL")
     return source

@@ -319,7 +319,7 @@ class _Tokenizer:
     def __call__(self, text: str, **options: Any) -> dict[str, list[Any]]:
         """Return ``input_ids`` and the ``offset_mapping`` of ``text``."""
         pairs = self._tokens.encode_with_offsets(text)
-        return {"input_ids": [token for token, _ in pairs], "offset_mapping": [place for _, place in pairs]}
+        return {"input_ids": [token for token, _ in pairs], "offset_mapping": [span for _, span in pairs]}
 
     def encode(self, text: str, *_: Any, **options: Any) -> list[int]:
         """Return the ids of ``text``; special tokens in it are special."""

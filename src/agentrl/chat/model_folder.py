@@ -133,13 +133,13 @@ def _read_text(path: Path, what: str) -> str:
 
 def _special_tokens(root: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     values = {**_read_json(root / "special_tokens_map.json"), **settings}
-    found = {}
+    tokens = {}
     for name, value in values.items():
         if name.endswith("_token"):
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[name] = text
-    return found
+                tokens[name] = text
+    return tokens
 
 
 def _stop_ids(root: Path, tokenizer: Tokenizer, eos_token: str | None) -> frozenset[int]:
@@ -191,8 +191,8 @@ def model_context_length(folder: str | Path) -> int | None:
 
 
 def _length_of(config: Mapping[str, Any]) -> int | None:
-    found = next((config[name] for name in _LENGTHS if type(config.get(name)) is int), None)
-    return None if found is None else int(found * _rotary_extension(config))
+    length = next((config[name] for name in _LENGTHS if type(config.get(name)) is int), None)
+    return None if length is None else int(length * _rotary_extension(config))
 
 
 def _rotary_extension(config: Mapping[str, Any]) -> float:

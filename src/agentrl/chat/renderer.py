@@ -155,7 +155,14 @@ class Adaptation:
             adapted = [part for message in adapted for part in _content_apart(message)]
         if self.one_call_each:
             adapted = _one_call_each(adapted)
-        return [_as_user(message) for message in adapted] if self.orphans_as_user else adapted
+        if not self.orphans_as_user:
+            return adapted
+        return [
+            {"role": "user", "content": message.get("content")}
+            if message.get("role") == "tool" and not message.get("tool_call_id")
+            else message
+            for message in adapted
+        ]
 
     def describe(self) -> str:
         """Return what is changed, as the end of a sentence; empty if nothing is."""
@@ -200,7 +207,7 @@ class Adaptation:
 
 def with_kimi_ids(messages: Sequence[Message]) -> list[Message]:
     """Return a whole conversation whose calls are numbered from 0, and whose results name them by number."""
-    found: list[Message] = []
+    renamed: list[Message] = []
     ids: dict[Any, str] = {}
     count = 0
     for message in messages:
@@ -215,30 +222,30 @@ def with_kimi_ids(messages: Sequence[Message]) -> list[Message]:
             changed["tool_calls"] = calls
         if message.get("tool_call_id") in ids:
             changed["tool_call_id"] = ids[message["tool_call_id"]]
-        found.append(changed)
-    return found
+        renamed.append(changed)
+    return renamed
 
 
 def in_call_order(messages: Iterable[Message]) -> list[Message]:
     """Return the messages with the results behind parallel calls in the order of these calls.
 
-    Templates that find a result by its place would attribute it to another call. Results without a call's id
-    stay behind the others.
+    Templates that find a result by its position would attribute it to another call. Results without the id of
+    a call stay behind the others.
     """
-    found: list[Message] = []
-    places: dict[Any, int] = {}
+    ordered: list[Message] = []
+    indices: dict[Any, int] = {}
     start = 0
     for message in messages:
-        found.append(message)
+        ordered.append(message)
         if message.get("role") != "tool":
             calls = message.get("tool_calls") or ()
-            places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
-            start = len(found)
-        elif len(places) > 1:
-            found[start:] = sorted(
-                found[start:], key=lambda result: places.get(result.get("tool_call_id"), len(places))
+            indices = {call["id"]: index for index, call in enumerate(calls) if call.get("id")}
+            start = len(ordered)
+        elif len(indices) > 1:
+            ordered[start:] = sorted(
+                ordered[start:], key=lambda result: indices.get(result.get("tool_call_id"), len(indices))
             )
-    return found
+    return ordered
 
 
 def _call_text(call: Message) -> str:
@@ -268,37 +275,31 @@ def _train(message: Message) -> Message:
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Give each call a message of its own, followed by its result."""
-    found: list[Message] = []
-    place = 0
-    while place < len(messages):
-        message = messages[place]
-        place += 1
+    separate: list[Message] = []
+    index = 0
+    while index < len(messages):
+        message = messages[index]
+        index += 1
         calls = message.get("tool_calls") or []
         if not calls:
-            found.append(message)
+            separate.append(message)
             continue
-        results = list(takewhile(lambda result: result.get("role") == "tool", messages[place:]))
-        place += len(results)
+        results = list(takewhile(lambda result: result.get("role") == "tool", messages[index:]))
+        index += len(results)
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
         for call, answers in zip(calls, _by_call(calls, results), strict=True):
-            found += [{**rest, "tool_calls": [call]}, *answers]
+            separate += [{**rest, "tool_calls": [call]}, *answers]
             content = None if rest.get("content") is None else ""
             rest = {"role": "assistant", "content": content, **_train(message)}
-    return found
+    return separate
 
 
 def _by_call(calls: Sequence[Message], results: Sequence[Message]) -> list[list[Message]]:
     """Return the results of each call, by id or, without ids, by order; the last also gets the others."""
     ids = [call.get("id") for call in calls]
     answers: list[list[Message]] = [[] for _ in calls]
-    for place, result in enumerate(results):
+    for index, result in enumerate(results):
         if any(ids):
-            place = ids.index(result["tool_call_id"]) if result.get("tool_call_id") in ids else len(calls)
-        answers[min(place, len(calls) - 1)].append(result)
+            index = ids.index(result["tool_call_id"]) if result.get("tool_call_id") in ids else len(calls)
+        answers[min(index, len(calls) - 1)].append(result)
     return answers
-
-
-def _as_user(message: Message) -> Message:
-    if message.get("role") != "tool" or message.get("tool_call_id"):
-        return message
-    return {"role": "user", "content": message.get("content")}

@@ -265,8 +265,8 @@ class TemplateRenderer(Renderer):
         question: Message = {"role": "user", "content": "1"}
         spoken: Message = {"role": "assistant", "content": marker}
         results: list[Message] = [
-            {"role": "tool", "name": name, "tool_call_id": f"call0000{place}", "content": "1"}
-            for place, name in enumerate((earlier, "later"))
+            {"role": "tool", "name": name, "tool_call_id": f"call0000{at}", "content": "1"}
+            for at, name in enumerate((earlier, "later"))
         ]
         for arguments in ({"x": 1}, '{"x": 1}'):
             function = {"name": earlier, "arguments": arguments}
@@ -327,7 +327,7 @@ class TemplateRenderer(Renderer):
                     " conversation"
                 )
             start, end = len(prompt), len(spoken)
-            closings = [place for place in range(start, end) if spoken[place] in self.stop_ids]
+            closings = [at for at in range(start, end) if spoken[at] in self.stop_ids]
             if closings:
                 end = closings[-1] + 1
             mask[start:end] = [True] * (end - start)

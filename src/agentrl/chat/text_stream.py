@@ -40,13 +40,13 @@ class _Marks:
         self._longest = max(map(len, marks))
 
     def find(self, text: str) -> tuple[int, bool]:
-        """Return the place of the first mark, and whether it is whole: the end of ``text`` may begin one."""
-        found = self._pattern.search(text)
-        if found is not None:
-            return found.start(), True
-        for place in range(max(0, len(text) - self._longest + 1), len(text)):
-            if text[place:] in self._begun:
-                return place, False
+        """Return the index of the first mark, and whether it is whole: the end of ``text`` may begin one."""
+        mark = self._pattern.search(text)
+        if mark is not None:
+            return mark.start(), True
+        for index in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[index:] in self._begun:
+                return index, False
         return len(text), False
 
 
@@ -84,7 +84,7 @@ class TextStream:
         """Whether ids that were sent have been replaced: the answer may differ from the deltas."""
 
     def add(self, start: int, ids: Sequence[int]) -> list[Delta]:
-        """Add the ids from place ``start`` on; return the new deltas."""
+        """Add the ids from index ``start`` on; return the new deltas."""
         if start < len(self._ids):
             self.is_broken = self.is_broken or list(ids) != self._ids[start : start + len(ids)]
             ids = ids[len(self._ids) - start :]
@@ -144,8 +144,8 @@ class TextStream:
         return self._send_keeping_space("reasoning", thought[: len(thought) - kept])
 
     def _content(self) -> list[Delta]:
-        place, is_whole = self._holds.find(self._text)
-        text, self._text = self._text[:place], self._text[place:]
+        index, is_whole = self._holds.find(self._text)
+        text, self._text = self._text[:index], self._text[index:]
         if is_whole:
             self._mode = "held"
         return self._send_keeping_space("content", text)

@@ -76,7 +76,7 @@ def _with_tools(plain: ChatFormat) -> tuple[ChatFormat, list[str]]:
             continue
         for orphans in (False, True):
             tried = rewritten(**changes, orphans_as_user=orphans)
-            if not any(_problems_of_error(tried)):
+            if not any(_problems(tried, ERROR, (len(ERROR),), TOOLS)):
                 return tried, []
     spelled_out = rewritten(calls_as_text=True)
     if not _tool_problems(spelled_out):
@@ -113,16 +113,16 @@ def _extension_problems(
     chat_format: ChatFormat, messages: Sequence[Message], prompt: Sequence[int], tools: ToolSchemas | None
 ) -> Iterator[str]:
     """Yield what is wrong when the last assistant message is extended by those after it."""
-    place = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    before, output = generated(chat_format, messages[: place + 1], tools)
-    added = chat_format.next_prompt(before, output, messages[: place + 1], messages[place + 1 :], tools)
+    index = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    before, output = generated(chat_format, messages[: index + 1], tools)
+    added = chat_format.next_prompt(before, output, messages[: index + 1], messages[index + 1 :], tools)
     if added is None:
         yield "cannot extend a prompt"
         return
     text = chat_format.decode(added)
-    yield from lost(text, messages[place + 1 :])
-    yield from _renamed(text, messages[place + 1 :])
-    reordered = chat_format.adaptation.one_call_each and len(messages) - place > 2
+    yield from lost(text, messages[index + 1 :])
+    yield from _renamed(text, messages[index + 1 :])
+    reordered = chat_format.adaptation.one_call_each and len(messages) - index > 2
     if not reordered and list(prompt[len(prompt) - len(added) :]) != added:
         yield "extends a prompt by other tokens than it renders"
 
@@ -137,9 +137,9 @@ def generated(
     prompt = chat_format.render(messages[:-1], tools)
     closed = chat_format.render(messages, tools, add_generation_prompt=False)
     pairs = enumerate(zip(prompt, closed, strict=False))
-    shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(closed)))
+    shared = next((index for index, (a, b) in pairs if a != b), min(len(prompt), len(closed)))
     output = closed[shared:]
-    stops = [place for place, token in enumerate(output) if token in chat_format.stop_ids]
+    stops = [index for index, token in enumerate(output) if token in chat_format.stop_ids]
     output = output[: stops[-1] + 1] if stops else [*output, min(chat_format.stop_ids)]
     return prompt[:shared], output
 
@@ -152,24 +152,24 @@ def reads_its_calls(renderer: Renderer, adaptation: Adaptation) -> bool:
         calls = [call["function"] for call in CONVERSATION[end - 1]["tool_calls"]]
         count = 1 if adaptation.one_call_each else len(calls)
         parsed = chat_format.parse(output, TOOLS, prompt)
-        found = [{"name": call.name, "arguments": call.arguments} for call in parsed.tool_calls]
-        if parsed.error is not None or found[-count:] != calls[-count:]:
+        read = [{"name": call.name, "arguments": call.arguments} for call in parsed.tool_calls]
+        if parsed.error is not None or read[-count:] != calls[-count:]:
             return False
     return True
 
 
 def lost(text: str, messages: Iterable[Message]) -> Iterator[str]:
     """Yield the messages that ``text`` lacks, reorders or repeats."""
-    place = 0
+    index = 0
     for message in messages:
         for what, word in _words(message):
-            found = text.find(word, place)
-            if found < 0:
+            start = text.find(word, index)
+            if start < 0:
                 order = " in its order" if word in text else ""
                 yield f"loses {what}{order}"
                 return
-            place = found + len(word)
-            if word in text[place:]:
+            index = start + len(word)
+            if word in text[index:]:
                 yield f"repeats {what}"
 
 
@@ -186,27 +186,17 @@ def _words(message: Message) -> Iterator[tuple[str, str]]:
 
 def _renamed(text: str, messages: Sequence[Message]) -> Iterator[str]:
     """Yield the tool results that ``text`` attributes to another tool."""
-    place = 0
+    index = 0
     for message in messages:
-        end = text.find(message["content"], place)
+        end = text.find(message["content"], index)
         if end < 0:
             return
-        header = text[place:end]
+        header = text[index:end]
         named = {*(name for name in (FIRST, SECOND) if name in header), *_HARMONY_NAME.findall(header)}
         others = named - {message.get("name")}
         if message["role"] == "tool" and others:
             yield f"attributes the result of {message.get('name', 'no tool')} to {others.pop()}"
-        place = end + len(message["content"])
-
-
-def _problems_of_error(chat_format: ChatFormat) -> Iterator[str]:
-    """Yield what is wrong with a tool message without a call, the answer to a malformed call."""
-    try:
-        prompt = chat_format.render(ERROR, TOOLS)
-        yield from lost(chat_format.decode(prompt), ERROR)
-        yield from _extension_problems(chat_format, ERROR, prompt, TOOLS)
-    except TrajectoryError as error:
-        yield f"fails: {error.message}"
+        index = end + len(message["content"])
 
 
 def _shows(

@@ -66,10 +66,10 @@ class Vision:
     def repeats(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return how many tokens each of the rendered ``ids`` stands for; see ``expand``."""
         refs = image_refs(messages)
-        found = sum(token == self.image_token for token in ids)
-        if found != len(refs):
+        written = sum(token == self.image_token for token in ids)
+        if written != len(refs):
             raise TrajectoryError(
-                f"the chat template writes {found} images, and the messages have {len(refs)}",
+                f"the chat template writes {written} images, and the messages have {len(refs)}",
                 hint="give a template that shows images in these roles by --chat_template FILE",
             )
         images = iter(refs)
@@ -78,12 +78,12 @@ class Vision:
     def locate(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
         """Return the tokens of each image of ``messages`` in ``ids``, which ``expand`` returned."""
         spans = []
-        place = 0
+        index = 0
         for ref in image_refs(messages):
-            place = next((i for i in range(place, len(ids)) if ids[i] == self.image_token), len(ids))
-            span = ImageSpan(sha256=ref.sha256, start=place, tokens=self.tokens(ref), grid=self.grid(ref))
-            place += span.tokens
-            if place > len(ids):
+            index = next((i for i in range(index, len(ids)) if ids[i] == self.image_token), len(ids))
+            span = ImageSpan(sha256=ref.sha256, start=index, tokens=self.tokens(ref), grid=self.grid(ref))
+            index += span.tokens
+            if index > len(ids):
                 raise TrajectoryError("a prompt has fewer image tokens than its images")
             spans.append(span)
         return tuple(spans)

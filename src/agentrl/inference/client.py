@@ -160,11 +160,11 @@ class Collector:
         if self._spans is None or count == 0:
             return tuple(self._chunk_spans)
         cut = (replace(span, end=min(span.end, count)) for span in self._spans)
-        found = tuple(span for span in cut if span.start < span.end)
-        edges = [0, *(span.end for span in found)]
-        if [span.start for span in found] != edges[:-1] or edges[-1] != count:
+        spans = tuple(span for span in cut if span.start < span.end)
+        edges = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
             raise malformed(self.url, f"version spans that do not cover {count} tokens: {self._spans}")
-        return found
+        return spans
 
 
 class EngineClient(EngineControl):

@@ -119,13 +119,13 @@ class EngineControl:
         if expected is None:
             return
         try:
-            found = await self.instance()
+            instance = await self.instance()
         except EngineRefusedError:
-            found = None  # a server of another kind
-        if found != expected:
+            instance = None  # a server of another kind
+        if instance != expected:
             raise EngineError(
-                f"{self.url} is answered by another server ({found or 'unnamed'}), not by the engine that was"
-                f" started there ({expected})",
+                f"{self.url} is answered by another server ({instance or 'unnamed'}), not by the engine that"
+                f" was started there ({expected})",
                 hint="end that server, or choose another --port",
             )
 

@@ -276,11 +276,11 @@ class EngineRouter:
 
     def _tokens_in_flight(self) -> Counter[str]:
         """Return the tokens in the contexts of this process's trajectories, by engine."""
-        found: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for session in self._sessions:
             if session.url is not None:
-                found[session.url] += session.tokens
-        return found
+                tokens[session.url] += session.tokens
+        return tokens
 
     def _cost(
         self, service: InferenceService, in_flight: Counter[str], session: EngineSession, tokens: int

@@ -135,8 +135,8 @@ def _load(path: str | Path, name: str, kind: type[S]) -> S:
         values["models"] = [
             {**limits, **each} if isinstance(each, dict) else each for each in values["models"]
         ]
-    found = file.check(kind, values, name, name=name)
-    return replace(found, models=tuple(_with_params(each, found.extra_body) for each in found.models))
+    checked = file.check(kind, values, name, name=name)
+    return replace(checked, models=tuple(_with_params(each, checked.extra_body) for each in checked.models))
 
 
 def _with_params(model: ModelEndpoint, extra: Mapping[str, Any]) -> ModelEndpoint:

@@ -124,8 +124,8 @@ async def ask(
     budget.limit = section.cost_limit
     question = _Question(section, messages, read, deadline, budget, params or {})
     started = asyncio.get_running_loop().time()
-    for place, endpoint in enumerate(section.models):
-        share = deadline.left() / (len(section.models) - place)
+    for index, endpoint in enumerate(section.models):
+        share = deadline.left() / (len(section.models) - index)
         answer = await question.put_to(await endpoint_client(endpoint), share)
         if answer is not None:
             question.spent.seconds = asyncio.get_running_loop().time() - started

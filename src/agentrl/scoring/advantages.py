@@ -38,13 +38,13 @@ class AdvantageEstimator:
         return self.function(rewards)
 
 
-def _estimator(found: Any) -> AdvantageEstimator:
+def _estimator(extension: Any) -> AdvantageEstimator:
     """Return a plain function as an estimator that compares trajectories."""
-    if isinstance(found, AdvantageEstimator):
-        return found
-    if not callable(found):
-        raise TypeError(f"it is of type {type(found).__name__}, not a function")
-    return AdvantageEstimator(found)
+    if isinstance(extension, AdvantageEstimator):
+        return extension
+    if not callable(extension):
+        raise TypeError(f"it is of type {type(extension).__name__}, not a function")
+    return AdvantageEstimator(extension)
 
 
 ESTIMATORS: Registry[AdvantageEstimator] = Registry(

@@ -42,8 +42,8 @@ def extract_answer(text: str, schema: str) -> str | None:
     check_schema(schema)
     spoken = split_reasoning(text).rest
     if schema == "boxed":
-        found = _last_braced(spoken, "\\boxed")
-        return found if found is not None else _last_braced(spoken, "\\fbox")
+        boxed = _last_braced(spoken, "\\boxed")
+        return boxed if boxed is not None else _last_braced(spoken, "\\fbox")
     if schema == "####":
         hashes = _HASHES.findall(spoken)
         return hashes[-1].rstrip(".,") if hashes else None

@@ -66,8 +66,8 @@ def read_tests(answer: Any) -> tuple[list[CodeTest], Mapping[str, Any]]:
     if isinstance(value, Mapping):
         config = value.get("sandbox") or {}
         value = value["tests"] if "tests" in value else _pairs(value)
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not found or not isinstance(config, Mapping):
+    tests = [value] if isinstance(value, str) else value
+    if not isinstance(tests, (list, tuple)) or not tests or not isinstance(config, Mapping):
         raise ScorerError(
             "the task's answer holds no tests",
             hint='give "answer": [{"input": "…", "output": "…"}] or ["assert f(1) == 2"]',
@@ -76,7 +76,7 @@ def read_tests(answer: Any) -> tuple[list[CodeTest], Mapping[str, Any]]:
         open_sandbox(config)
     except ConfigError as error:
         raise ScorerError(error.message, hint=error.hint) from error
-    return [_test(item) for item in found], config
+    return [_test(item) for item in tests], config
 
 
 def _pairs(value: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -141,15 +141,15 @@ def summarize_groups(
         "scorer": [(task.scorer,) for task in tasks],
         "agent": [(task.agent,) for task in tasks],
     }
-    found: dict[str, dict[str, Summary]] = {}
+    by_kind: dict[str, dict[str, Summary]] = {}
     for kind, of_tasks in names.items():
         groups: dict[str, list[EvaluatedTask]] = defaultdict(list)
         for task, its_names in zip(tasks, of_tasks, strict=True):
             for name in dict.fromkeys(its_names):
                 groups[name].append(task)
         if any(len(members) < len(tasks) for members in groups.values()):
-            found[kind] = {name: summarize(groups[name], prices) for name in sorted(groups)}
-    return found
+            by_kind[kind] = {name: summarize(groups[name], prices) for name in sorted(groups)}
+    return by_kind
 
 
 def count_failures(tasks: Sequence[EvaluatedTask]) -> dict[str, int]:
@@ -173,8 +173,8 @@ def estimates(columns: Sequence[Sequence[float]]) -> list[Estimate | None]:
         means[number] = values[generator.integers(0, rows, rows)].mean(axis=0)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
     return [
-        Estimate(value=float(value), low=float(low[place]), high=float(high[place]))
-        for place, value in enumerate(values.mean(axis=0))
+        Estimate(value=float(value), low=float(low[index]), high=float(high[index]))
+        for index, value in enumerate(values.mean(axis=0))
     ]
 
 

@@ -143,9 +143,9 @@ def verdict_of(reply: str) -> bool | None:
     earlier line may hold the other verdict. Reasoning does not count, closed or not.
     """
     lines = [line.replace("*", "").strip(_MARKUP) for line in split_reasoning(reply).rest.splitlines()]
-    found = [_VERDICT.fullmatch(line) for line in lines if line]
-    verdicts = {match.group(1) is None for match in found if match}
-    return verdicts.pop() if found and found[-1] and len(verdicts) == 1 else None
+    matches = [_VERDICT.fullmatch(line) for line in lines if line]
+    verdicts = {match.group(1) is None for match in matches if match}
+    return verdicts.pop() if matches and matches[-1] and len(verdicts) == 1 else None
 
 
 async def _judge(
@@ -246,15 +246,15 @@ def read_criteria(value: Any) -> list[Criterion]:
 
 def verdicts_of(reply: str, count: int) -> tuple[bool, ...] | None:
     """Return whether each of ``count`` criteria is met; None unless every one has exactly one verdict."""
-    found: dict[int, bool] = {}
+    verdicts: dict[int, bool] = {}
     for line in split_reasoning(reply).rest.splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
             continue
         number = int(match.group(1))
-        if number in found:
+        if number in verdicts:
             return None
-        found[number] = match.group(2) is None
-    if set(found) != set(range(1, count + 1)):
+        verdicts[number] = match.group(2) is None
+    if set(verdicts) != set(range(1, count + 1)):
         return None
-    return tuple(found[number] for number in sorted(found))
+    return tuple(verdicts[number] for number in sorted(verdicts))

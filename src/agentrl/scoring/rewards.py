@@ -61,8 +61,8 @@ def stored_turn_rewards(
 def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str, tuple[float, ...]]:
     """Return the advantage of each model call from the group's turn rewards; empty without any.
 
-    The estimator compares the calls at the same place of all ``records``, so that no call is in its own
-    baseline. A trajectory that ended before that place, or has no turn rewards, has the reward 0 there.
+    The estimator compares the calls at the same position of all ``records``, so that no call is in its own
+    baseline. A trajectory that ended before that position, or has no turn rewards, has the reward 0 there.
     """
     longest = max((len(record.turn_rewards) for record in records), default=0)
     if longest == 0:
@@ -72,13 +72,13 @@ def turn_advantages(records: Sequence[Record], config: GroupConfig) -> dict[str,
         for index in range(max(longest, *(record.turns for record in records)))
     ]
     return {
-        record.id: tuple(column[place] for column in columns[: max(record.turns, len(record.turn_rewards))])
-        for place, record in enumerate(records)
+        record.id: tuple(column[index] for column in columns[: max(record.turns, len(record.turn_rewards))])
+        for index, record in enumerate(records)
     }
 
 
 def turn_rewards_agree(records: Sequence[Record], min_spread: float) -> bool:
-    """Return whether the turn rewards differ by less than ``min_spread`` at every place."""
+    """Return whether the turn rewards differ by less than ``min_spread`` at every position."""
     longest = max((len(record.turn_rewards) for record in records), default=0)
     return all(agrees(_column(records, index), min_spread) for index in range(longest))
 

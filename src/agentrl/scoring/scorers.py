@@ -129,22 +129,24 @@ class AnswerScorer:
         return self.function(answer, truth, *section)
 
 
-def _scorer_of(found: Any) -> Any:
+def _scorer_of(extension: Any) -> Any:
     """Return a function that takes a ScorerContext. Raises TypeError for other signatures."""
-    if not callable(found):
-        raise TypeError(f"it is of type {type(found).__name__}, which cannot be called")
+    if not callable(extension):
+        raise TypeError(f"it is of type {type(extension).__name__}, which cannot be called")
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(extension).parameters.values()
     except ValueError:
-        return found
-    places = [item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)]
-    required = sum(item.default is item.empty for item in places)
-    if required <= 1 or isinstance(found, AnswerScorer):
-        return found
+        return extension
+    positional = [
+        item for item in parameters if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+    ]
+    required = sum(item.default is item.empty for item in positional)
+    if required <= 1 or isinstance(extension, AnswerScorer):
+        return extension
     if required > 3:
         taken = "(context), (answer, truth) or (answer, truth, config)"
         raise TypeError(f"it takes {required} arguments; a scorer takes {taken}")
-    return AnswerScorer(found, min(len(places), 3))
+    return AnswerScorer(extension, min(len(positional), 3))
 
 
 SCORERS: Registry[Scorer] = Registry(

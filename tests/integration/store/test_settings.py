@@ -163,7 +163,7 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     console = Console(width=160, record=True, file=None)
     with console.capture() as shown:
         reader = SnapshotReader(store)
-        console.print(render_tables(await reader.read(), await reader.details()))
+        console.print(render_tables(await reader.read(), await store.details.read()))
     assert "Begun with" in shown.get()
     assert "learning_rate 0.5" in shown.get()
     assert "Configuration" in shown.get()

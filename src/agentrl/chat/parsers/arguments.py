@@ -85,12 +85,12 @@ def _first_conversion(text: str, decoded: Any, types: set[str]) -> Any:
 
 def _alternatives(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
     """Yield a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
-    found = _resolve(spec, root)
-    if not isinstance(found, Mapping) or depth == 0:
+    schema = _resolve(spec, root)
+    if not isinstance(schema, Mapping) or depth == 0:
         return
-    yield found
+    yield schema
     for word in ("anyOf", "oneOf", "allOf"):
-        inner = found.get(word)
+        inner = schema.get(word)
         for item in inner if isinstance(inner, list) else ():
             yield from _alternatives(item, root, depth - 1)
 
@@ -115,8 +115,8 @@ def _object_schemas(
 def _contradicts(schema: Mapping[str, Any], root: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
     properties = schema.get("properties")
     for key, spec in properties.items() if isinstance(properties, Mapping) else ():
-        found = _resolve(spec, root)
-        choices = _choices(found) if isinstance(found, Mapping) else []
+        resolved = _resolve(spec, root)
+        choices = _choices(resolved) if isinstance(resolved, Mapping) else []
         if key in texts and choices and not any(_means(texts[key], choice) for choice in choices):
             return True
     return False
@@ -128,15 +128,15 @@ def _means(text: str, choice: Any) -> bool:
 
 def _property(key: str, schemas: list[Mapping[str, Any]]) -> Any:
     """Return the schema of one argument: all that its object schemas say about it."""
-    found = [
+    specs = [
         schema["properties"][key]
         for schema in schemas
         if isinstance(schema.get("properties"), Mapping) and key in schema["properties"]
     ]
-    if not found:
+    if not specs:
         extra = (schema.get("additionalProperties") for schema in schemas)
-        found = [item for item in extra if isinstance(item, Mapping)]
-    return found[0] if len(found) == 1 else {"anyOf": found}
+        specs = [item for item in extra if isinstance(item, Mapping)]
+    return specs[0] if len(specs) == 1 else {"anyOf": specs}
 
 
 def _resolve(spec: Any, root: Mapping[str, Any]) -> Any:
@@ -158,20 +158,16 @@ def _choices(part: Mapping[str, Any]) -> list[Any]:
 
 
 def _types(part: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of a schema by JSON schema's names, also those that a database, Python or C names."""
     kinds = part.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if isinstance(kind, str):
-            yield _standard_type(kind)
+            base = re.split(r"[(\[<\d ]", kind.strip().lower())[0]
+            yield kind if kind in _TYPES else _ALIASES.get(base, base)
     if kinds is None and "properties" in part:
         yield "object"
     if kinds is None and "items" in part:
         yield "array"
-
-
-def _standard_type(kind: str) -> str:
-    """Return JSON schema's name of a type that a database, Python or C names."""
-    base = re.split(r"[(\[<\d ]", kind.strip().lower())[0]
-    return kind if kind in _TYPES else _ALIASES.get(base, base)
 
 
 def _json_or_text(text: str) -> Any:

@@ -125,14 +125,14 @@ def shown(text: str) -> str:
 
 
 def skip_space(text: str, at: int, also: str = "") -> int:
-    """Return the first place from ``at`` that is neither white space nor a character of ``also``."""
+    """Return the first position from ``at`` that is neither white space nor a character of ``also``."""
     while at < len(text) and (text[at].isspace() or text[at] in also):
         at += 1
     return at
 
 
 def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
-    """Decode the JSON value that starts at ``at``; return it and the place behind it.
+    """Decode the JSON value that starts at ``at``; return it and the position behind it.
 
     Raw line breaks inside strings are accepted. Raises CallSyntaxError for anything else that is not JSON,
     numbers that overflow included.

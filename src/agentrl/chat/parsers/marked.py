@@ -24,7 +24,7 @@ from agentrl.chat.parsers.base import (
 
 @dataclass(slots=True)
 class Block:
-    """The calls behind one opening mark, the place where they end, and the first problem among them."""
+    """The calls behind one opening mark, where they end, and the first problem among them."""
 
     end: int
     calls: list[ToolCall] = field(default_factory=list)
@@ -71,10 +71,10 @@ class MarkedParser:
 
     def find(self, text: str, at: int) -> int:
         """Return where the next opening mark starts; -1 without one."""
-        return min((place for mark in self.opens if (place := text.find(mark, at)) >= 0), default=-1)
+        return min((index for mark in self.opens if (index := text.find(mark, at)) >= 0), default=-1)
 
     def behind_open(self, text: str, start: int) -> int:
-        """Return the place behind the opening mark at ``start``."""
+        """Return the position behind the opening mark at ``start``."""
         return start + max((len(mark) for mark in self.opens if text.startswith(mark, start)), default=0)
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
@@ -228,7 +228,7 @@ class DeepSeekR1Parser(DeepSeekParser):
     opens = (*DeepSeekParser.opens, _CALL)
 
     def behind_open(self, text: str, start: int) -> int:
-        """Return the place of the first call."""
+        """Return the position of the first call."""
         return start if text.startswith(_CALL, start) else super().behind_open(text, start)
 
 
@@ -305,7 +305,7 @@ class PhiParser(MarkedParser):
     opens = ("functools[",)
 
     def behind_open(self, text: str, start: int) -> int:
-        """Return the place of the list's bracket."""
+        """Return the position of the list's bracket."""
         return start + len(self.opens[0]) - 1
 
 

@@ -43,7 +43,7 @@ class LlamaParser:
         outside: list[str] = []
         error: str | None = None
         at, failures, tagged = 0, 0, False
-        for start in self._starts(text):
+        for start in (match.start() for match in _START.finditer(text)):
             if start < at:
                 continue
             between = text[at:start]
@@ -67,9 +67,6 @@ class LlamaParser:
         if calls and not tagged:
             error = None
         return ParsedMessage("".join(outside).strip(), tuple(calls), error)
-
-    def _starts(self, text: str) -> list[int]:
-        return [match.start() for match in _START.finditer(text)]
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:
@@ -100,10 +97,13 @@ def _content(text: str, *, behind_call: bool) -> str:
 
 
 _CALL = re.compile(r"[^\W\d][\w.-]*\s*\(")
+_FENCE = re.compile(r"```(?:python)?\s*+(.*?)\n?```", re.DOTALL)
 _LIST = re.compile(r"\[\s*(?=[^\W\d][\w.-]*\s*\()")
 _CALL_END = re.compile(r"[)\n]\s*+[,;]?\s*+")
 _RESERVED = re.compile(rf"(?<=[(,])(\s*)({'|'.join(keyword.kwlist)})(\s*=)(?!=)")
 _MARK = "_reserved_"
+_SHOWN_BEFORE = 40
+"""Characters before a wrong bracket that its error shows."""
 _BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
@@ -136,7 +136,8 @@ class TaggedPythonParser(MarkedParser):
         """Return the calls of one block. Raises CallSyntaxError."""
         close = text.find(self.close, at)
         end = len(text) if close < 0 else close
-        source = _without_fence(text[at:end])
+        fenced = _FENCE.fullmatch(text[at:end].strip())
+        source = (fenced.group(1) if fenced else text[at:end]).strip()
         if not source:
             return Block(end, [], "the tool call is empty")
         if re.match(r"\[?\s*\{", source):
@@ -193,16 +194,13 @@ def read_python_calls(text: str, at: int, closing: str) -> Block:
             block.error = block.error or str(problem)
             failures += 1
             ends = (found.end() for found in _CALL_END.finditer(text, at))
-            at = next((end for end in ends if _CALL.match(text, end)), _list_end(text, at, closing))
-
-
-def _list_end(text: str, at: int, closing: str) -> int:
-    end = text.rfind(closing, at) if closing else -1
-    return len(text) if end < 0 else end
+            close = text.rfind(closing, at) if closing else -1
+            last = len(text) if close < 0 else close
+            at = next((end for end in ends if _CALL.match(text, end)), last)
 
 
 def _arguments_end(text: str, at: int) -> tuple[int, str]:
-    """Return the place behind the bracket at ``at``, and its text with line breaks in strings escaped.
+    """Return the position behind the bracket at ``at``, and its text with line breaks in strings escaped.
 
     Raises CallSyntaxError for brackets or quotes that do not match.
     """
@@ -233,12 +231,8 @@ def _arguments_end(text: str, at: int) -> tuple[int, str]:
         if not stack:
             return at, "".join(source)
     raise CallSyntaxError(
-        f"the tool call's brackets do not match: {shown(text[max(0, at - SHOWN_BEFORE) :])}"
+        f"the tool call's brackets do not match: {shown(text[max(0, at - _SHOWN_BEFORE) :])}"
     )
-
-
-SHOWN_BEFORE = 40
-"""Characters before a wrong bracket that its error shows."""
 
 
 def _read_call(name: str, source: str) -> ToolCall:
@@ -261,15 +255,10 @@ def _parse(name: str, source: str) -> ast.Call:
     problem: Exception | None = None
     for text in (source, _RESERVED.sub(rf"\1{_MARK}\2\3", source)):
         try:
-            found = ast.parse(f"f{text}", mode="eval").body
+            node = ast.parse(f"f{text}", mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = problem or error
             continue
-        if isinstance(found, ast.Call):
-            return found
+        if isinstance(node, ast.Call):
+            return node
     raise CallSyntaxError(f"the tool call is not a Python call ({problem}): {shown(name + source)}")
-
-
-def _without_fence(block: str) -> str:
-    fenced = re.fullmatch(r"```(?:python)?\s*+(.*?)\n?```", block.strip(), re.DOTALL)
-    return (fenced.group(1) if fenced else block).strip()

@@ -60,8 +60,8 @@ class SplitText:
 
 def tags_in(template: str) -> ReasoningTags:
     """Return the reasoning tags that a chat template mentions; ``THINK`` if none."""
-    found = (tags for tags in REASONING_TAGS if tags.open in template or tags.close in template)
-    return next(found, THINK)
+    mentioned = (tags for tags in REASONING_TAGS if tags.open in template or tags.close in template)
+    return next(mentioned, THINK)
 
 
 def opens_thought(prompt: str, tags: ReasoningTags = THINK) -> bool:

@@ -111,7 +111,7 @@ class GemmaParser(MarkedParser):
 
 
 def _read_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """Return the value at ``at`` and the place behind it. Raises CallSyntaxError."""
+    """Return the value at ``at`` and the position behind it. Raises CallSyntaxError."""
     at = skip_space(text, at)
     if depth > _DEPTH:
         raise CallSyntaxError(f"the tool call is nested too deeply: {shown(text[at:])}")
@@ -139,11 +139,11 @@ def _read_string(text: str, at: int) -> tuple[str, int]:
 
 
 def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     while True:
         at = skip_space(text, at, ",")
         if text.startswith("}", at):
-            return found, at + 1
+            return values, at + 1
         if text.startswith(QUOTE, at):
             key, at = _read_string(text, at)
             at = skip_space(text, at)
@@ -155,16 +155,16 @@ def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
             if bare is None:
                 raise CallSyntaxError(f"the tool call is not key:value,…: {shown(text[at:])}")
             key, at = bare.group(1), bare.end()
-        found[key], at = _read_value(text, at, depth + 1)
+        values[key], at = _read_value(text, at, depth + 1)
 
 
 def _read_list(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
+    items: list[Any] = []
     while True:
         at = skip_space(text, at, ",")
         if text.startswith("]", at):
-            return found, at + 1
+            return items, at + 1
         if at >= len(text) or text[at] == "}":
             raise CallSyntaxError(f"a list of the tool call is not closed: {shown(text[at:])}")
         value, at = _read_value(text, at, depth + 1)
-        found.append(value)
+        items.append(value)

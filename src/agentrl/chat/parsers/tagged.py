@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import islice
 
 from agentrl.chat.parsers.arguments import convert_arguments, convert_text, property_names
 from agentrl.chat.parsers.base import (
@@ -92,7 +93,7 @@ class QwenParser(HermesParser):
 
 
 def _read_function(text: str, at: int, close: str, tools: Tools) -> tuple[ToolCall, int]:
-    """Return the function at ``at`` and the place behind it. Raises CallSyntaxError."""
+    """Return the function at ``at`` and the position behind it. Raises CallSyntaxError."""
     head = _FUNCTION.match(text, at)
     if head is None:
         raise CallSyntaxError(f"the tool call has no name: write <function=NAME>: {shown(text[at:])}")
@@ -116,7 +117,7 @@ def _read_function(text: str, at: int, close: str, tools: Tools) -> tuple[ToolCa
 
 
 def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) -> tuple[str, int]:
-    """Return a value and the place behind it.
+    """Return a value and the position behind it.
 
     It ends at the ``</parameter>`` that closes it, tags inside the value paired. A value without one ends
     at the next parameter, or with the function.
@@ -131,11 +132,13 @@ def _read_value(text: str, at: int, known: frozenset[str] | None, close: str) ->
             depth -= 1
         elif _is_end(text, tag.end(), known, close):
             return _unframed(text[at : tag.start()]), tag.end()
-    following = _next_parameter(text, at, known)
-    ends = [following] if following >= 0 else []
+    following = (
+        found for found in _OPEN.finditer(text, at) if known is None or found.group(1).strip() in known
+    )
+    ends = [found.start() for found in islice(following, 1)]
     for mark in (FUNCTION_END, close):
-        if (place := text.find(mark, at, min(ends, default=len(text)))) >= 0:
-            ends.append(place)
+        if (index := text.find(mark, at, min(ends, default=len(text)))) >= 0:
+            ends.append(index)
     if not ends:
         raise CallSyntaxError(f"a parameter is not closed by {PARAMETER_END}: {shown(text[at:])}")
     value = text[at : min(ends)].rstrip()
@@ -153,13 +156,6 @@ def _is_end(text: str, at: int, known: frozenset[str] | None, close: str) -> boo
     if following is not None:
         return known is None or following.group(1).strip() in known
     return at == len(text) or text.startswith((FUNCTION_END, close), at)
-
-
-def _next_parameter(text: str, at: int, known: frozenset[str] | None) -> int:
-    for parameter in _OPEN.finditer(text, at):
-        if known is None or parameter.group(1).strip() in known:
-            return parameter.start()
-    return -1
 
 
 def _unframed(value: str) -> str:

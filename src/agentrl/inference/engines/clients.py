@@ -186,13 +186,13 @@ def _check_same_tensors(served: Path, offered: Path) -> None:
 
 def _tensors(folder: Path) -> dict[str, list[int]]:
     """Return {name: shape} of every tensor, from the headers of the safetensors files."""
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             header = read_header(file)
         except (OSError, ValueError) as error:
             raise EngineRefusedError(f"{file} is not a safetensors file: {error}") from error
-        found |= {name: entry["shape"] for name, entry in header.items()}
-    if not found:
+        shapes |= {name: entry["shape"] for name, entry in header.items()}
+    if not shapes:
         raise EngineRefusedError(f"{folder} holds no *.safetensors")
-    return found
+    return shapes

@@ -68,13 +68,13 @@ class KVCache:
                 best, length = slot, ready
         return PrefixMatch(best, length, pending)
 
-    def acquire(self, prompt: NDArray[np.int32], found: PrefixMatch, rows: int) -> Slot | None:
+    def acquire(self, prompt: NDArray[np.int32], match: PrefixMatch, rows: int) -> Slot | None:
         """Return a busy slot of ``rows`` rows that holds the match; None if running sequences need the space.
 
         A finished sequence with few tokens beyond the match is continued in place; otherwise the match is
         copied.
         """
-        source, length = found.slot, found.length
+        source, length = match.slot, match.length
         if source is not None and not source.busy and source.computed - length <= max(16, length // 4):
             source.tokens, source.computed, source.busy = prompt, length, True
             if self.grow(source, rows):

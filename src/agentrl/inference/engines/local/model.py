@@ -210,11 +210,11 @@ def _held_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> t
 
 def _eos_ids(folder: str, config: Any) -> frozenset[int]:
     """Return the end-of-sequence ids of the configuration and of generation_config.json."""
-    found = [getattr(config, "eos_token_id", None)]
+    values = [getattr(config, "eos_token_id", None)]
     path = Path(folder) / "generation_config.json"
     if path.is_file():
-        found.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
-    flat = [item for value in found for item in (value if isinstance(value, list) else [value])]
+        values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return frozenset(item for item in flat if item is not None)
 
 

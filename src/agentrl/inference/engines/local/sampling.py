@@ -119,9 +119,9 @@ def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     mass, the last index with any mass is returned.
     """
     cumulative = mass.cumsum(dim=-1)
-    found = torch.searchsorted(cumulative, target, right=True)
+    above = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    index = torch.minimum(found, last)
+    index = torch.minimum(above, last)
     return index[:, 0], target - (cumulative - mass).gather(-1, index)
 
 

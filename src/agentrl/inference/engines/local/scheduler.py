@@ -190,11 +190,11 @@ class Scheduler:
             if len(self.running) >= self._max_running:
                 return
             prompt = request.tokens[: request.length]
-            found = self.cache.match(prompt)
-            if found.pending > found.length:
+            match = self.cache.match(prompt)
+            if match.pending > match.length:
                 continue
             rows = min(request.length + _FIRST_ROWS, len(request.tokens))
-            slot = self.cache.acquire(prompt, found, rows)
+            slot = self.cache.acquire(prompt, match, rows)
             if slot is None:
                 return
             request.slot = slot

@@ -39,10 +39,10 @@ class RequestImages:
 
     def rows(self, start: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return which of the tokens [start, end) belong to an image, and their rows of the features."""
-        image, place = self.images.image[start:end], self.images.offset[start:end]
+        image, offset = self.images.image[start:end], self.images.offset[start:end]
         begins = np.concatenate([[0], np.cumsum([item.tokens for item in self.images.images])])
         here = np.flatnonzero(image >= 0)
-        return here, begins[image[here]] + place[here]
+        return here, begins[image[here]] + offset[here]
 
     def features(self, model: Any) -> tuple[Tensor, list[Tensor] | None]:
         """Return the features by the weights of ``model``: they are computed again after a weight update."""
@@ -73,29 +73,29 @@ def read_request_images(
     tokens = np.asarray(ids, np.int32)
     pads = np.flatnonzero(tokens == vision.image_token)
     spans, pixels = [], {}
-    place = 0
+    offset = 0
     for image in images:
         pixels[image.id], grid = reader.read(image)
         count = vision.tokens(image.ref)
-        start = int(pads[place]) if place < len(pads) else len(tokens)
+        start = int(pads[offset]) if offset < len(pads) else len(tokens)
         spans.append(ImageSpan(sha256=image.id, start=start, tokens=count, grid=grid))
-        place += count
-    if place != len(pads):
+        offset += count
+    if offset != len(pads):
         raise ImageError(
-            f"the prompt has {len(pads)} image tokens, and its {len(images)} images have {place}"
+            f"the prompt has {len(pads)} image tokens, and its {len(images)} images have {offset}"
         )
     try:
-        found = images_of_spans(spans, len(tokens), np.arange(len(tokens)))
+        located = images_of_spans(spans, len(tokens), np.arange(len(tokens)))
     except ValueError as error:
         raise ImageError(f"the image tokens of the prompt do not fit its images: {error}") from error
-    assert found is not None
+    assert located is not None
     for span in spans:
         digest = hashlib.sha256(bytes.fromhex(span.sha256)).digest()
         first = int.from_bytes(digest[:4], "big") % 2**30
         tokens[span.start : span.start + span.tokens] = -1 - first - np.arange(span.tokens)
     whole = np.full(len(tokens), len(tokens))
-    positions = rope_positions(found, np.arange(len(tokens)), whole)
-    return tokens, RequestImages(found.with_pixels(pixels), positions)
+    positions = rope_positions(located, np.arange(len(tokens)), whole)
+    return tokens, RequestImages(located.with_pixels(pixels), positions)
 
 
 def vision_inputs(
