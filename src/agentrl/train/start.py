@@ -42,7 +42,7 @@ from agentrl.observe.tracker_threads import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving
-from agentrl.train.build import Recipe, build_trainer, step_precision
+from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
@@ -199,17 +199,8 @@ async def _join(configs: Configs) -> Store:
 def _build(
     configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None, precision: Precision
 ) -> PolicyTrainer:
-    recipe = Recipe(
-        model=configs[ModelConfig],
-        loss=configs[LossConfig],
-        optim=configs[OptimConfig],
-        train=configs[TrainConfig],
-        seed=configs[RunConfig].seed,
-        adapter=configs[AdapterConfig],
-        memory=configs[MemoryConfig],
-    )
     trainer = build_trainer(
-        recipe,
+        configs,
         weights=found.model if found else None,
         total_steps=total_steps,
         world=world,
