@@ -38,7 +38,7 @@ from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
-from agentrl.observe.trackers import open_trackers
+from agentrl.observe.tracker_threads import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving
