@@ -72,7 +72,9 @@ async def test_images_of_a_task_file_are_stored_once_and_kept_while_named(
     with pytest.raises(ImageError, match="not stored"):
         await Images(store.connection).get([large.id])
 
-    text_only = SimpleNamespace(name="template", vision=None)
+    text_only = SimpleNamespace(
+        name="template", vision=None, render=lambda messages, tools: [], decode=lambda ids: ""
+    )
     tools = SimpleNamespace(list=lambda: [])
     with pytest.raises(ConfigError, match=r"(?s)nothing is claimed.*tasks show images.*reads text only"):
         await probe(store, cast(Any, tools), SamplingConfig(), "train", chat_format=cast(Any, text_only))
