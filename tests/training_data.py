@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from agentrl.config.load import Configs
+from agentrl.config.schema import GROUPS
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 
@@ -42,3 +45,8 @@ def sampled_by(item: DBRecordData, *versions: int) -> DBRecordData:
         for n, version in enumerate(versions)
     )
     return replace(item, spans=tuple(spans), min_version=min(versions), max_version=max(versions))
+
+
+def training_configs(*groups: Any) -> Configs:
+    """Return every group of flags: ``groups``, and the others with their defaults."""
+    return Configs([*(kind() for kind in GROUPS), *groups])

@@ -31,10 +31,13 @@ import torch
 from train_workload import Group
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from agentrl.config.load import Configs
+from agentrl.config.schema import GROUPS as FLAG_GROUPS
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from tiny_policy import tiny_tokenizer
 
-from agentrl.config.schema import EngineConfig, LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.distributed.fsdp import choose_reduction
 from agentrl.distributed.world import World, single_process
 from agentrl.documents.training import DBRecordData
@@ -43,7 +46,7 @@ from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 
@@ -186,13 +189,16 @@ def write_model(folder: Path, config: Any, device: torch.device | None) -> None:
         model.save_pretrained(folder)
 
 
-def recipe(folder: Path, group: Group) -> Recipe:
+def recipe(folder: Path, group: Group) -> Configs:
     """Return the default recipe; products are in bfloat16 on every device."""
-    return Recipe(
-        model=ModelConfig(model_name_or_path=str(folder)), loss=LossConfig(), seed=0,
-        optim=OptimConfig(learning_rate=LEARNING_RATE),
-        train=TrainConfig(max_tokens=group_tokens(group), autocast_bf16="true", gradient_checkpointing=True),
-    )  # fmt: skip
+    return Configs(
+        [
+            *(kind() for kind in FLAG_GROUPS),
+            ModelConfig(model_name_or_path=str(folder)),
+            OptimConfig(learning_rate=LEARNING_RATE),
+            TrainConfig(max_tokens=group_tokens(group), autocast_bf16="true", gradient_checkpointing=True),
+        ]
+    )
 
 
 def group_context(group: Group) -> int:

@@ -178,9 +178,7 @@ class Check:
         page.wait_for_function("document.fonts.status === 'loaded'", timeout=_TIMEOUT_MS)
         charts = page.locator("[data-chart]").count()
         if charts:
-            page.wait_for_function(
-                "document.querySelectorAll('.uplot canvas').length > 0", timeout=_TIMEOUT_MS
-            )
+            page.locator(".uplot canvas").first.wait_for(timeout=_TIMEOUT_MS)
         page.wait_for_timeout(300)
 
     def _findings(self, page: Page) -> list[str]:

@@ -17,7 +17,7 @@ _EXTRAS = {
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "referencing", "renderers",
+    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing", "renderers",
     "tokenizers",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model
+from training_data import training_configs
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, TrainConfig
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.world import World
 from agentrl.errors import ConfigError
 from agentrl.model.precision import Precision
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from fake_gpu.cases import BATCHES, LAYOUTS, MODELS, RANK, Case, layouts
 from fake_gpu.closed_forms import Collectives, expected
 from fake_gpu.conftest import Steps
@@ -159,9 +160,6 @@ def build(model: str, flags: dict[str, int], sizes: dict[str, int], world: int) 
     if model == "dense":
         check_experts(tiny_model("qwen3"), Layout(**sizes))
         return
-    recipe = Recipe(
-        model=ModelConfig(), loss=LossConfig(), optim=OptimConfig(), train=TrainConfig(**flags), seed=0,
-        adapter=AdapterConfig(lora_rank=RANK),
-    )  # fmt: skip
+    recipe = training_configs(TrainConfig(**flags), AdapterConfig(lora_rank=RANK))
     ranks = World(torch.device("cpu"), 0, world)
     build_trainer(recipe, weights=None, total_steps=1, world=ranks, precision=Precision())

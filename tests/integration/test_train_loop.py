@@ -44,8 +44,8 @@ import os, signal, sys
 from agentrl.cli.main import main
 from agentrl.train.step import PolicyTrainer
 train = PolicyTrainer.train
-def train_and_die(self, data, ages):
-    result = train(self, data, ages)
+def train_and_die(self, data, ages, images):
+    result = train(self, data, ages, images)
     if self.scheduler.last_epoch == STEP:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
@@ -74,10 +74,10 @@ from agentrl.cli.main import main
 from agentrl.distributed import parallel_model
 from agentrl.train.step import PolicyTrainer
 train = PolicyTrainer.train
-def train_in_little(self, data, ages):
+def train_in_little(self, data, ages, images):
     if self.scheduler.last_epoch == 1:
         parallel_model.forest_logprobs = lambda *_: torch.empty(1 << 50)
-    return train(self, data, ages)
+    return train(self, data, ages, images)
 PolicyTrainer.train = train_in_little
 sys.exit(main(["train", *sys.argv[1:]]))
 """

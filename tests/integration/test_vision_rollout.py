@@ -12,9 +12,10 @@ import pytest
 from rollout_fakes import FakeTools, MemoryImages, OneEngine, call_at_once
 from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
+from training_data import training_configs
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.schema import AgentConfig, GroupConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.images import Image, image_of_bytes, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
@@ -29,7 +30,7 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -96,8 +97,9 @@ async def test_images_train_two_steps_as_they_were_sampled(served: Served, tmp_p
 
     model = ModelConfig(model_name_or_path=str(served.folder), dtype="float32")
     trainer = build_trainer(
-        Recipe(model=model, loss=LossConfig(), optim=OptimConfig(learning_rate=1e-3),
-               train=TrainConfig(max_tokens=4096), seed=0),
+        training_configs(model, OptimConfig(learning_rate=1e-3),
+               TrainConfig(max_tokens=4096)
+    ),
         weights=None, total_steps=2,
     )  # fmt: skip
     images = {image.id: image for image in (red, blue, wide)}

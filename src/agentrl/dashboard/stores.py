@@ -182,6 +182,7 @@ class _Feed:
     follower: asyncio.Task[None] | None = None
 
 
+# one change stream a run, whatever the number of pages: a stream a page would take a connection each
 class LiveUpdates:
     """Sends an event to the open pages of a run when it changes; a run without open pages is not followed."""
 

@@ -200,8 +200,8 @@ def _spread(sizes: Sequence[int], count: int) -> list[list[int]]:
 def _spread_padded(sizes: Sequence[int], budget: int, count: int) -> list[list[int]]:
     """Return at most ``count`` groups of similar sizes, packed for the lowest budget that needs no more."""
     budgets = range(max(sizes, default=budget), budget)
-    place = bisect.bisect_left(budgets, -count, key=lambda each: -len(pack(sizes, each, padded=True)))
-    return pack(sizes, budgets[place] if place < len(budgets) else budget, padded=True)
+    index = bisect.bisect_left(budgets, -count, key=lambda each: -len(pack(sizes, each, padded=True)))
+    return pack(sizes, budgets[index] if index < len(budgets) else budget, padded=True)
 
 
 def _decreasing(sizes: Sequence[int]) -> list[int]:

@@ -185,8 +185,8 @@ def _keys(forest: TokenForest) -> Ints:
     """
     ids = forest.input_ids
     if forest.images is not None:
-        places = forest.images.keys()
-        ids = np.where(places > 0, int(ids.max(initial=0)) + places, ids)
+        keys = forest.images.keys()
+        ids = np.where(keys > 0, int(ids.max(initial=0)) + keys, ids)
     if forest.trajectories == 1:
         return ids
     return ids + (forest.owner + 1) * (int(ids.max(initial=0)) + 1)

@@ -39,7 +39,7 @@ def parallelize(
     reduction: GradientReduction = "last",
     precision: Precision | None = None,
 ) -> ParallelModel:
-    """Split ``model``, whole and equal on every rank, over ``mesh`` in place, and return what runs it.
+    """Split ``model``, whole and equal on every rank, over ``mesh`` in index, and return what runs it.
 
     Split parameters become DTensors, of which each rank holds its part. A pipeline stage keeps its own layers
     only. ``max_tokens`` is the size of a micro-batch. ``precision`` is by default that of the weights. A
@@ -126,10 +126,10 @@ class PipelineModel(ParallelModel):
             in_flight.append(self._forward(forest, options, received, loss, watch))
             self._exchange(states=in_flight[-1].output)
         received, _ = self._exchange(states_of=_at(forests, ahead))
-        for place in range(ahead, len(forests)):
-            newest = self._forward(forests[place], options, received, loss, watch)
+        for index in range(ahead, len(forests)):
+            newest = self._forward(forests[index], options, received, loss, watch)
             in_flight.append(newest)
-            oldest, following = in_flight.popleft(), _at(forests, place + 1)
+            oldest, following = in_flight.popleft(), _at(forests, index + 1)
             _, gradient = self._exchange(states=newest.output, gradient_of=oldest.forest)
             is_last = following is None and not in_flight
             done = self._backward(oldest, gradient, watch, is_last=is_last)
@@ -218,5 +218,5 @@ class PipelineModel(ParallelModel):
         return self.mesh.is_last_stage
 
 
-def _at(forests: Sequence[TokenForest], place: int) -> TokenForest | None:
-    return forests[place] if place < len(forests) else None
+def _at(forests: Sequence[TokenForest], index: int) -> TokenForest | None:
+    return forests[index] if index < len(forests) else None

@@ -131,14 +131,14 @@ class TokenExchange:
         """``gather`` each tensor; gradients are summed over all ranks."""
         return cast("tuple[Tensor, ...]", _Gather.apply(self, *local))  # type: ignore[no-untyped-call]
 
-    def join(self, part: Tensor, places: Tensor, count: int) -> Tensor:
-        """Return [count] values on every rank, of which this one has ``part`` at indices ``places``.
+    def join(self, part: Tensor, indices: Tensor, count: int) -> Tensor:
+        """Return [count] values on every rank, of which this one has ``part`` at indices ``indices``.
 
         The gradient reaches ``part`` alone, unsummed: every rank computes the same loss of all values.
         """
         if count == 0:
             return part
-        return cast(Tensor, _Join.apply(part, places, count, self.group))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Join.apply(part, indices, count, self.group))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -154,17 +154,17 @@ class _Gather(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, places: Tensor, count: int, group: ProcessGroup) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(ctx: Any, part: Tensor, indices: Tensor, count: int, group: ProcessGroup) -> Tensor:
+        ctx.save_for_backward(indices)
         whole = part.new_zeros(count)
-        whole[places] = part
+        whole[indices] = part
         dist.all_reduce(whole, dist.ReduceOp.SUM, group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return grads[0][places], None, None, None
+        (indices,) = ctx.saved_tensors
+        return grads[0][indices], None, None, None
 
 
 def split_attention(
@@ -356,9 +356,9 @@ class ContextParallel:
         """
         own, parent = self._split(forest).targets()
         logprobs, entropy = forest_logprobs(hidden, head, forest, options, chosen=own, parent=parent)
-        exchange, places = TokenExchange(self._group), torch.from_numpy(own).to(hidden.device)
+        exchange, indices = TokenExchange(self._group), torch.from_numpy(own).to(hidden.device)
         count = forest.trainable_tokens
-        return exchange.join(logprobs, places, count), exchange.join(entropy, places, count)
+        return exchange.join(logprobs, indices, count), exchange.join(entropy, indices, count)
 
     def tokens(self, forest: TokenForest) -> int:
         """Return n, the number of this rank's tokens, padding included."""

@@ -116,7 +116,9 @@ def _even_shards(size: int) -> Any:
 
     def choose(parameter: nn.Parameter) -> Shard:
         sizes = enumerate(parameter.shape)
-        return Shard(next((place for place, length in sizes if place > 0 and length % size == 0), 0))
+        return Shard(
+            next((dimension for dimension, length in sizes if dimension > 0 and length % size == 0), 0)
+        )
 
     return choose
 

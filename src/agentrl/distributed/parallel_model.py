@@ -83,10 +83,10 @@ class ParallelModel(nn.Module):
         """
         if self.mesh.layout.world == 1:
             forests = [forest for forest in forests if forest.trainable_tokens]
-        for place, forest in enumerate(forests, 1):
+        for number, forest in enumerate(forests, 1):
             part = loss(forest, *self(forest, options))
             watch.lap("forward")
-            self._before_backward(is_last=place == len(forests))
+            self._before_backward(is_last=number == len(forests))
             torch.autograd.backward(part)
             watch.lap("backward")
 

@@ -188,9 +188,9 @@ def _replacements(model: Any, stage: int, stage_layers: Sequence[range]) -> list
     is_first, is_last = stage == 0, stage == len(stage_layers) - 1
     is_tied = tied_weight(model) is not None
     replacements: list[Replacement] = [
-        (decoder.layers, str(place), Identity())
-        for place in range(len(decoder.layers))
-        if place not in stage_layers[stage]
+        (decoder.layers, str(index), Identity())
+        for index in range(len(decoder.layers))
+        if index not in stage_layers[stage]
     ]
     if not is_first:
         received = ReceivedStates(embedding, keeps_weight=is_last and is_tied)

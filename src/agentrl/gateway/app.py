@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentrl.chat.text_stream import TextStream
-from agentrl.config.gateway import GatewayConfig, is_pattern
+from agentrl.config.agent import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import Claim
@@ -249,7 +249,7 @@ class GatewayApp:
     async def _load_caller(self, session_id: str) -> Caller:
         store = self.answerer.store
         session = await store.gateways.session(session_id)
-        if session is None or session.closed_at is not None or not await store.gateways.is_live(session):
+        if session is None or await store.gateways.live_calls(session_id) is None:
             raise dead_url()
         task = await store.tasks.get(session.task)
         if task is None:
@@ -286,7 +286,7 @@ class GatewayApp:
         body = load_body(await self._body(request))
         reward = await read_reward(store, caller.claim.record_id, body)
         try:
-            await store.gateways.report_reward(caller.claim, reward)
+            await store.records.keep(caller.claim, reported_reward=reward)
         except LeaseLostError as error:
             raise dead_url() from error
         return _json({"status": "stored"})

@@ -14,7 +14,7 @@ from dataclasses import replace
 import uvicorn
 
 from agentrl.bounded_http import BoundedProtocol
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.data.finalize_group import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
@@ -174,7 +174,7 @@ class GatewayHost:
             roles = reward.role_rewards or None
             result.reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
         left_out = untrained(train, result.calls)
-        await self._store.gateways.choose_calls(claim, train, left_out)
+        await self._store.records.keep(claim, train_rule=train, untrained_calls=left_out)
         if left_out:
             share = describe_share(result.calls, train, left_out)
             logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})

@@ -134,7 +134,7 @@ class Backward:
         if total == 0:
             return cls(head=has_trained_head)
         embedding = getattr(model.get_input_embeddings(), "weight", None)
-        lowest = next((place for place, size in enumerate(trained) if size), len(layers))
+        lowest = next((index for index, size in enumerate(trained) if size), len(layers))
         if embedding is not None and embedding.requires_grad:
             lowest = 0
         return cls(inputs=sum(sizes[lowest:]) / total, weights=sum(trained) / total, head=has_trained_head)

@@ -58,12 +58,12 @@ def _embeddings(model: Any, ids: Tensor, images: ForestImages) -> dict[str, Any]
     tokens = np.flatnonzero(images.image >= 0)
     rows = torch.from_numpy(starts[images.image[tokens]] + images.offset[tokens]).to(device)
     embeds = model.get_input_embeddings()(ids)
-    places = torch.from_numpy(tokens).to(device)
-    embeds = embeds[0].index_copy(0, places, features[rows].to(embeds.dtype))[None]
+    indices = torch.from_numpy(tokens).to(device)
+    embeds = embeds[0].index_copy(0, indices, features[rows].to(embeds.dtype))[None]
     inputs: dict[str, Any] = {"inputs_embeds": embeds}
     if deep is not None:
         mask = torch.zeros(ids.shape, dtype=torch.bool, device=device)
-        mask[0, places] = True
+        mask[0, indices] = True
         inputs |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [layer[rows] for layer in deep]}
     return inputs
 

@@ -128,7 +128,7 @@ wandb, mlflow and trackio continue a run that is resumed under its `--run_name`;
 
 def definition_of(name: str) -> str:
     """Return what a metric is, in the words of docs/metrics.md. Raises KeyError for an unknown name."""
-    return {each.name: each.formula for section in SECTIONS.values() for each in section}[name]
+    return DEFINITIONS[name].formula
 
 
 def page() -> str:

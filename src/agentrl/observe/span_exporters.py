@@ -60,6 +60,7 @@ class Sender(SpanProcessor):
 
     def tracer(self, resource: Mapping[str, str]) -> api.Tracer:
         """Return a tracer whose ended spans come here; ``resource`` describes this process."""
+        # not the global provider: what a user's own code traces in this process stays apart
         described = Resource.create(dict(resource))
         provider = TracerProvider(resource=described, id_generator=_Ids(), shutdown_on_exit=False)
         provider.add_span_processor(self)

@@ -76,7 +76,7 @@ class _Rank:
         self._shape, self._wide = model.shape, spec.precision.products.itemsize
         self._uses_fsdp = layout.uses_fsdp or spec.precision.policy is not None
         self._is_last = stage == layout.pp - 1
-        self._layers = [model.layers[place].local(layout) for place in model.stages(layout)[stage]]
+        self._layers = [model.layers[index].local(layout) for index in model.stages(layout)[stage]]
         has_embedding = stage == 0 or (self._is_last and not model.head.dense)
         ends = (model.embedding, has_embedding), (model.head, self._is_last)
         self._root = sum((part for part, is_here in ends if is_here), Numbers()).local(layout)

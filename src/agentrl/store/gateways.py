@@ -12,16 +12,13 @@ from pymongo.read_concern import ReadConcern
 from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.base import now
-from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession, ReportedReward
-from agentrl.documents.task import Claim
+from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, expired, literal, live
-from agentrl.store.mechanics.slots import lease_lost
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, RECORD, TASK
-from agentrl.store.records import running_record
+from agentrl.store.names import GATEWAY_CALL, GATEWAY_SESSION, TASK
 
 _TRIES = 64
 _LIVE_CALLS = [GatewayCallStatus.RUNNING.value, GatewayCallStatus.DONE.value]
@@ -76,26 +73,10 @@ class Gateways(Repository):
         return await self._one(GatewaySession, GATEWAY_SESSION, {"_id": session_id})
 
     @database_call
-    async def is_live(self, session: GatewaySession) -> bool:
-        """Return whether the claim of the session holds its slot, and its lease has not expired."""
-        own: Json = {
-            "$and": [
-                slots.LIVE,
-                {"$eq": ["$$slot.traj_id", session.traj_id]},
-                {"$eq": ["$$slot.attempt", session.attempt]},
-                {"$eq": ["$$slot.owner", literal(session.owner)]},
-            ]
-        }
-        query = {"_id": session.task, **slots.any_slot(own)}
-        return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
-
-    @database_call
     async def close_session(self, session_id: str) -> GatewaySession | None:
         """Close a session: no request is answered from now on. Return it."""
         document = await self._collection(GATEWAY_SESSION).find_one_and_update(
-            {"_id": session_id},
-            {"$currentDate": {"closed_at": True}},
-            return_document=ReturnDocument.AFTER,
+            {"_id": session_id}, {"$currentDate": {"closed_at": True}}, return_document=ReturnDocument.AFTER
         )
         return None if document is None else GatewaySession.from_document(document)
 
@@ -194,21 +175,6 @@ class Gateways(Repository):
         """Return the answered requests of a trajectory with these answer ids, by answer id."""
         query = {"record": record, "answer_id": {"$in": list(answer_ids)}, "call": {"$ne": None}}
         return {call.answer_id: call for call in await self._all(GatewayCall, GATEWAY_CALL, query)}
-
-    @database_call
-    async def report_reward(self, claim: Claim, reward: ReportedReward) -> None:
-        """Store the reward that an agent reported; the last one counts. Raises LeaseLostError."""
-        await self._set(claim, {"reported_reward": reward.to_document()})
-
-    @database_call
-    async def choose_calls(self, claim: Claim, rule: str, untrained: Sequence[int]) -> None:
-        """Store which model calls are not trained, by which rule. Raises LeaseLostError."""
-        await self._set(claim, {"train_rule": rule, "untrained_calls": list(untrained)})
-
-    async def _set(self, claim: Claim, fields: Json) -> None:
-        result = await self._collection(RECORD).update_one(running_record(claim), {"$set": fields})
-        if result.matched_count == 0:
-            raise lease_lost(claim)
 
     async def _insert(self, request: CallRequest, number: int, lease_seconds: float) -> GatewayCall | None:
         """Insert a request; return None if another gateway did."""

@@ -72,10 +72,11 @@ class Records(Repository):
         await self._advancing.write(_Advance(claim, status, plain(fields)))
 
     @database_call
-    async def keep(self, claim: Claim, /, **fields: Any) -> bool:
-        """Set ``fields`` of the running Record of a claim; return False if the claim is lost."""
+    async def keep(self, claim: Claim, /, **fields: Any) -> None:
+        """Set ``fields`` of the running Record of a claim. Raises LeaseLostError if the claim is lost."""
         result = await self._collection(RECORD).update_one(running_record(claim), {"$set": plain(fields)})
-        return result.matched_count > 0
+        if result.matched_count == 0:
+            raise lease_lost(claim)
 
     @database_call
     async def latest_partial(self, claim: Claim) -> PartialGeneration | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,12 +15,14 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,
+    RunConfig,
     TrainConfig,
 )
 from agentrl.distributed.apply import parallelize
@@ -57,19 +59,6 @@ queries and keys too.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The part of a run's configuration that decides how a step is computed."""
-
-    model: ModelConfig
-    loss: LossConfig
-    optim: OptimConfig
-    train: TrainConfig
-    seed: int
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-
-
 def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Precision:
     """Return ``choose_precision`` on the device of ``world``; rank 0 calls it, so that all ranks agree."""
     hidden_size = architecture(base_folder(model)).get("hidden_size", 0)
@@ -77,7 +66,7 @@ def step_precision(model: ModelConfig, train: TrainConfig, world: World) -> Prec
 
 
 def build_trainer(
-    recipe: Recipe,
+    configs: Configs,
     *,
     weights: Path | None,
     total_steps: int | None,
@@ -91,19 +80,21 @@ def build_trainer(
     Raises ModelError and ConfigError.
     """
     world = world or single_process()
-    precision = precision or step_precision(recipe.model, recipe.train, world)
-    settings = LossSettings.of(recipe.loss)
+    flags, loss, optim = configs[ModelConfig], configs[LossConfig], configs[OptimConfig]
+    train, adapter, memory = configs[TrainConfig], configs[AdapterConfig], configs[MemoryConfig]
+    precision = precision or step_precision(flags, train, world)
+    settings = LossSettings.of(loss)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if world.size == 1 and launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, and this command runs in a single one",
             hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
         )
-    layout = plan_layout(recipe.train, world.size)
-    check_flags(layout, recipe.adapter, recipe.memory)
-    set_seed(recipe.seed)
+    layout = plan_layout(train, world.size)
+    check_flags(layout, adapter, memory)
+    set_seed(configs[RunConfig].seed)
     is_shared = world.size > 1
-    policy = load_policy(recipe.model, weights, recipe.adapter, precision, is_empty=is_shared)
+    policy = load_policy(flags, weights, adapter, precision, is_empty=is_shared)
     if policy.pixels is not None and is_shared:
         raise ConfigError(
             f"a vision model in {world.size} processes: images are trained in one",
@@ -112,11 +103,11 @@ def build_trainer(
     if not is_shared:  # with more ranks each reads only its part, after the model is split
         policy.model.to(world.device)  # type: ignore[arg-type]
     check_model(policy.model)
-    mode = checkpointing_mode(recipe.memory, recipe.train.gradient_checkpointing)
-    enable_checkpointing(policy.model, mode, offload=recipe.memory.activation_offload)
-    if recipe.memory.torch_compile:
+    mode = checkpointing_mode(memory, train.gradient_checkpointing)
+    enable_checkpointing(policy.model, mode, offload=memory.activation_offload)
+    if memory.torch_compile:
         compile_layers(policy.model)
-    freeze(policy.model, recipe.optim.freeze)
+    freeze(policy.model, optim.freeze)
     is_mixed = precision.policy is not None
     if is_mixed:
         join_alone(world.device)
@@ -124,45 +115,45 @@ def build_trainer(
     model = parallelize(
         policy.model,
         mesh,
-        max_tokens=recipe.train.max_tokens,
-        reduction=recipe.memory.gradient_reduction,
+        max_tokens=train.max_tokens,
+        reduction=memory.gradient_reduction,
         precision=precision,
     )
     if is_shared:
-        load_shards(policy.model, policy.source or policy.base, world.device, recipe.model)
+        load_shards(policy.model, policy.source or policy.base, world.device, flags)
     model.to(world.device)
-    optimizer = build_optimizer(policy.model, recipe.optim, recipe.memory)
-    updates = recipe.optim.num_epochs_per_batch * recipe.optim.mini_batches
+    optimizer = build_optimizer(policy.model, optim, memory)
+    updates = optim.num_epochs_per_batch * optim.mini_batches
     return PolicyTrainer(
         policy=policy,
         model=model,
         optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, recipe.optim, total_steps),
+        scheduler=build_scheduler(optimizer, optim, total_steps),
         settings=settings,
         options=ForwardOptions(
-            chunk_size=recipe.train.loss_seq_chunk_size or DEFAULT_CHUNK,
-            vocab_chunk_size=recipe.memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
+            chunk_size=train.loss_seq_chunk_size or DEFAULT_CHUNK,
+            vocab_chunk_size=memory.loss_vocab_chunk_size or DEFAULT_VOCAB_CHUNK,
         ),
-        max_tokens=recipe.train.max_tokens,
-        prefix_merging=recipe.train.prefix_merging,
-        max_grad_norm=recipe.optim.max_grad_norm,
+        max_tokens=train.max_tokens,
+        prefix_merging=train.prefix_merging,
+        max_grad_norm=optim.max_grad_norm,
         frozen=FrozenLogprobs(
-            start=updates > 1 and recipe.loss.old_logprobs != "behavior",
+            start=updates > 1 and loss.old_logprobs != "behavior",
             reference=build_reference(
-                recipe.loss,
-                recipe.model,
+                loss,
+                flags,
                 policy,
                 mesh,
                 world.device,
                 precision.products,
-                max_tokens=recipe.train.max_tokens,
+                max_tokens=train.max_tokens,
             ),
         ),
-        epochs=recipe.optim.num_epochs_per_batch,
-        mini_batches=recipe.optim.mini_batches,
-        memory=dataclasses.replace(recipe.memory, activation_checkpointing=mode),
+        epochs=optim.num_epochs_per_batch,
+        mini_batches=optim.mini_batches,
+        memory=dataclasses.replace(memory, activation_checkpointing=mode),
         peak=device_peak(world.device, precision.products),
-        recorded_tokens=int(recipe.train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
+        recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
     )
 
 

@@ -104,7 +104,7 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Holding:
     """Where a tensor of the policy is, and its shape and dtype."""
 
     holder: int
@@ -118,15 +118,15 @@ class Inventory:
     """The tensors of a policy that engines load, over all stages of layers; see ``take_inventory``."""
 
     policy: Policy
-    places: Mapping[str, Place]
+    holdings: Mapping[str, Holding]
     """By name, in the same order on every rank."""
 
     def parts(self) -> list[Part]:
         """Return all tensors in order. Rank 0 receives those of other stages when they are made."""
         own = {part.name: part for part in self.policy.published.parts()}
         return [
-            own.get(name) or Part(name, place.like, partial(self._receive, place))
-            for name, place in self.places.items()
+            own.get(name) or Part(name, holding.like, partial(self._receive, holding))
+            for name, holding in self.holdings.items()
         ]
 
     def gather(self, part: Part) -> Tensor:
@@ -134,7 +134,7 @@ class Inventory:
 
         Every rank calls it for the same parts in the same order.
         """
-        rank, holder = dist.get_rank(), self.places[part.name].holder
+        rank, holder = dist.get_rank(), self.holdings[part.name].holder
         full = _gather(part.make())
         if rank == holder > 0:
             dist.send(full.contiguous(), dst=0)
@@ -145,11 +145,11 @@ class Inventory:
         for part in self.parts() if parts is None else parts:
             self.gather(part)
 
-    def _receive(self, place: Place) -> Tensor:
+    def _receive(self, holding: Holding) -> Tensor:
         if dist.get_rank() > 0:
-            return place.like
-        received = torch.empty_like(place.like, device=self.policy.model.device)
-        dist.recv(received, src=place.holder)
+            return holding.like
+        received = torch.empty_like(holding.like, device=self.policy.model.device)
+        dist.recv(received, src=holding.holder)
         return received
 
 
@@ -160,12 +160,12 @@ def take_inventory(policy: Policy) -> Inventory:
     if dist.is_initialized():
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
-    places: dict[str, Place] = {}
+    holdings: dict[str, Holding] = {}
     for rank, names in enumerate(held):
         for name, (shape, dtype) in names.items():
-            if name not in places:
-                places[name] = Place(rank, torch.empty(shape, dtype=dtype, device="meta"))
-    return Inventory(policy, places)
+            if name not in holdings:
+                holdings[name] = Holding(rank, torch.empty(shape, dtype=dtype, device="meta"))
+    return Inventory(policy, holdings)
 
 
 def gather_adapter(adapter: Adapter) -> dict[str, Tensor]:

@@ -20,10 +20,8 @@ from agentrl.chat.conversation_file import read_conversations
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
-    AdapterConfig,
     GroupConfig,
     LossConfig,
-    MemoryConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -40,7 +38,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
 from agentrl.model.precision import Precision
-from agentrl.train.build import Recipe, build_trainer, step_precision
+from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
@@ -146,20 +144,15 @@ def _build(
     configs: Configs, world: World, steps: int, max_tokens: int, precision: Precision
 ) -> PolicyTrainer:
     shared = configs[LossConfig]
-    recipe = Recipe(
-        model=configs[ModelConfig],
-        loss=LossConfig(  # with the run's reduction, without bounds or corrections
-            loss_calculater="CrossEntropy",
-            token_level_loss=shared.token_level_loss,
-            skip_length_normalization=shared.skip_length_normalization,
-        ),
-        optim=replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1),
-        adapter=configs[AdapterConfig],
-        memory=configs[MemoryConfig],
-        train=replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0),
-        seed=configs[RunConfig].seed,
+    loss = LossConfig(  # with the run's reduction, without bounds or corrections
+        loss_calculater="CrossEntropy",
+        token_level_loss=shared.token_level_loss,
+        skip_length_normalization=shared.skip_length_normalization,
     )
-    return build_trainer(recipe, weights=None, total_steps=steps, world=world, precision=precision)
+    optim = replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1)
+    train = replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0)
+    configs = Configs([*configs, loss, optim, train], configs.given)
+    return build_trainer(configs, weights=None, total_steps=steps, world=world, precision=precision)
 
 
 def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_folder import remove_leftovers
-from agentrl.config.agreed_settings import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -27,6 +26,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.validate import trainer_settings
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
@@ -38,11 +38,11 @@ from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
-from agentrl.observe.trackers import open_trackers
+from agentrl.observe.tracker_threads import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving
-from agentrl.train.build import Recipe, build_trainer, step_precision
+from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
@@ -199,17 +199,8 @@ async def _join(configs: Configs) -> Store:
 def _build(
     configs: Configs, world: World, found: Checkpoint | None, total_steps: int | None, precision: Precision
 ) -> PolicyTrainer:
-    recipe = Recipe(
-        model=configs[ModelConfig],
-        loss=configs[LossConfig],
-        optim=configs[OptimConfig],
-        train=configs[TrainConfig],
-        seed=configs[RunConfig].seed,
-        adapter=configs[AdapterConfig],
-        memory=configs[MemoryConfig],
-    )
     trainer = build_trainer(
-        recipe,
+        configs,
         weights=found.model if found else None,
         total_steps=total_steps,
         world=world,

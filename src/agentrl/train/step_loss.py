@@ -228,12 +228,12 @@ class TokenRecorder:
         chosen = np.flatnonzero(first >= 0)
         if not chosen.size:
             return
-        here, places, behavior = (
+        here, indices, behavior = (
             torch.from_numpy(array).to(self._values.device)
             for array in (chosen, first[chosen] + forest.label[chosen], forest.behavior_logprob[chosen])
         )
         log_ratio = logprobs.detach().float()[here] - behavior
-        self._values[:, places] = torch.stack([log_ratio, entropy.detach().float()[here]])
+        self._values[:, indices] = torch.stack([log_ratio, entropy.detach().float()[here]])
 
     def collect(self, mesh: Mesh) -> list[TokenValues]:
         """Return the values of all ranks by trajectory; every rank calls it."""

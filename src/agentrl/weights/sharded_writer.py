@@ -71,13 +71,13 @@ def write_files(
     form that transformers reads and writes: tensors that it fuses when it loads a model are split again.
     """
     files = plan_files(model, parts, limit)
-    place: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, group in enumerate(files, 1):
         name = _WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         weights = {part.name: fetch(part) for part in group}
-        place |= dict.fromkeys(_write_file(model, folder, weights, name), name)
+        file_of |= dict.fromkeys(_write_file(model, folder, weights, name), name)
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(part.bytes for part in parts)}, "weight_map": place}
+        index = {"metadata": {"total_size": sum(part.bytes for part in parts)}, "weight_map": file_of}
         (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

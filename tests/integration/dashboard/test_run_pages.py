@@ -151,9 +151,11 @@ async def test_more_than_two_runs_are_overlaid_and_smoothed(
     text = await page(client, f"/compare?{query}")
     figure = re.search(r'data-chart="reward">(.+?)</script>', text)
     assert figure is not None
-    drawn = [trace for trace in json.loads(figure[1])["data"] if trace["name"].endswith(": reward")]
-    assert [trace["y"] for trace in drawn] == [[0.5], [0.0, 0.2], [0.0, 0.9]]
-    assert len({trace["line"]["dash"] for trace in drawn}) == 3
+    drawn = json.loads(figure[1])
+    both = zip(drawn["series"], drawn["data"], strict=True)
+    rewards = [(str(series["dash"]), y) for series, (_, y) in both if series["name"].endswith(": reward")]
+    assert [y for _, y in rewards] == [[0.5], [0.0, 0.2], [0.0, 0.9]]
+    assert len({dash for dash, _ in rewards}) == 3
     values = "".join(f'<td class="text">{value}</td>' for value in (40, 50, 50))
     assert f"<td>--max_steps</td>{values}" in text
     smoothed = await page(client, f"/compare?{query}&smoothing=0.5")

@@ -73,7 +73,7 @@ async def test_the_state_of_a_run_shows_environments_and_evaluations(store: Stor
     )  # fmt: skip
     await store.evaluations.begin(evaluation)
     reader = SnapshotReader(store)
-    page = printed(render_tables(await reader.read(10.0), await reader.details()))
+    page = printed(render_tables(await reader.read(10.0), await store.details.read()))
     (environment,) = (line.split() for line in page.splitlines() if "number_game" in line)
     assert environment == ["train", "number_game", "1", "0", "0", "–", "–"]
     (shown,) = (line.split() for line in page.splitlines() if "eval-held_out" in line)

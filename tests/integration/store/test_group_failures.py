@@ -88,7 +88,7 @@ async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(
 
     console = Console(width=200)
     reader = SnapshotReader(store)
-    console.print(render_tables(await reader.read(), await reader.details()))
+    console.print(render_tables(await reader.read(), await store.details.read()))
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert await agentrl_db(run_config, "reopen", "--failure_kind", "group") == 0
     assert "1 groups that could not be finalized" in capsys.readouterr().out

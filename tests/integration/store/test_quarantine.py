@@ -85,7 +85,7 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     report = await Checks(store.connection).run(OPTIONS)
     assert [str(violation.problem) for violation in report.violations] == []
     reader = SnapshotReader(store)
-    assert why in shown(render_tables(await reader.read(), await reader.details()))
+    assert why in shown(render_tables(await reader.read(), await store.details.read()))
     assert "quarantined: " in shown(render_rows(await store.views.trajectories(limit=20)))
     trajectory = await store.database["audit_trajectories"].find_one({"_id": BAD})
     assert trajectory is not None

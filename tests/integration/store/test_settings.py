@@ -9,9 +9,9 @@ from db_command import agentrl_db
 from rich.console import Console
 from small_run import add_task, claim
 
-from agentrl.config.agreed_settings import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
+from agentrl.config.validate import sampler_settings, trainer_settings
 from agentrl.errors import ConfigError
 from agentrl.evaluation.identity import evaluation_rules
 from agentrl.losses.settings import LossSettings
@@ -163,7 +163,7 @@ async def test_the_flags_of_each_role_are_kept_without_secrets_and_shown(store: 
     console = Console(width=160, record=True, file=None)
     with console.capture() as shown:
         reader = SnapshotReader(store)
-        console.print(render_tables(await reader.read(), await reader.details()))
+        console.print(render_tables(await reader.read(), await store.details.read()))
     assert "Begun with" in shown.get()
     assert "learning_rate 0.5" in shown.get()
     assert "Configuration" in shown.get()

@@ -12,16 +12,16 @@ import pytest
 from fake_store import FakeStore
 from rich.console import Console
 from tiny_policy import write_tiny_policy
-from training_data import group
+from training_data import group, training_configs
 
-from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.distributed.world import single_process
 from agentrl.observe.progress import StepView
-from agentrl.observe.trackers import open_trackers
+from agentrl.observe.tracker_threads import open_trackers
 from agentrl.train import checkpoint, saving
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
@@ -56,10 +56,9 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         )
         steps = await store.steps.find()
         found = checkpoint.find(output, choice, steps, run_name="run", base=base)
-        recipe = Recipe(
-            model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
-            optim=OptimConfig(learning_rate=1e-2), train=config, seed=0,
-        )  # fmt: skip
+        recipe = training_configs(
+            ModelConfig(model_name_or_path=str(base)), OptimConfig(learning_rate=1e-2), config
+        )
         weights = found.model if found else None
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:

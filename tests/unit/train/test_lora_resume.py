@@ -11,14 +11,14 @@ import pytest
 import torch
 from tiny_models import model_logprobs
 from tiny_policy import write_tiny_policy
-from training_data import group
+from training_data import group, training_configs
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.distributed.world import single_process
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
 from agentrl.train import checkpoint
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import ThreadFence
@@ -31,11 +31,11 @@ DATA = [*group("a"), *group("b")]
 
 
 def controller(base: Path, weights: Path | None = None, rank: int = 4) -> Controller:
-    recipe = Recipe(
-        model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(), train=TrainConfig(), seed=0,
-        optim=OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"),
-        adapter=AdapterConfig(lora_rank=rank),
-    )  # fmt: skip
+    recipe = training_configs(
+        ModelConfig(model_name_or_path=str(base)),
+        OptimConfig(learning_rate=1e-2, lr_scheduler_type="cosine"),
+        AdapterConfig(lora_rank=rank),
+    )
     return lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=6))
 
 

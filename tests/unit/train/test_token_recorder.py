@@ -13,9 +13,9 @@ import pytest
 import torch
 from tiny_models import AGES, VOCABULARY, chains, plain_logprobs, tree
 from tiny_policy import write_tiny_policy
-from training_data import group, sampled_by
+from training_data import group, sampled_by, training_configs
 
-from agentrl.config.schema import LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import ModelConfig, OptimConfig, TrainConfig
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import PrefixMerging, build_micro_batches
@@ -23,7 +23,7 @@ from agentrl.distributed.mesh import Mesh
 from agentrl.documents.model_call import unpack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.train import step as step_module
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from agentrl.train.step import PolicyTrainer, split_updates
 from agentrl.train.step_loss import TokenRecorder, TokenValues, choose_trajectories
 
@@ -103,11 +103,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer(base: Path, *, mib: float = 4.0, **optim: Any) -> PolicyTrainer:
-    recipe = Recipe(
-        model=ModelConfig(model_name_or_path=str(base)), loss=LossConfig(),
-        optim=OptimConfig(learning_rate=1e-2, **optim), seed=0,
-        train=TrainConfig(max_tokens=24, token_statistics_mib=mib),
-    )  # fmt: skip
+    recipe = training_configs(
+        ModelConfig(model_name_or_path=str(base)),
+        OptimConfig(learning_rate=1e-2, **optim),
+        TrainConfig(max_tokens=24, token_statistics_mib=mib),
+    )
     return build_trainer(recipe, weights=None, total_steps=None)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from tiny_models import model_logprobs, plain_logprobs
 from tiny_policy import write_tiny_policy
-from training_data import group
+from training_data import group, training_configs
 
-from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, LossConfig, ModelConfig, OptimConfig
 from agentrl.documents.model_call import pack_floats
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ModelError
@@ -22,7 +22,7 @@ from agentrl.losses.loss import TokenBatch, TokenLosses
 from agentrl.losses.settings import LossSettings
 from agentrl.train import step as step_module
 from agentrl.train import step_loss as step_loss_module
-from agentrl.train.build import Recipe, build_trainer
+from agentrl.train.build import build_trainer
 from agentrl.train.step import PolicyTrainer, split_updates
 
 DATA = [*group("a"), *group("b", size=4), *group("c")]
@@ -36,11 +36,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer(base: Path, *, rank: int = 0, model: dict[str, Any] | None = None, rate: float = 1e-3,
              **flags: Any) -> PolicyTrainer:  # fmt: skip
     loss = {name: flags.pop(name) for name in list(flags) if name in LossConfig.__dataclass_fields__}
-    recipe = Recipe(
-        model=ModelConfig(model_name_or_path=str(base), **(model or {})), loss=LossConfig(**loss),
-        optim=OptimConfig(learning_rate=rate, **flags), train=TrainConfig(), seed=0,
-        adapter=AdapterConfig(lora_rank=rank),
-    )  # fmt: skip
+    recipe = training_configs(
+        ModelConfig(model_name_or_path=str(base), **(model or {})),
+        LossConfig(**loss),
+        OptimConfig(learning_rate=rate, **flags),
+        AdapterConfig(lora_rank=rank),
+    )
     return build_trainer(recipe, weights=None, total_steps=None)
 
 

@@ -41,16 +41,13 @@ async def _step(request: Request) -> Response:
         if step is None:
             raise NotFoundError(f"run {store.run_name!r} has no step {int(text)}")
         rows = await store.views.trajectories_of(step.id)
+    metrics = [item for item in sorted(step.metrics.items()) if not isinstance(item[1], Mapping)]
     figures = [figure for figure in _histograms(step, rows) if not figure.empty]
     return render(
         request, "step.html", run=store.run_name, section="steps", live=True, charts=bool(figures), step=step,
         rows=rows[:_SHOWN], trajectories=len(rows), groups=len({row.task for row in rows}), figures=figures,
-        outliers=_outliers(rows, step), metrics=_plain_metrics(step.metrics),
+        outliers=_outliers(rows, step), metrics=metrics,
     )  # fmt: skip
-
-
-def _plain_metrics(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, value) for name, value in sorted(metrics.items()) if not isinstance(value, Mapping)]
 
 
 def _age(row: TrajectoryRow, step: StepRow) -> int | None:

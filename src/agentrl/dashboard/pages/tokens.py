@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -102,7 +101,7 @@ def token_views(
 ) -> list[TokenView]:
     """Return up to ``PAGE`` tokens of a model call from ``start`` on; ``values`` are those of a step."""
     end = min(start + PAGE, len(tokens.ids))
-    largest = float(np.nanmax(np.abs(tokens.advantages))) if _has_numbers(tokens.advantages) else 0.0
+    largest = float(np.nanmax(np.abs(tokens.advantages), initial=0.0))
     versions = sorted(set(tokens.versions.tolist()))
     views = []
     for index in range(start, end):
@@ -184,10 +183,6 @@ def decoder(folder: str) -> Callable[[int], str] | None:
 
 def _number(value: np.float32) -> float | None:
     return float(value) if np.isfinite(value) else None
-
-
-def _has_numbers(values: NDArray[np.float32]) -> bool:
-    return bool(np.isfinite(values).any())
 
 
 def legend_of(tokens: CallTokens, colour: Colour) -> list[tuple[str, str]]:

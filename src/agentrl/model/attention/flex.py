@@ -75,7 +75,7 @@ def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Int
     ``tokens``: the queries, if they are not all tokens; whole blocks, in ascending order.
     """
     kinds = block_kinds(subtree_end)
-    places = None if tokens is None else torch.from_numpy(tokens).to(device)
+    queries = None if tokens is None else torch.from_numpy(tokens).to(device)
     if tokens is not None:
         partial, full = (kind[tokens[::BLOCK] // BLOCK] for kind in kinds)
         kinds = partial, full
@@ -84,10 +84,10 @@ def forest_block_mask(subtree_end: Ints, device: torch.device | str, tokens: Int
         *_indices(kinds[0], device),
         *_indices(kinds[1], device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=mask_function(ends, places),
+        mask_mod=mask_function(ends, queries),
         seq_lengths=(len(subtree_end) if tokens is None else len(tokens), len(subtree_end)),
     )
-    for lengths in (ends, places):
+    for lengths in (ends, queries):
         if lengths is not None:
             _any_length(lengths, 0)
     for blocks in mask.as_tuple():

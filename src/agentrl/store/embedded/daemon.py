@@ -86,17 +86,10 @@ def free_port() -> int:
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if _binds(probe, port):
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
                 return port
     raise StoreError("no free port was found in 100 tries", hint="name one: agentrl mongo up --port PORT")
-
-
-def _binds(probe: socket.socket, port: int) -> bool:
-    try:
-        probe.bind(("127.0.0.1", port))
-    except OSError:
-        return False
-    return True
 
 
 def stop_daemon(pid: int, dbpath: Path) -> None:
@@ -190,7 +183,7 @@ class Credentials:
         """Create the missing files. Only one process may call it at a time."""
         for file in (self.key_file, self._password_file):
             if not file.exists():
-                _write(file, secrets.token_hex(_BYTES))
+                write_private(file, secrets.token_hex(_BYTES))
 
     @property
     def password(self) -> str:
@@ -237,7 +230,7 @@ def uri(hosts: Sequence[str], password: str | None, **options: str) -> str:
     return f"mongodb://{login}@{','.join(hosts)}/?{query}"
 
 
-def _write(file: Path, text: str) -> None:
+def write_private(file: Path, text: str) -> None:
     """Write a file atomically, readable by its owner only."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from agentrl.errors import StoreError
+from agentrl.store.embedded.daemon import write_private
 
 END_OF_LIFE: Final = {6: date(2025, 7, 31), 7: date(2027, 8, 31), 8: date(2029, 10, 31)}
 """Major version → the last day of its support (mongodb.com/legal/support-policy/lifecycles)."""
@@ -169,9 +170,7 @@ def read_data_version(directory: Path) -> Version | None:
 
 def write_data_version(directory: Path, version: Version) -> None:
     """Note the version that opens the data, atomically."""
-    temporary = directory / f".{_VERSION_FILE}.{os.getpid()}"
-    temporary.write_text(f"{version_text(version)}\n", encoding="ascii")
-    os.replace(temporary, directory / _VERSION_FILE)
+    write_private(directory / _VERSION_FILE, f"{version_text(version)}\n")
 
 
 def version_text(version: Version) -> str:

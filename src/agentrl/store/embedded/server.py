@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from agentrl.store.embedded.daemon import (
     start_daemon,
     stop_daemon,
     uri,
+    write_private,
 )  # fmt: skip
 from agentrl.store.embedded.mongod import (
     OLDEST_RELEASE,
@@ -115,17 +115,14 @@ class EmbeddedMongo:
                     hint="stop it first: agentrl mongo down",
                 )
             elif mongod is not None:
-                self._check_running(status.pid, Path(mongod))
+                running = running_binary(status.pid or 0)
+                if running is not None and running != Path(mongod).resolve():
+                    raise StoreError(
+                        f"the embedded MongoDB runs {running}, and --mongod is {Path(mongod)}",
+                        hint="stop it first: agentrl mongo down",
+                    )
             _make_primary(status, self.log, self._credentials)
             return status
-
-    def _check_running(self, pid: int | None, mongod: Path) -> None:
-        running = running_binary(pid) if pid is not None else None
-        if running is not None and running != mongod.resolve():
-            raise StoreError(
-                f"the embedded MongoDB runs {running}, and --mongod is {mongod}",
-                hint="stop it first: agentrl mongo down",
-            )
 
     def status(self) -> EmbeddedStatus:
         """Return the status; whether the server runs is read from the operating system."""
@@ -228,9 +225,7 @@ class EmbeddedMongo:
 
     def _write_state(self, *, pid: int | None, port: int | None) -> None:
         state = {"pid": pid, "started": start_ticks(pid) if pid else None, "port": port}
-        temporary = self._state_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(state), encoding="utf-8")
-        os.replace(temporary, self._state_file)
+        write_private(self._state_file, json.dumps(state))
 
 
 def disk_problem(directory: Path) -> StoreError | None:
@@ -279,7 +274,9 @@ def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -
             time.sleep(0.02)
         credentials.ensure_user(client)
         if status.version is not None and status.version[:2] > OLDEST_RELEASE:
-            _upgrade_format(client, f"{status.version[0]}.{status.version[1]}")
+            release, name = f"{status.version[0]}.{status.version[1]}", "featureCompatibilityVersion"
+            if client.admin.command({"getParameter": 1, name: 1})[name]["version"] != release:
+                client.admin.command("setFeatureCompatibilityVersion", release, confirm=True)
     except PyMongoError as error:
         raise StoreError(
             f"the embedded MongoDB on {member} does not answer: {error}\n{last_messages(log)}",
@@ -287,14 +284,6 @@ def _make_primary(status: EmbeddedStatus, log: Path, credentials: Credentials) -
         ) from error
     finally:
         client.close()
-
-
-def _upgrade_format(client: MongoClient[dict[str, Any]], release: str) -> None:
-    """Set the feature compatibility version to ``release``, unless it has that value."""
-    name = "featureCompatibilityVersion"
-    current = client.admin.command({"getParameter": 1, name: 1})[name]["version"]
-    if current != release:
-        client.admin.command("setFeatureCompatibilityVersion", release, confirm=True)
 
 
 def _configure(client: MongoClient[dict[str, Any]], member: str) -> None:

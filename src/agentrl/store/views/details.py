@@ -110,6 +110,7 @@ class RunDetails:
     """The last planned ones of every status, oldest first."""
 
 
+# not a part of Counts, which every refresh of a page reads: these sums look at each document
 class Details(Repository):
     """Reads the rows of the tables. It never writes."""
 

@@ -6,35 +6,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 
 class Invariant(IntEnum):
     """A property that every run has, at every moment and at its end."""
 
-    TRAJECTORIES = 1
-    TRAINING = 2
-    GROUPS = 3
-    STATES = 4
-    VERSIONS = 5
-    EPOCHS = 6
-    CONTENTS = 7
+    title: str
+    """The invariant in one sentence."""
 
-    @property
-    def title(self) -> str:
-        """The invariant in one sentence."""
-        return _TITLES[self]
+    TRAJECTORIES = 1, "slots end with one live Record, and no model call is missing"
+    TRAINING = 2, "every token is trained by the steps that say so, and no more often than allowed"
+    GROUPS = 3, "groups say what their Records say, and every score is a scorer's"
+    STATES = 4, "states are legal, and no lease outlives its owner"
+    VERSIONS = 5, "policy versions are whole, and tokens name those that were published"
+    EPOCHS = 6, "every epoch holds every task of the file once"
+    CONTENTS = 7, "tasks, calls, answers, scores and metrics are as they were written"
 
-
-_TITLES: Mapping[Invariant, str] = {
-    Invariant.TRAJECTORIES: "slots end with one live Record, and no model call is missing",
-    Invariant.TRAINING: "every token is trained by the steps that say so, and no more often than allowed",
-    Invariant.GROUPS: "groups say what their Records say, and every score is a scorer's",
-    Invariant.STATES: "states are legal, and no lease outlives its owner",
-    Invariant.VERSIONS: "policy versions are whole, and tokens name those that were published",
-    Invariant.EPOCHS: "every epoch holds every task of the file once",
-    Invariant.CONTENTS: "tasks, calls, answers, scores and metrics are as they were written",
-}
+    def __new__(cls, value: int, title: str = "") -> Self:
+        invariant = int.__new__(cls, value)
+        invariant._value_, invariant.title = value, title
+        return invariant
 
 
 @dataclass(frozen=True, slots=True)
