@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentrl.errors import OutageError
     from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
-    from agentrl.observe.tracker_libraries import tracker
+    from agentrl.observe.trackers import tracker
     from agentrl.rollout.agent_io import Outcome
     from agentrl.rollout.agents import agent
     from agentrl.rollout.context import context_manager
@@ -80,7 +80,7 @@ _MODULES = {
     "scorer": "scoring.scorers",
     "tool": "tools.python",
     "tool_call_parser": "chat.parsers.base",
-    "tracker": "observe.tracker_libraries",
+    "tracker": "observe.trackers",
 }
 
 

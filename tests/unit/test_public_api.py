@@ -36,7 +36,7 @@ from agentrl.rollout.agents import agent
 from agentrl.rollout.context import context_manager
 from agentrl.losses.loss import loss
 from agentrl.tools.python import tool
-from agentrl.observe.tracker_libraries import tracker
+from agentrl.observe.trackers import tracker
 
 
 @agent("own_agent")

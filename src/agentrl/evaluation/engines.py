@@ -109,13 +109,10 @@ class _OwnEngine:
     @property
     def ended(self) -> str | None:
         """Return the exit code and the last lines of the log; None while it runs."""
-        if self._process.returncode is None:
+        code = self._process.returncode
+        if code is None:
             return None
-        return f"the engine of the evaluation ended with exit code {self._process.returncode}:\n{self._tail}"
-
-    @property
-    def _tail(self) -> str:
-        return self._process.log_tail()
+        return f"the engine of the evaluation ended with exit code {code}:\n{self._process.log_tail()}"
 
     async def serve(self, folder: str, policy: Policy) -> InferenceService:
         """Load ``policy`` unless it is served; return the engine as samplers see engines."""

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, Valida
 
 from agentrl.documents.record import Ending
 from agentrl.settings_file import read_settings
-from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.tools.sandbox.limits import Isolation, SandboxLimits
 from agentrl.validation import BesideFile, PlainText, Positive, PositiveWhole, Settings, Text, wrong
 
 _RESERVED: Final = "AGENTRL_"
@@ -150,7 +150,7 @@ class HarnessConfig(Settings):
     files: Mapping[Below, PlainText] = field(default_factory=dict)
     path: Folders = ()
     visible: Folders = ()
-    isolation: Literal["auto", "namespaces", "limits", "docker"] = "auto"
+    isolation: Isolation = "auto"
     image: Text | None = None
     """The image of ``isolation: docker``."""
     network: Annotated[Text, AfterValidator(_network)] = ""

@@ -89,7 +89,6 @@ class Session(ABC):
     def reachable(self, url: str) -> str:
         """Return the URL of the gateway as commands reach it."""
 
-    @abstractmethod
     async def run(
         self,
         command: Command,
@@ -104,6 +103,29 @@ class Session(ABC):
         Without ``calls_model`` it cannot reach the gateway, where it has a network of its own. On
         cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
         """
+        done = await self._execute(command, environment, seconds, calls_model)
+        if done.exceeded is not None:
+            ended = _LIMITS[done.exceeded]
+        elif done.exit_code < 0 or _SHELL_SIGNAL < done.exit_code <= _SHELL_SIGNAL + signal.NSIG:
+            ended = Ending.KILLED
+        else:
+            ended = Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT
+        return CommandRun(
+            ended=ended,
+            exit_code=done.exit_code,
+            seconds=done.seconds,
+            memory_mb=done.memory_mb,
+            stdout_bytes=done.stdout_bytes,
+            stderr_bytes=done.stderr_bytes,
+            stdout=hide(done.stdout, secrets),
+            stderr=hide(done.stderr, secrets),
+        )
+
+    @abstractmethod
+    async def _execute(
+        self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool
+    ) -> Execution:
+        """Run a command for ``run``."""
 
     async def fill(self, files: Mapping[str, bytes]) -> None:
         """Make the working directory, with more files by their path in the archive."""
@@ -153,33 +175,22 @@ class HarnessSession(Session):
     def _has_own_network(self) -> bool:
         return self._namespaces and self._prepared.config.network == "gateway"
 
-    async def run(
-        self,
-        command: Command,
-        environment: Mapping[str, str],
-        *,
-        seconds: float,
-        secrets: Sequence[str] = (),
-        calls_model: bool = True,
-    ) -> CommandRun:
-        """Run a command in the sandbox; see ``Session.run``."""
+    async def _execute(
+        self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool
+    ) -> Execution:
         limits = dataclasses.replace(self._prepared.config.limits, seconds=seconds)
         job = Job(
             visible=self._prepared.visible, directory=str(self._folder), namespaces=self._namespaces,
-            keep_files=True, limits=dataclasses.asdict(limits), command=arguments_of(command), cwd=WORKSPACE,
+            keep_files=True, limits=limits.as_dict(), command=arguments_of(command), cwd=WORKSPACE,
             environment={**self._base_environment(), **environment}, shown_bytes=SHOWN_BYTES,
             network="gateway" if self._has_own_network else "host",
             gateway=self._gateway if calls_model and self._has_own_network else None,
         )  # fmt: skip
         try:
-            answer = await launch(job, limits)
+            return await launch(job, limits)
         except ToolServerError:
             await asyncio.to_thread(self._kill_remains)
             raise
-        if answer.pop("kept"):
-            with suppress(FileNotFoundError):
-                os.replace(self._folder / "files.new", self.archive)
-        return command_run(Execution(**answer), secrets)
 
     def _base_environment(self) -> dict[str, str]:
         name, _, value = self._marker.partition("=")
@@ -196,32 +207,11 @@ class HarnessSession(Session):
                 os.kill(pid, signal.SIGKILL)
 
 
-def command_run(done: Execution, secrets: Sequence[str]) -> CommandRun:
-    """Return what the Record shows of a command, without the values of secrets."""
-    return CommandRun(
-        ended=command_ending(done.exit_code) if done.exceeded is None else _LIMITS[done.exceeded],
-        exit_code=done.exit_code,
-        seconds=done.seconds,
-        memory_mb=done.memory_mb,
-        stdout_bytes=done.stdout_bytes,
-        stderr_bytes=done.stderr_bytes,
-        stdout=hide(done.stdout, secrets),
-        stderr=hide(done.stderr, secrets),
-    )
-
-
 def hide(text: str, secrets: Sequence[str]) -> str:
     """Return the text without the values of secrets."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return text
-
-
-def command_ending(exit_code: int) -> Ending:
-    """Return how a command ended that reached no limit."""
-    if exit_code < 0 or _SHELL_SIGNAL < exit_code <= _SHELL_SIGNAL + signal.NSIG:
-        return Ending.KILLED
-    return Ending.EXITED if exit_code == 0 else Ending.NONZERO_EXIT
 
 
 class ContainerSession(Session):
@@ -240,19 +230,10 @@ class ContainerSession(Session):
         """Return the URL of the gateway as commands reach it: the one that it advertises."""
         return url
 
-    async def run(
-        self,
-        command: Command,
-        environment: Mapping[str, str],
-        *,
-        seconds: float,
-        secrets: Sequence[str] = (),
-        calls_model: bool = True,
-    ) -> CommandRun:
-        """Run a command in a container; see ``Session.run``.
-
-        The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped.
-        """
+    async def _execute(
+        self, command: Command, environment: Mapping[str, str], seconds: float, calls_model: bool
+    ) -> Execution:
+        """The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped."""
         config = self._prepared.config
         name = await asyncio.to_thread(container_name, "harness")
         folder = self._folder / name
@@ -277,13 +258,10 @@ class ContainerSession(Session):
         else:
             await _files(pack, folder, self.archive)
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        return command_run(
-            Execution(
-                stdout=client.stdout.text, stderr=client.stderr.text, exit_code=client.code,
-                exceeded="memory" if out_of_memory else client.exceeded, seconds=client.seconds,
-                memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
-            ),
-            secrets,
+        return Execution(
+            stdout=client.stdout.text, stderr=client.stderr.text, exit_code=client.code,
+            exceeded="memory" if out_of_memory else client.exceeded, seconds=client.seconds,
+            memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
         )  # fmt: skip
 
 

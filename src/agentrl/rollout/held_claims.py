@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ClaimConfig
@@ -43,9 +43,9 @@ class HeldClaims:
         config: ClaimConfig,
         owner: str,
         split: str,
-        ended: Callable[[Claim, asyncio.Task[bool]], None],
+        ended: Callable[[bool], None],
     ) -> None:
-        """``ended`` is called when the work on a claim ends, unless it is given up."""
+        """``ended`` is called with the result of the work on a claim when it ends, unless it is given up."""
         self._store = store
         self._owner = owner
         self._split = split
@@ -53,16 +53,19 @@ class HeldClaims:
         self._config = config
         self._on_end = ended
         self._running: dict[asyncio.Task[bool], Claim] = {}
+        self._unusable: list[Claim] = []
+        """Claims that this process cannot work on, because of its configuration or the database."""
+        self.error: BaseException | None = None
+        """The error of work on a claim, or of a task that ``watch`` was given."""
         self._due = 0.0
         """When the leases are renewed next, in ``time.monotonic``."""
 
     def __len__(self) -> int:
         return len(self._running)
 
-    @property
-    def tasks(self) -> set[asyncio.Task[bool]]:
-        """Return the tasks that run."""
-        return set(self._running)
+    async def wait(self, *events: asyncio.Event, timeout: float) -> None:
+        """Wait until the work on a claim ends, an event is set, or ``timeout`` seconds have passed."""
+        await wait_for_any(*events, tasks=self._running, timeout=timeout)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -74,6 +77,15 @@ class HeldClaims:
         task = asyncio.create_task(work, name=claim.record_id)
         self._running[task] = claim
         task.add_done_callback(self._ended)
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """Keep the error of a background task as ``error``."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self.error = task.exception()
+
+        task.add_done_callback(ended)
 
     async def heartbeats(self) -> None:
         """Renew every lease; cancel the work on claims that others took over."""
@@ -105,10 +117,8 @@ class HeldClaims:
             self._running.pop(task, None)
         return cancelled
 
-    async def release(self, unusable: Sequence[Claim] = (), grace_seconds: float | None = None) -> bool:
-        """Let the work finish for ``grace_seconds``, then cancel it and release its claims, and ``unusable``.
-
-        ``grace_seconds`` is ``GRACE_SECONDS`` by default.
+    async def release(self, grace_seconds: float | None = None) -> bool:
+        """Let the work finish for ``grace_seconds`` (``GRACE_SECONDS``), then cancel it; release all claims.
 
         Every part is bounded: if the database is unavailable, the leases expire instead. Returns whether the
         claims were released.
@@ -122,7 +132,7 @@ class HeldClaims:
         if left:
             await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
         self._running.clear()
-        return await bounded(self._release([*left.values(), *unusable]))
+        return await bounded(self._release([*left.values(), *self._unusable]))
 
     async def _release_orphans(self) -> None:
         """Release claims that the database granted in an answer that an outage lost.
@@ -140,7 +150,11 @@ class HeldClaims:
         if task.cancelled() or claim is None:
             return
         del self._running[task]
-        self._on_end(claim, task)
+        error = task.exception()
+        if error is not None:
+            self._unusable.append(claim)
+            self.error = error
+        self._on_end(error is None and task.result())
 
     def _give_up(self, lost: set[str]) -> None:
         for task, claim in list(self._running.items()):
@@ -178,3 +192,16 @@ async def bounded(work: Coroutine[Any, Any, None]) -> bool:
         logger.warning("the database does not answer; leases that are still held run out")
         return False
     return task.exception() is None
+
+
+async def wait_for_any(
+    *events: asyncio.Event, tasks: Collection[asyncio.Task[bool]] = (), timeout: float
+) -> None:
+    """Wait until an event is set, a task ends, or ``timeout`` seconds have passed."""
+    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait([*waits, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

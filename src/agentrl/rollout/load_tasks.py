@@ -167,8 +167,13 @@ async def probe(
     named = await store.tasks.references(split)
     problems: list[str] = []
     flags = agent or AgentConfig()
+
+    def check_file(named: tuple[str | None, str | None]) -> None:
+        name, path = named
+        check_agent(name or flags.agent_name, agent_cfg_path(path, flags.agent_cfg_path))
+
     checks: Sequence[tuple[Mapping[Any, str], Callable[[Any], object]]] = (
-        (named.agent_files, lambda file: _check_agent(flags, *file)),
+        (named.agent_files, check_file),
         (named.scorers, SCORERS.get),
         (named.environments, lambda name: ENVIRONMENTS.get(name).check()),
         (named.answer_schemas, check_schema),
@@ -193,13 +198,9 @@ async def probe(
         task = named.scorers[judged[0]]
         section = _try(problems, task, lambda: load_judge(sampling.agent_config_path))
         if section is not None:
-            await _reach(section)
+            await asyncio.gather(*map(_reach, section.models))
     if problems:
         raise _refusal(problems, split)
-
-
-def _check_agent(flags: AgentConfig, name: str | None, path: str | None) -> None:
-    check_agent(name or flags.agent_name, agent_cfg_path(path, flags.agent_cfg_path))
 
 
 async def require_tools(store: Store, tools: ToolPool, split: str) -> None:
@@ -246,12 +247,8 @@ def _refusal(problems: Sequence[str], split: str) -> ConfigError:
     )
 
 
-async def _reach(section: AgentSection) -> None:
-    """Send each endpoint one request; log a warning for each that does not answer."""
-    await asyncio.gather(*(_reach_one(endpoint) for endpoint in section.models))
-
-
-async def _reach_one(endpoint: ModelEndpoint) -> None:
+async def _reach(endpoint: ModelEndpoint) -> None:
+    """Send an endpoint one request; log a warning if it does not answer."""
     import httpx
 
     try:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
@@ -90,9 +90,6 @@ class Sampler:
         )
         self._late = LateServers(worker.tools, worker.outages, worker.sampling.outage_wait_seconds)
         self._has_claimed = False
-        self._unusable: list[Claim] = []
-        """Claims that this process cannot work on, because of its configuration or the database."""
-        self._error: BaseException | None = None
         self._changed = asyncio.Event()
         """Set if a change since the last claim may have made work."""
         self._misses = 0
@@ -125,7 +122,7 @@ class Sampler:
             jobs.append(self._tails.run(self._freed))
         background = [asyncio.create_task(job) for job in jobs]
         for task in background:
-            task.add_done_callback(self._background_task_ended)
+            self._held.watch(task)
         try:
             await self._claim_and_start(stop)
         finally:
@@ -143,8 +140,8 @@ class Sampler:
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
         busy_at = time.monotonic()
         while not stop.is_set():
-            if self._error is not None:
-                raise self._error
+            if self._held.error is not None:
+                raise self._held.error
             claim = await self._claim(stop) if len(self._held) < self._config.concurrency else None
             if claim is not None:
                 self._misses = 0
@@ -220,18 +217,9 @@ class Sampler:
         self._housekeeping.trajectory_ended()
         self._changed.set()
 
-    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
+    def _ended(self, is_scored: bool) -> None:
         self._freed()
-        error = task.exception()
-        if error is not None:
-            self._unusable.append(claim)
-            self._error = error
-        elif task.result():
-            self.scored += 1
-
-    def _background_task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._error = task.exception()
+        self.scored += is_scored
 
     def _idle_too_long(self, busy_at: float) -> bool:
         limit = self._config.idle_exit_seconds
@@ -239,19 +227,11 @@ class Sampler:
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for a trajectory to end, a change that may have made work, ``stop``, or ``POLL_SECONDS``."""
-        signals: set[asyncio.Future[Any]] = {asyncio.ensure_future(stop.wait())}
-        timeout = POLL_SECONDS
+        events, timeout = [stop], POLL_SECONDS
         if len(self._held) < self._config.concurrency:
-            signals.add(asyncio.ensure_future(self._changed.wait()))
+            events.append(self._changed)
             timeout = min(timeout, max(0.0, self._look_at - time.monotonic()))
-        try:
-            await asyncio.wait(
-                {*signals, *self._held.tasks}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for signal in signals:
-                signal.cancel()
-            await asyncio.gather(*signals, return_exceptions=True)
+        await self._held.wait(*events, timeout=timeout)
 
     async def _is_done(self, stop: asyncio.Event) -> bool:
         try:
@@ -277,5 +257,5 @@ class Sampler:
 
     async def _release_claims(self) -> None:
         """Let trajectories finish for a moment, release the other claims, and finalize complete groups."""
-        if await self._held.release(self._unusable, self._config.grace_seconds):
+        if await self._held.release(self._config.grace_seconds):
             await bounded(self._housekeeping.finalize_completed())

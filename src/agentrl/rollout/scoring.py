@@ -18,7 +18,7 @@ from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
-from agentrl.rollout.held_claims import HeldClaims, owner_name
+from agentrl.rollout.held_claims import HeldClaims, owner_name, wait_for_any
 from agentrl.rollout.outages import OWN_FAILURES, Outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
@@ -136,8 +136,6 @@ class ScoringQueue:
         self._held = HeldClaims(scoring.store, scoring.claims, owner, split, self._ended)
         self._woken = asyncio.Event()
         self._poll_seconds = FIRST_POLL_SECONDS
-        self._error: BaseException | None = None
-        self._unusable: list[Claim] = []
         self.scored = 0
         """Number of trajectories that this queue scored."""
 
@@ -147,11 +145,11 @@ class ScoringQueue:
         Raises the error of a trajectory that this process cannot score, after its claims are released.
         """
         heartbeats = asyncio.create_task(self._held.heartbeats())
-        heartbeats.add_done_callback(self._heartbeats_ended)
+        self._held.watch(heartbeats)
         try:
             while not stop.is_set():
-                if self._error is not None:
-                    raise self._error
+                if self._held.error is not None:
+                    raise self._held.error
                 if await self._claim():
                     continue
                 if until_empty and not self._held and not await self._store.claims.unscored(self._split):
@@ -160,7 +158,7 @@ class ScoringQueue:
         finally:
             heartbeats.cancel()
             await asyncio.gather(heartbeats, return_exceptions=True)
-            await self._held.release(self._unusable)
+            await self._held.release()
 
     async def _claim(self) -> bool:
         """Claim what one group has to score; return whether there was anything."""
@@ -181,29 +179,16 @@ class ScoringQueue:
         """Look into the queue now, and often for a while."""
         self._woken.set()
 
-    def _ended(self, claim: Claim, task: asyncio.Task[bool]) -> None:
+    def _ended(self, is_scored: bool) -> None:
         self.wake()
-        error = task.exception()
-        if error is not None:
-            self._unusable.append(claim)
-            self._error = error
-        else:
-            self.scored += task.result()
-
-    def _heartbeats_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            self._error = task.exception()
+        self.scored += is_scored
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait until ``wake``, ``stop``, or the next look; looks become rarer while nothing waits."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (stop, self._woken)]
-        await asyncio.wait(waits, timeout=self._poll_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await wait_for_any(stop, self._woken, timeout=self._poll_seconds)
         longer = min(2 * self._poll_seconds, LONGEST_POLL_SECONDS)
         self._poll_seconds = FIRST_POLL_SECONDS if self._woken.is_set() else longer
         self._woken.clear()
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def score(configs: Configs, split: str, *, until_empty: bool) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.chat.chat_format import ChatFormat
@@ -163,50 +164,40 @@ def sampler_config(
     )
 
 
+@dataclass(kw_only=True)
 class SamplerGateway:
-    """The gateway of a sampler, imported and started when an agent first opens it."""
+    """The gateway of a sampler, imported and started when an agent first opens it: it needs web libraries."""
 
-    def __init__(
-        self,
-        store: Store,
-        configs: Configs,
-        router: Router,
-        chat_format: ChatFormat,
-        params: SamplingParams,
-    ) -> None:
-        self._store = store
-        self._configs = configs
-        self._router = router
-        self._chat_format = chat_format
-        self._params = params
-        self._host: GatewayHost | None = None
+    store: Store
+    configs: Configs
+    router: Router
+    chat_format: ChatFormat
+    params: SamplingParams
+    host: GatewayHost | None = None
 
     @asynccontextmanager
     async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
         """Return the endpoint of a trajectory."""
-        if self._host is None:
-            self._host = self._new_host()
-        async with self._host.open(claim, train=train, max_calls=max_calls) as endpoint:
+        if self.host is None:
+            from agentrl.gateway.answerer import Answerer
+            from agentrl.gateway.host import GatewayHost
+
+            answerer = Answerer(
+                store=self.store,
+                router=self.router,
+                chat_format=self.chat_format,
+                params=self.params,
+                agent=self.configs[AgentConfig],
+                seed=self.configs[RunConfig].seed,
+            )
+            self.host = GatewayHost(answerer, self.configs[GatewayConfig])
+        async with self.host.open(claim, train=train, max_calls=max_calls) as endpoint:
             yield endpoint
 
     async def aclose(self) -> None:
         """Stop the gateway."""
-        if self._host is not None:
-            await self._host.close()
-
-    def _new_host(self) -> GatewayHost:
-        from agentrl.gateway.answerer import Answerer
-        from agentrl.gateway.host import GatewayHost
-
-        answerer = Answerer(
-            store=self._store,
-            router=self._router,
-            chat_format=self._chat_format,
-            params=self._params,
-            agent=self._configs[AgentConfig],
-            seed=self._configs[RunConfig].seed,
-        )
-        return GatewayHost(answerer, self._configs[GatewayConfig])
+        if self.host is not None:
+            await self.host.close()
 
 
 @asynccontextmanager
@@ -240,7 +231,10 @@ async def open_worker(
             logger.warning("%s", problem)
         await tools.open_reachable()
         load_validator()
-        async with aclosing(SamplerGateway(store, configs, engines, chat_format, params)) as gateway:
+        served = SamplerGateway(
+            store=store, configs=configs, router=engines, chat_format=chat_format, params=params
+        )
+        async with aclosing(served) as gateway:
             yield (
                 kind(
                     store=store,

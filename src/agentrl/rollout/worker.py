@@ -150,7 +150,7 @@ class Worker:
         contain_call(lambda: require_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
         check_schema(claim.task.answer_schema)
         environment = open_environment(claim.task, call_timeout=self.environment_timeout)
-        await self._advance(claim, RecordStatus.RUNNING)
+        await self.store.records.advance(claim, RecordStatus.RUNNING)
 
         async def hold(call: Callable[[], Awaitable[T]]) -> T:
             return await self.outages.hold(call, clock)
@@ -184,7 +184,7 @@ class Worker:
                 hold=hold,
             )
             outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
-        await self._advance(
+        await self.store.records.advance(
             claim,
             RecordStatus.COMPLETED,
             final_answer=outcome.final_answer,
@@ -248,9 +248,6 @@ class Worker:
             extra={"record": claim.record_id, "why": failure_text(error)},
         )
         await self.store.attempts.release(claim)
-
-    async def _advance(self, claim: Claim, status: RecordStatus, **fields: object) -> None:
-        await self.store.records.advance(claim, status, **fields)
 
     async def _fail(self, claim: Claim, kind: str, why: Exception | str) -> None:
         message = failure_text(why)

@@ -19,7 +19,7 @@ from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError
 from agentrl.settings_file import SettingsFile, read_settings
 from agentrl.tools.sandbox.docker import container_limits
-from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.tools.sandbox.limits import Isolation, SandboxLimits
 from agentrl.tools.sandbox.local import start_code, uses_namespaces
 from agentrl.tools.sandbox.program import Job
 from agentrl.tools.specs import WORKDIR, HttpSpec, ManagerSpec, McpSpec, Options, Scope, ServerSpec, StdioSpec
@@ -28,7 +28,6 @@ from agentrl.validation import PlainText, Positive, PositiveWhole, Text, broken,
 
 _PACKAGE: Final = Path(__file__).parents[1]
 """The folder of this package, which is not below the interpreter if it is installed from a clone."""
-_LIMITS: Final = tuple(item.name for item in dataclasses.fields(SandboxLimits))
 _SERVERS_HINT = (
     "write 'servers:' with entries 'NAME: {command, args, env, cwd, sandbox}' or 'NAME: {url, headers,"
     " headers_env}'; docs/tools.md lists every key"
@@ -46,7 +45,7 @@ class ServerSandbox(SandboxLimits):
     cpu_seconds: PositiveWhole = 3600
     processes: PositiveWhole = 64
     open_files: PositiveWhole = 256
-    isolation: Literal["auto", "namespaces", "limits", "docker"] = "auto"
+    isolation: Isolation = "auto"
     image: Text | None = None
     network: Text = "none"
     visible: tuple[Text, ...] = ()
@@ -94,7 +93,7 @@ def _in_sandbox(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpe
         spec = dataclasses.replace(spec, env={"PYTHONPATH": str(_PACKAGE.parent), **spec.env})
     job = Job(
         visible=tuple(visible), directory=WORKDIR, namespaces=namespaces, network=sandbox.network,
-        limits={name: getattr(sandbox, name) for name in _LIMITS}, command=(spec.command, *spec.args),
+        limits=sandbox.as_dict(), command=(spec.command, *spec.args),
     )  # fmt: skip
     # Values of variables may be secrets, and every user of the machine can read arguments.
     words = (

@@ -17,7 +17,7 @@ from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, st
 from agentrl.errors import AgentRLError, PublishError, TrainingError
 from agentrl.observe.progress import StepView
 from agentrl.observe.terminal import excerpt
-from agentrl.observe.tracker_libraries import Tracker
+from agentrl.observe.trackers import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_folder import remove_leftovers
-from agentrl.config.agreed_settings import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -27,6 +26,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.validate import trainer_settings
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
@@ -38,7 +38,7 @@ from agentrl.model.precision import Precision
 from agentrl.observe.begin_run import begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
-from agentrl.observe.trackers import open_trackers
+from agentrl.observe.tracker_threads import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint, saving

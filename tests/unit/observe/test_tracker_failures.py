@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import RunConfig
-from agentrl.observe import trackers
-from agentrl.observe.tracker_libraries import TRACKERS
-from agentrl.observe.trackers import open_trackers, public_parameters
+from agentrl.observe import tracker_threads
+from agentrl.observe.tracker_threads import open_trackers, public_parameters
+from agentrl.observe.trackers import TRACKERS
 
 
 class Recorder:
@@ -82,8 +82,8 @@ def test_one_that_hangs_delays_neither_the_start_nor_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(trackers, "OPEN_SECONDS", 0.01)
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(tracker_threads, "OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(tracker_threads, "CLOSE_SECONDS", 0.01)
     registered["slow"] = lambda: release.wait(60) and Recorder()
     with caplog.at_level(logging.WARNING):
         tracker = open_trackers("slow", RunConfig(), tmp_path)

@@ -19,7 +19,7 @@ from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.distributed.world import single_process
 from agentrl.observe.progress import StepView
-from agentrl.observe.trackers import open_trackers
+from agentrl.observe.tracker_threads import open_trackers
 from agentrl.train import checkpoint, saving
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from agentrl.validation import Positive, PositiveWhole, Settings, read_config
+from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
 
-Isolation = Literal["auto", "namespaces", "limits"]
+Isolation = Literal["auto", "namespaces", "limits", "docker"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,32 @@ class SandboxLimits(Settings):
     output_bytes: PositiveWhole = 65536
     """Standard output and standard error, each."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return these limits by name, without what a subclass adds."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(SandboxLimits)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig(SandboxLimits):
+    """How a model's programs are confined."""
+
+    isolation: Isolation = "auto"
+    image: Text = "python:3.12-slim"
+    """Of ``isolation: docker``."""
+    python: Text | None = None
+    """The interpreter, with its packages; None: this one, without them."""
+    visible: tuple[Text, ...] = ()
+    """Further folders that programs may read."""
+
     @classmethod
-    def of(cls, config: Mapping[str, Any], where: str) -> Self:
-        """Return the limits in ``config``; other keys are ignored. Raises ConfigError."""
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Return the settings in ``config``. Raises ConfigError.
+
+        Other keys are ignored: verl's configuration of its sandbox tool works too.
+        """
         known = {item.name for item in dataclasses.fields(cls)}
         chosen = {name: value for name, value in config.items() if name in known}
-        return read_config(cls, chosen, where, hint="docs/sandbox.md lists the limits")
+        return read_config(cls, chosen, "config of the sandbox", hint="docs/sandbox.md lists the keys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

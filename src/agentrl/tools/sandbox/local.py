@@ -152,13 +152,9 @@ class LocalSandbox:
             folder = self._folder
             job = Job(
                 code=code, stdin=stdin, python=self._python, visible=self._visible, directory=folder,
-                namespaces=namespaces, keep_files=True, limits=dataclasses.asdict(self._limits),
+                namespaces=namespaces, keep_files=True, limits=self._limits.as_dict(),
             )  # fmt: skip
-            answer = await launch(job, self._limits)
-            if answer.pop("kept"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(os.path.join(folder, "files.new"), os.path.join(folder, "files.tar"))
-            return Execution(**answer)
+            return await launch(job, self._limits)
 
     async def close(self) -> None:
         """Delete the directory. Idempotent."""
@@ -174,14 +170,18 @@ def _slot() -> asyncio.Semaphore:
     return _running[loop]
 
 
-async def launch(job: Job, limits: SandboxLimits) -> dict[str, Any]:
-    """Run one program; end it on cancellation and after a hard time limit."""
+async def launch(job: Job, limits: SandboxLimits) -> Execution:
+    """Run one program, and keep its files; end it on cancellation and after a hard time limit."""
     reader, writer = await asyncio.open_connection(sock=LAUNCHER.connect())
     try:
         async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
             writer.write(encode_job(job))
             await writer.drain()
-            return _answer(await reader.read())
+            answer = _answer(await reader.read())
+        if answer.pop("kept"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(os.path.join(job.directory, "files.new"), os.path.join(job.directory, "files.tar"))
+        return Execution(**answer)
     except TimeoutError as error:
         hint = "look for overload of this machine"
         raise ToolServerError("the sandbox did not end its program", hint=hint) from error
@@ -238,7 +238,7 @@ def namespace_problem() -> str | None:
         python, prefixes = _interpreter(None)
         job = Job(
             python=python, visible=prefixes, directory=folder, namespaces=True,
-            limits=dataclasses.asdict(SandboxLimits()),
+            limits=SandboxLimits().as_dict(),
         )  # fmt: skip
         try:
             with LAUNCHER.connect() as connection:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from agentrl.errors import ConfigError
 from agentrl.tools.base import Schema, function_schema
 from agentrl.tools.python import tool
 from agentrl.tools.sandbox.docker import DockerSandbox
-from agentrl.tools.sandbox.limits import Execution, SandboxLimits
+from agentrl.tools.sandbox.limits import Execution, SandboxConfig
 from agentrl.tools.sandbox.local import LocalSandbox
 from agentrl.tools.stateful import StatefulTool
 
-WHERE = "config of the sandbox"
 _EXCEEDED = {
     "time": "the program was stopped: it took too long",
     "memory": "the program was stopped: it used too much memory",
@@ -35,28 +33,11 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: Mapping[str, Any]) -> Sandbox:
-    """Return a sandbox with the limits and the ``isolation`` of ``config``. Raises ConfigError.
-
-    Other keys are ignored: verl's configuration of its sandbox tool works too.
-    """
-    limits = SandboxLimits.of(config, WHERE)
-    isolation = config.get("isolation", "auto")
-    if isolation == "docker":
-        return DockerSandbox(limits, image=str(config.get("image", "python:3.12-slim")))
-    if isolation not in ("auto", "namespaces", "limits"):
-        raise ConfigError(
-            f"{WHERE}: isolation is {isolation!r}", hint="choose auto, namespaces, limits or docker"
-        )
-    visible = config.get("visible", [])
-    if not isinstance(visible, list) or not all(isinstance(path, str) for path in visible):
-        raise ConfigError(f"{WHERE}: visible is {visible!r}", hint="give a list of folders")
-    python = config.get("python")
-    return LocalSandbox(
-        limits,
-        isolation=isolation,
-        python=None if python is None else str(python),
-        visible=tuple(visible),
-    )
+    """Return the sandbox that ``config`` describes. Raises ConfigError."""
+    chosen = SandboxConfig.of(config)
+    if chosen.isolation == "docker":
+        return DockerSandbox(chosen, image=chosen.image)
+    return LocalSandbox(chosen, isolation=chosen.isolation, python=chosen.python, visible=chosen.visible)
 
 
 @tool("python_sandbox")
