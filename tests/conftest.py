@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from memory_folder import memory_folder
 from pymongo import MongoClient
 
@@ -19,6 +20,13 @@ from agentrl.observe.logging import LogWriter
 from agentrl.store import expired_leases
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
+
+MOST_RERUNS = 3
+"""A session fails if more tests than this needed a second run."""
+
+# A busy machine makes data slowly; tests that say so are not wrong.
+settings.register_profile("shared", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("shared")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +45,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("integration") or item.get_closest_marker("acceptance"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the first failure of each test that was run once more."""
+    repeated = terminalreporter.stats.get("rerun", [])
+    if repeated:
+        terminalreporter.section(f"tests that were run once more: {len(repeated)}, at most {MOST_RERUNS}")
+    for report in repeated:
+        terminalreporter.line(f"{report.nodeid}, the first time:\n{report.longreprtext}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail if so many tests were run once more that a busy machine does not explain it."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    repeated = reporter.stats.get("rerun", []) if reporter is not None else []
+    if exitstatus == pytest.ExitCode.OK and len(repeated) > MOST_RERUNS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.hookimpl(wrapper=True)

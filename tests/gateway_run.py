@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask

@@ -13,7 +13,7 @@ import yaml
 from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
 from agentrl.data.convert import to_training_data
 from agentrl.documents.images import Image

@@ -19,9 +19,8 @@ import pytest
 from db_command import violations
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.evaluate import OutputFlags
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import JsonFlags, RunConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ConfigError, EngineError, ModelError, TaskFileError
@@ -68,7 +67,7 @@ def words(run: RunConfig, file: Path, *more: str) -> list[str]:
 
 def flags(run: RunConfig, file: Path, *more: str) -> Configs:
     given = words(run, file, *more)
-    return parse(given, command="agentrl eval", description="", shown=[], extra=[OutputFlags])
+    return parse(given, command="agentrl eval", description="", shown=[], extra=[JsonFlags])
 
 
 async def publish(store: Store, folder: Path, version: int, step: int) -> None:

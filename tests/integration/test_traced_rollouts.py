@@ -17,7 +17,7 @@ from gateway_run import ADD, answerer_of, gateway_task, worker_of
 from otlp_collector import collecting, trace_flags, traced
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams

@@ -15,7 +15,7 @@ from chat_models import KEEPS_ALL, write_model
 from test_sampling import task
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.try_task import TryConfig
+from agentrl.cli.evaluate import TryConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.run import InferenceService

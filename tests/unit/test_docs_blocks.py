@@ -22,8 +22,8 @@ import pytest
 import yaml
 from docs_pages import PAGES, ROOT, Block, blocks, write_files
 
-from agentrl.cli.main import COMMANDS
 from agentrl.config import load
+from agentrl.config.commands import COMMANDS, function_of
 from agentrl.documents.task_json import make_task
 from agentrl.errors import ConfigError
 
@@ -126,14 +126,15 @@ class _ParsedError(Exception):
 def check_command(words: Sequence[str]) -> None:
     """Parse a command as the terminal would. Raises ConfigError for an unknown command, flag or value."""
     assert words[0] in COMMANDS, f"no command {words[0]}"
-    module = importlib.import_module(COMMANDS[words[0]][0])
+    run = function_of(words[0])
+    module = importlib.import_module(run.__module__)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load.CommandParser, "parse_args", _stopping(load.CommandParser.parse_args))
         for name in ("parse", "load_parse"):
             if hasattr(module, name):
                 patch.setattr(module, name, _stopping(load.parse))
         with pytest.raises(_ParsedError):
-            module.main(list(words[1:]))
+            run(list(words[1:]))
 
 
 def _stopping(parse: Any) -> Any:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import RenderableType
 from rich.text import Text
 
-from agentrl.config.examples import examples_text
+from agentrl.config.commands import examples_text
 from agentrl.config.load import Configs, parse
-from agentrl.config.schema import RunConfig, flag
+from agentrl.config.schema import JsonFlags, RunConfig, flag
 from agentrl.errors import AgentRLError, ConfigError
 
 if TYPE_CHECKING:
@@ -40,13 +40,6 @@ _MATCHES_SHOWN = 10
 _METRICS_SHOWN = 30
 _SEARCH_SECONDS = 120.0
 """Longest time of all pages of one search for a text or a tool."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageFlags:
-    """How a page is printed."""
-
-    json: bool = flag(False, "print one JSON value on stdout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +112,14 @@ def main(argv: list[str]) -> int:
         command=f"agentrl audit {page}{shape.usage}",
         description=shape.description,
         shown=[RunConfig],
-        extra=[*shape.flags, PageFlags],
+        extra=[*shape.flags, JsonFlags],
     )
     if page == "record" and not names:
         raise ConfigError(
             "agentrl audit record takes the id of a Record", hint="`agentrl audit records` lists them"
         )
     value, screen = asyncio.run(_read(configs, names, shape.read))
-    if configs[PageFlags].json:
+    if configs[JsonFlags].json:
         from agentrl.observe.terminal import print_json
 
         print_json(value)
@@ -234,7 +227,7 @@ async def _curve(store: Store, configs: Configs, names: list[str]) -> _Answer:
     for name in names:
         if name not in known:
             raise _unknown_metric(store.run_name, name, known)
-    if configs[PageFlags].json:
+    if configs[JsonFlags].json:
         return committed_values(store.run_name, steps, names or known), Text()
     out = Path(configs[CurveFlags].out)
     if names:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import os
 from typing import Any, NoReturn
 
-from agentrl.cli.commands import COMMANDS
 from agentrl.config.arguments import collect
+from agentrl.config.commands import COMMANDS, function_of
 from agentrl.config.load import CommandParser
 from agentrl.config.run import EngineConfig, RunConfig
 from agentrl.errors import AgentRLError
@@ -67,9 +66,9 @@ def parser_of(words: list[str]) -> tuple[argparse.ArgumentParser, int]:
         skipped = 2
     elif command == "audit":
         return _choice(PAGES["audit"]), 1
-    module = importlib.import_module(COMMANDS[command][0])
+    run = function_of(command)
     try:
-        collected = collect(lambda: module.main(rest[: skipped - 1]))
+        collected = collect(lambda: run(rest[: skipped - 1]))
     except AgentRLError:
         collected = None
     if collected is None:

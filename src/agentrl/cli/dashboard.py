@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import RunConfig
+from agentrl.config.schema import RunConfig, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardFlags:
+    """Where the pages are, and who may read them."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int | None = flag(None, "port (default: 8900, or the next free one)")
+    token_file: str | None = flag(
+        None, "file with the token of the login link (default: a new one, which is printed)"
+    )
+    allowed_hosts: str = flag("", "further host names of this machine, separated by commas")
 
 
 def main(argv: list[str]) -> int:
@@ -15,14 +28,15 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     from agentrl.dashboard.serve import serve
 
+    flags = group_of(DashboardFlags, arguments)
     asyncio.run(
         serve(
             group_of(RunConfig, arguments),
             _announce,
-            host=arguments.host,
-            port=arguments.port,
-            token_file=arguments.token_file,
-            hosts=tuple(name for name in arguments.allowed_hosts.split(",") if name),
+            host=flags.host,
+            port=flags.port,
+            token_file=None if flags.token_file is None else Path(flags.token_file),
+            hosts=tuple(name for name in flags.allowed_hosts.split(",") if name),
         )
     )
     return 0
@@ -37,14 +51,5 @@ def _parser() -> CommandParser:
         prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
     )
     parser.add_flags(RunConfig, *DATABASE_FLAGS)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, help="port (default: 8900, or the next free one)")
-    parser.add_argument(
-        "--token_file",
-        type=Path,
-        help="file with the token of the login link (default: a new one, which is printed)",
-    )
-    parser.add_argument(
-        "--allowed_hosts", default="", help="further host names of this machine, separated by commas"
-    )
+    parser.add_flags(DashboardFlags)
     return parser

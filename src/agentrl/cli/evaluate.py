@@ -1,4 +1,4 @@
-"""``agentrl eval``: evaluate a policy on a task file; compare and list evaluations."""
+"""``agentrl eval`` evaluates a policy on a task file; ``agentrl try`` runs one trajectory, keeps nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
+    EngineListConfig,
     EvaluationConfig,
+    JsonFlags,
     ModelConfig,
     RunConfig,
     SamplingConfig,
@@ -21,13 +23,6 @@ from agentrl.config.schema import (
     flag,
 )
 from agentrl.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputFlags:
-    """What is printed."""
-
-    json: bool = flag(False, "print one JSON value on stdout; progress goes to stderr")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +49,7 @@ def main(argv: list[str]) -> int:
             EvaluationConfig, RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig,
             EngineConfig, TraceConfig,
         ],
-        extra=[OutputFlags],
+        extra=[JsonFlags],
     )  # fmt: skip
     if configs[TaskConfig].eval_file is None:
         raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
@@ -65,7 +60,7 @@ def main(argv: list[str]) -> int:
     quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
     setup(configs[RunConfig], "eval", console_level=quiet)
     with tracing(configs, "eval"):
-        return asyncio.run(evaluate(_with_samples(configs), as_json=configs[OutputFlags].json))
+        return asyncio.run(evaluate(_with_samples(configs), as_json=configs[JsonFlags].json))
 
 
 def _with_samples(configs: Configs) -> Configs:
@@ -85,7 +80,7 @@ def _compare(argv: list[str]) -> int:
         description="Compares two finished evaluations over the tasks that both scored. A and B are ids,"
         " parts of ids or versions; RUN/ID names an evaluation of another run.",
         shown=[RunConfig],
-        extra=[OutputFlags],
+        extra=[JsonFlags],
     )
     if len(named) != 2:
         raise ConfigError(
@@ -94,7 +89,7 @@ def _compare(argv: list[str]) -> int:
         )
     from agentrl.evaluation.report import compare
 
-    asyncio.run(compare(configs, named[0], named[1], as_json=configs[OutputFlags].json))
+    asyncio.run(compare(configs, named[0], named[1], as_json=configs[JsonFlags].json))
     return 0
 
 
@@ -104,12 +99,56 @@ def _report(argv: list[str]) -> int:
         command="agentrl eval report",
         description="Lists the evaluations of a run, oldest first.",
         shown=[RunConfig],
-        extra=[OutputFlags, ReportFlags],
+        extra=[JsonFlags, ReportFlags],
     )
     from agentrl.evaluation.report import report
 
     flags = configs[ReportFlags]
-    asyncio.run(
-        report(configs, as_json=configs[OutputFlags].json, as_markdown=flags.markdown, plot=flags.plot)
-    )
+    asyncio.run(report(configs, as_json=configs[JsonFlags].json, as_markdown=flags.markdown, plot=flags.plot))
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryConfig:
+    """Which task to try, and on which engine."""
+
+    line: int | None = flag(None, "line of the task in the file (default: its first task)")
+    prompt: bool = flag(False, "print the first prompt as the model reads it, and call no engine")
+    engine_url: str | None = flag(None, "an engine's URL (default: a live engine of the run)")
+
+
+def try_task(argv: list[str]) -> int:
+    """Run one trajectory of a task: JSON, a task's id in the run, or a task file. Return 1 if it fails."""
+    words = list(argv)
+    wanted = words.pop(0) if words and not words[0].startswith("-") else None
+    configs = parse(
+        words,
+        command="agentrl try TASK",
+        description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
+        " id of a task of the run, or a task file. The trial has a database of its own on the server of the"
+        " run, which is dropped at the end.",
+        shown=[
+            RunConfig,
+            ModelConfig,
+            SamplingConfig,
+            AgentConfig,
+            ToolConfig,
+            EngineListConfig,
+            TraceConfig,
+        ],
+        extra=[TryConfig],
+    )
+    if wanted is None:
+        raise ConfigError(
+            "agentrl try takes a task",
+            hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
+            " task's id, or a task file",
+        )
+    from agentrl.observe.tracing import tracing
+    from agentrl.rollout.try_task import try_task as run_task
+
+    flags = configs[TryConfig]
+    with tracing(configs, "try"):
+        return asyncio.run(
+            run_task(configs, wanted, line=flags.line, engine_url=flags.engine_url, prompt=flags.prompt)
+        )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import select
 import sys
 from collections.abc import Callable, Sequence
 
 import agentrl
-from agentrl.cli.commands import COMMANDS
+from agentrl.config.commands import COMMANDS, function_of
 from agentrl.errors import AgentRLError
 from agentrl.extras import missing as missing_package
 
@@ -56,7 +55,7 @@ def _main(argv: Sequence[str] | None) -> int:
     if name not in COMMANDS:
         print(f"agentrl: error: unknown command {name!r}\n{_usage()}", file=sys.stderr)
         return 2
-    return run(lambda: importlib.import_module(COMMANDS[name][0]).main(words[1:]), f"agentrl {name}")
+    return run(lambda: function_of(name)(words[1:]), f"agentrl {name}")
 
 
 def run(command: Callable[[], int | None], name: str) -> int:

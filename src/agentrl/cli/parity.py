@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import RenderableType
 
-from agentrl.config.load import CommandParser
+from agentrl.config.fields import Flags, flag
+from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
@@ -101,47 +102,45 @@ class Sample:
     logprobs: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParityFlags(Flags):
+    """Which engines are compared, and on how much text."""
+
+    engine: str = flag("local", "engines to start: local, sglang, vllm, or several")
+    url: str | None = flag(None, "URL of a running engine of that kind with the same weights")
+    prompts: int = flag(16, "number of prompts", within="[1, inf)")
+    max_new_tokens: int = flag(64, "tokens generated per prompt", within="[1, inf)")
+    temperature: float = flag(1.0, "temperature of sampling and of the logprobs")
+    dtype: Literal["float32", "bfloat16"] = flag("float32", "dtype of the weights")
+    json: bool = flag(False, "print JSON")
+
+
 def main(argv: list[str]) -> int:
     """Print the table; 1 when a mean reaches the limit of ``--dtype``."""
-    flags = _parser().parse_args(argv)
-    if flags.prompts < 1 or flags.max_new_tokens < 1:
-        raise ConfigError("--prompts and --max_new_tokens must be above 0", hint="give them positive values")
-    model = ModelConfig(
-        model_name_or_path=os.path.abspath(flags.model_name_or_path),
-        dtype=flags.dtype,
-        chat_template=flags.chat_template,
-    )
-    differences = asyncio.run(_compare(model, flags))
-    if flags.json:
-        print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
-    else:
-        stdout_console().print(render(differences, flags.model_name_or_path))
-    return 0 if all(difference.within for difference in differences) else 1
-
-
-def _parser() -> CommandParser:
     parser = CommandParser(
         prog="agentrl parity",
         description="Compares the trainer's logprobs with an engine's, for the same token ids and weights.",
     )
     parser.add_flags(ModelConfig, "model_name_or_path", required=True)
-    parser.add_argument("--engine", default="local", help="engines to start: local, sglang, vllm, or several")
-    parser.add_argument("--url", help="URL of a running engine of that kind with the same weights")
-    parser.add_argument("--prompts", type=int, default=16, help="number of prompts")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens generated per prompt")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="temperature of sampling and of the logprobs"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights"
-    )
+    parser.add_flags(ParityFlags)
     parser.add_flags(ModelConfig, "chat_template")
     parser.add_flags(EngineConfig, "engine_start_seconds")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    arguments = parser.parse_args(argv)
+    flags = group_of(ParityFlags, arguments)
+    model = ModelConfig(
+        model_name_or_path=os.path.abspath(arguments.model_name_or_path),
+        dtype=flags.dtype,
+        chat_template=arguments.chat_template,
+    )
+    differences = asyncio.run(_compare(model, flags, arguments.engine_start_seconds))
+    if flags.json:
+        print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
+    else:
+        stdout_console().print(render(differences, arguments.model_name_or_path))
+    return 0 if all(difference.within for difference in differences) else 1
 
 
-async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
+async def _compare(model: ModelConfig, flags: ParityFlags, start_seconds: float) -> list[Difference]:
     from agentrl.distributed.world import single_process
     from agentrl.model.load import load_policy
 
@@ -152,7 +151,7 @@ async def _compare(model: ModelConfig, flags: Any) -> list[Difference]:
     prompts = encode_prompts(policy, flags.prompts)
     differences = []
     for name in _engines(flags):
-        async with _engine(name, model, flags) as client:
+        async with _engine(name, model, flags.url, start_seconds) as client:
             samples = await _sample(client, prompts, flags.max_new_tokens, flags.temperature)
         differences += await asyncio.to_thread(
             compare_samples, name, policy, samples, flags.temperature, limit
@@ -196,11 +195,11 @@ def compare_samples(
     return differences
 
 
-def _engines(flags: Any) -> list[str]:
+def _engines(flags: ParityFlags) -> list[str]:
     """Return the names in ``--engine``; ConfigError for an unknown one, and for several with ``--url``."""
     from agentrl.inference.engines.commands import ENGINES
 
-    names = str(flags.engine).split(",")
+    names = flags.engine.split(",")
     for name in names:
         if name not in ENGINES:
             raise ConfigError(
@@ -215,24 +214,26 @@ def _engines(flags: Any) -> list[str]:
 
 
 @asynccontextmanager
-async def _engine(name: str, model: ModelConfig, flags: Any) -> AsyncIterator[EngineClient]:
+async def _engine(
+    name: str, model: ModelConfig, url: str | None, start_seconds: float
+) -> AsyncIterator[EngineClient]:
     """Yield a client of the engine at ``--url``, or of one that is started for the block."""
     from agentrl.inference.engines.clients import engine_client
     from agentrl.inference.engines.commands import engine_command
     from agentrl.inference.engines.process import EngineProcess, free_port
 
-    if flags.url:
-        async with engine_client(name, flags.url, _GENERATE_SECONDS) as client:
+    if url:
+        async with engine_client(name, url, _GENERATE_SECONDS) as client:
             yield client
         return
-    config = EngineConfig(engine=name, engine_start_seconds=flags.engine_start_seconds)  # type: ignore[arg-type]
+    config = EngineConfig(engine=name, engine_start_seconds=start_seconds)  # type: ignore[arg-type]
     port = free_port(config.host)
     with tempfile.TemporaryDirectory(prefix="agentrl-parity-") as folder:
         command = engine_command(str(model.model_name_or_path), model, config, port)
         process = EngineProcess(command, Path(folder) / "engine.log")
         try:
             async with engine_client(name, f"http://{config.host}:{port}", _GENERATE_SECONDS) as client:
-                await process.wait_ready(client, flags.engine_start_seconds)
+                await process.wait_ready(client, start_seconds)
                 yield client
         finally:
             await process.stop()

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from agentrl.config.load import parse
-from agentrl.config.plan import PlanConfig
 from agentrl.config.schema import (
     AdapterConfig,
     MemoryConfig,
@@ -15,6 +14,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
+from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 
 NOTHING_FITS = 3

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import RunConfig, TaskConfig
+from agentrl.config.schema import JsonFlags, RunConfig, TaskConfig, flag
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """How tasks are loaded."""
+
+    split: str = flag("train", "train, eval, …")
+    no_shuffle: bool = flag(False, "keep the order of the file")
+    update: bool = flag(False, "change loaded tasks that have not begun")
+    append: bool = flag(False, "add tasks that the run does not have")
 
 
 def main(argv: list[str]) -> int:
@@ -28,19 +39,11 @@ def _parser() -> CommandParser:
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
     load.add_argument("file", help="JSONL or a JSON list, plain or gzip; or 'env:NAME?n=1000&seed=1'")
-    load.add_argument("--split", default="train", help="train, eval, … (%(default)s)")
-    load.add_flags(TaskConfig, "num_generations")
+    load.add_flags(LoadFlags)
+    load.add_flags(TaskConfig, "num_generations", "skip_bad_lines")
     load.add_flags(RunConfig, "seed")
-    load.add_argument("--no_shuffle", action="store_true", help="keep the order of the file")
-    load.add_argument(
-        "--update",
-        action="store_true",
-        help="change loaded tasks that have not begun",
-    )
-    load.add_argument("--skip_bad_lines", action="store_true", help="skip invalid lines")
-    load.add_argument("--append", action="store_true", help="add tasks that the run does not have")
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
-    counts.add_argument("--json", action="store_true", help="print one JSON value")
+    counts.add_flags(JsonFlags)
     return parser
 
 

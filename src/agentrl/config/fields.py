@@ -108,6 +108,13 @@ def _choices(group: type) -> Mapping[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
+@dataclass(frozen=True, kw_only=True)
+class JsonFlags:
+    """What is printed."""
+
+    json: bool = flag(False, "print one JSON value on stdout; progress goes to stderr")
+
+
 def require(condition: bool, message: str, hint: str) -> None:
     """Raise ConfigError unless ``condition`` holds."""
     if not condition:

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from agentrl.config.arguments import add_flag, end_if_collected
-from agentrl.config.examples import examples_text
+from agentrl.config.commands import examples_text
 from agentrl.config.fields import Switch
 from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
 from agentrl.config.schema import GROUPS, sections

@@ -1,4 +1,4 @@
-"""Flags of a run's name, database, model and inference engine, and of the GPUs of a machine."""
+"""Flags of a run's name, database, model, inference engine and traces, and of the GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -268,5 +268,32 @@ class PlacementConfig(Flags):
         True,
         "refuse to start if a training step, by `agentrl plan`, or an engine's weights need more memory than"
         " their GPUs have",
+        per_process=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig(Flags):
+    """OpenTelemetry traces."""
+
+    section = "tracing"
+
+    trace: str | None = flag(
+        None,
+        "where spans go: otlp://HOST:PORT (OTLP over gRPC; otlps:// with TLS), http://HOST:PORT or https://"
+        " (OTLP over HTTP), mlflow (the server of MLFLOW_TRACKING_URI), mlflow://HOST:PORT/EXPERIMENT or"
+        " sqlite:///FILE (MLflow without a server; default: nowhere)",
+        per_process=True,
+    )
+    trace_content: bool = flag(
+        False,
+        "record messages, arguments, results and error messages in spans, redacted and cut",
+        per_process=True,
+    )
+    trace_queue: int = flag(
+        4096,
+        "spans that wait to be sent; further ones are dropped",
+        within="[1, inf)",
+        unit="spans",
         per_process=True,
     )

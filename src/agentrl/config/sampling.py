@@ -1,4 +1,4 @@
-"""Flags of sampling: tasks, claims, agents, samplers, and advantages of groups."""
+"""Flags of sampling: tasks, claims, samplers, advantages of groups, and evaluations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from agentrl.config.fields import Flags, flag, require
 
 RIGHT_THRESHOLD = 0.5
 """Default of ``--right_threshold``."""
-
-
-_RESERVE = 1024
-"""Default of ``--prompt_reserve_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,73 +90,6 @@ class ClaimConfig(Flags):
     def heartbeat_seconds(self) -> float:
         """Interval at which a claim is renewed: three attempts within a lease."""
         return self.lease_seconds / 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig(Flags):
-    """One trajectory: its agent, turns and context."""
-
-    section = "agent"
-
-    agent_name: str = flag("react", "agent of tasks that name none")
-    agent_cfg_path: str | None = flag(
-        None,
-        "YAML file with the configuration of the agent, of tasks that name none; for --agent_name command it"
-        " describes the harness (docs/harnesses.md)",
-        per_process=True,
-    )
-    system_prompt: str | None = flag(None, "system prompt of tasks that have none")
-    query_prompt: str | None = flag(
-        None, "template of the user message, with {query}, of tasks that have none"
-    )
-    max_turns: int = flag(16, "model calls per trajectory", within="[1, inf)", unit="model calls")
-    max_prompt_tokens: int = flag(
-        32768,
-        "longest prompt; a longer context is reset or ends the trajectory",
-        within="[1, inf)",
-        unit="tokens",
-    )
-    prompt_reserve_tokens: int = flag(
-        _RESERVE,
-        "the context counts as full at --max_prompt_tokens minus this; an eighth of --max_prompt_tokens if"
-        f" that is {_RESERVE} or less",
-        within="[0, inf)",
-        unit="tokens",
-    )
-    new_context: str = flag(
-        "disabled",
-        "context manager, called when the context is full: disabled (ends the trajectory), discard_all_tools"
-        " (drops tool results), discard_all (starts from a summary), summarize (a summary and the latest tool"
-        " calls), or your own as module:name",
-    )
-    repetition_early_stop_times: int = flag(
-        -1,
-        "end the trajectory after this many equal assistant messages (-1: never)",
-        within="[-1, inf)",
-        unit="messages",
-    )
-    enable_repetition_compress: bool = flag(
-        False, "on repetition, reset the context instead of ending the trajectory"
-    )
-    tool_call_parser: str | None = flag(
-        None,
-        "how tool calls are written: hermes, qwen3_coder, llama, … (docs/tool_calls.md), or your own as"
-        " module:name (default: as the chat format or the marks in the chat template say)",
-    )
-    trajectory_timeout_seconds: float = flag(
-        3600.0, "timeout of one trajectory", within="(0, inf)", unit="seconds"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompt_reserve_tokens == _RESERVE >= self.max_prompt_tokens:
-            object.__setattr__(self, "prompt_reserve_tokens", self.max_prompt_tokens // 8)
-        require(
-            self.max_prompt_tokens > self.prompt_reserve_tokens,
-            f"--max_prompt_tokens {self.max_prompt_tokens} leaves nothing beside"
-            f" --prompt_reserve_tokens {self.prompt_reserve_tokens}",
-            "raise --max_prompt_tokens or lower --prompt_reserve_tokens",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,4 +260,76 @@ class GroupConfig(Flags):
             self.overlong_buffer == 0 or self.overlong_limit >= self.overlong_buffer,
             f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
             "give --overlong_limit: generated tokens of a whole trajectory that are too many",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Flags):
+    """The policy that `agentrl eval` evaluates, and its engine."""
+
+    section = "evaluation"
+
+    eval_version: int | None = flag(
+        None,
+        "policy version to evaluate (default: the newest that an engine serves, else the newest published)",
+        within="[0, inf)",
+        per_process=True,
+    )
+    eval_model: str | None = flag(
+        None, "model folder or checkpoint to evaluate instead of a policy version", per_process=True
+    )
+    eval_label: str = flag(
+        "", "label of a repetition: samples the same file and policy again", per_process=True
+    )
+    eval_samples: int | None = flag(
+        None,
+        "trajectories per task of an evaluation (default: --num_generations if it is given, else 1)",
+        within="[1, inf)",
+        unit="trajectories",
+        per_process=True,
+    )
+    eval_steps: int | None = flag(
+        None,
+        "follow the run: evaluate each published version whose step is a multiple of this",
+        within="[1, inf)",
+        unit="optimizer steps",
+        per_process=True,
+    )
+    eval_engine: Literal["auto", "own", "shared"] = flag(
+        "auto",
+        "engine of an evaluation: shared (live engines of the run that serve the version), own (started for"
+        " the evaluation by the flags of `agentrl serve`), or auto (shared if there is one, else own)",
+        per_process=True,
+    )
+    eval_input_price: float = flag(
+        0.0, "price of a million prompt tokens, for the cost in reports", within="[0, inf)", per_process=True
+    )
+    eval_output_price: float = flag(
+        0.0,
+        "price of a million generated tokens, for the cost in reports",
+        within="[0, inf)",
+        per_process=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.eval_version is None or self.eval_model is None,
+            f"--eval_version {self.eval_version} and --eval_model {self.eval_model} name two policies",
+            "give one of them; `agentrl eval compare` compares two evaluations",
+        )
+        require(
+            self.eval_steps is None or (self.eval_version is None and self.eval_model is None),
+            f"--eval_steps {self.eval_steps} evaluates the versions of a run, not one policy",
+            "leave out --eval_version and --eval_model",
+        )
+        require(
+            self.eval_engine != "shared" or (self.eval_steps is None and self.eval_model is None),
+            "--eval_engine is shared, and the run's engines serve only the newest version of the run",
+            "use --eval_engine own with --eval_steps and --eval_model",
+        )
+        require(
+            all(character.isalnum() or character in "_.-" for character in self.eval_label),
+            f"--eval_label is {self.eval_label!r}",
+            "use letters, digits, '_', '.' and '-'",
         )

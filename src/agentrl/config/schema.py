@@ -6,14 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-from agentrl.config.evaluation import EvaluationConfig
-from agentrl.config.fields import flag
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
+from agentrl.config.fields import JsonFlags, flag
 from agentrl.config.loss import LossConfig
-from agentrl.config.run import EngineConfig, EngineListConfig, ModelConfig, PlacementConfig, RunConfig
-from agentrl.config.sampling import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig, TaskConfig
-from agentrl.config.tools import ToolConfig
-from agentrl.config.tracing import TraceConfig
+from agentrl.config.run import (
+    EngineConfig,
+    EngineListConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    TraceConfig,
+)
+from agentrl.config.sampling import (
+    ClaimConfig,
+    EvaluationConfig,
+    GroupConfig,
+    SamplingConfig,
+    TaskConfig,
+)
 from agentrl.config.training import (
     AdapterConfig,
     IgnoredConfig,
@@ -25,9 +35,9 @@ from agentrl.config.training import (
 
 __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
-    "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "LossConfig", "MemoryConfig",
-    "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig", "RunConfig", "SamplingConfig",
-    "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag", "sections",
+    "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags", "LossConfig",
+    "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig", "RunConfig",
+    "SamplingConfig", "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (

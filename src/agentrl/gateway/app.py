@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from agentrl.chat.text_stream import TextStream
-from agentrl.config.gateway import GatewayConfig, is_pattern
+from agentrl.config.agent import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import Claim

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig, RunConfig, SamplingConfig
 from agentrl.gateway.answerer import Answerer

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.fields import require
+from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.config.schema import OptimConfig, TrainConfig
-from agentrl.config.validate import Groups
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES, Loss
 
@@ -106,7 +106,7 @@ class LossSettings(LossConfig):
         return _number(self.importance_weight_cap_ratio)
 
 
-def check_loss(configs: Groups) -> None:
+def check_loss(configs: Configs) -> None:
     """Raise ConfigError for flags of the loss that are invalid, alone or with the other flags of the run."""
     loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
     settings = LossSettings.of(loss)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from agentrl.config.load import Configs
-from agentrl.config.plan import PlanConfig
 from agentrl.config.schema import (
     AdapterConfig,
     LossConfig,
@@ -24,6 +23,7 @@ from agentrl.config.schema import (
     OptimConfig,
     TrainConfig,
 )
+from agentrl.config.training import PlanConfig
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts
 from agentrl.distributed.fsdp import GradientReduction

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, replace
 
 from agentrl.config.load import Configs
-from agentrl.config.plan import PlanConfig
 from agentrl.config.schema import OptimConfig, TaskConfig, TrainConfig
+from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from chat_models import KEEPS_ALL
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import GroupConfig
 from agentrl.data.convert import to_training_data
 from agentrl.data.forest import forest_from_data

@@ -17,7 +17,7 @@ from gateway_run import GatewayRun
 from scripted_engine import Call, ScriptedEngine
 from tiny_policy import tiny_format, write_tiny_policy
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import RunConfig
 from agentrl.documents.gateway import GatewayCallStatus
 from agentrl.documents.model_call import unpack_ids

@@ -11,7 +11,7 @@ from gateway_run import GatewayRun
 from pymongo.read_concern import ReadConcern
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.documents.gateway import GatewayCallStatus
 from agentrl.errors import EngineError
 from agentrl.inference.engine import Generation

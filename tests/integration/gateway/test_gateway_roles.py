@@ -11,7 +11,7 @@ from db_command import violations
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.documents.status import StopReason
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.agent_io import Endpoint, Outcome

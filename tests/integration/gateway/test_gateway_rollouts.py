@@ -10,7 +10,7 @@ import pytest
 from gateway_run import answerer_of, gateway_task, worker_of
 from rollout_fakes import ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.gateway.host import GatewayHost
 from agentrl.rollout.agent_io import Endpoint, Outcome

@@ -14,7 +14,7 @@ from served_engine import Served, serve_locally
 from unmoved.train_dump import make_model
 
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, ModelConfig, SamplingConfig
 from agentrl.data.finalize_group import explain_difference
 from agentrl.data.planner import build_micro_batches

@@ -18,7 +18,7 @@ from loaded_tasks import load_tasks
 from rollout_fakes import ScriptedEngine, format_of
 from tiny_policy import write_tiny_policy
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,

@@ -18,7 +18,7 @@ from gateway_run import gateway_task
 from harness_run import CALL, PYTHON, HarnessRun, write_harness
 from rollout_fakes import FakeTools
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason

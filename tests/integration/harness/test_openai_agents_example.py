@@ -15,7 +15,7 @@ from installed_harnesses import ROOT, call, require_harness
 from loaded_tasks import load_tasks
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
 
-from agentrl.config.gateway import GatewayConfig
+from agentrl.config.agent import GatewayConfig
 from agentrl.config.load import parse
 from agentrl.config.schema import (
     AgentConfig,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from agentrl import __version__
 from agentrl.cli import main as cli
+from agentrl.config.commands import function_of
 from agentrl.errors import AgentRLError, ConfigError, LeaseLostError
 
 HEAVY = ("torch", "matplotlib", "fastapi", "transformers.models.auto")
@@ -76,8 +76,8 @@ def test_a_wrong_flag_ends_with_2_and_imports_nothing_heavy(words: list[str]) ->
 
 
 def test_every_command_has_a_main() -> None:
-    for module, _ in cli.COMMANDS.values():
-        assert callable(importlib.import_module(module).main)
+    for command in cli.COMMANDS:
+        assert callable(function_of(command))
 
 
 def test_no_words_print_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

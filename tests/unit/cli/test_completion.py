@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli import completion
-from agentrl.cli.main import COMMANDS
+from agentrl.config.commands import COMMANDS
 
 
 def _flags(*words: str) -> set[str]:

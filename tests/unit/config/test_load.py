@@ -10,9 +10,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 from agentrl.cli.db import parser
-from agentrl.config.examples import EXAMPLES
+from agentrl.config.commands import EXAMPLES
 from agentrl.config.load import CommandParser, Configs, parse
-from agentrl.config.plan import PlanConfig
 from agentrl.config.schema import (
     GROUPS,
     EngineConfig,
@@ -25,6 +24,7 @@ from agentrl.config.schema import (
     TrainConfig,
     flag,
 )
+from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 

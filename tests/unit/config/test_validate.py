@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli import evaluate, sample, train
+from agentrl.cli import evaluate, services, training
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -161,7 +161,7 @@ def test_reinforce_plus_plus_is_accepted(flags: list[str]) -> None:
     require_trainable(parse(words, command="agentrl train", description="", shown=[]))
 
 
-@pytest.mark.parametrize("command", [sample.main, train.main], ids=["sample", "train"])
+@pytest.mark.parametrize("command", [services.sample, training.train], ids=["sample", "train"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_sampler_and_trainer_refuse_before_they_begin(command: Callable[[list[str]], int], name: str) -> None:
     flags, words = REFUSED[name]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agentrl.cli.db import parser as db_parser
-from agentrl.cli.main import COMMANDS
+from agentrl.config.commands import COMMANDS, function_of
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.config.validate import require_trainable
@@ -69,7 +69,7 @@ def test_every_flag_is_a_real_one(service: str, command: list[str]) -> None:
         assert configs[RunConfig].output == "/output/my_run"
         assert configs[TaskConfig].train_file == "/tasks/train.jsonl"
     else:
-        importlib.import_module(COMMANDS[name][0])._parser().parse_args(words)
+        importlib.import_module(function_of(name).__module__)._parser().parse_args(words)
 
 
 def test_what_the_processes_agree_on() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from agentrl.config.load import Configs, parse
-from agentrl.config.plan import PlanConfig
+from agentrl.config.training import PlanConfig
 from agentrl.errors import ConfigError
 from agentrl.plan.search import list_layouts, name_of
 from agentrl.plan.workload import build_workload, parse_gpus

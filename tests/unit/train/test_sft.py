@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli.sft import main
+from agentrl.cli.training import sft as main
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.model.load import load_policy

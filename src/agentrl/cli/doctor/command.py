@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -23,24 +22,17 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
+    JsonFlags,
     ModelConfig,
     PlacementConfig,
     RunConfig,
     SamplingConfig,
     ToolConfig,
-    flag,
 )
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import print_json, stdout_console, table
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorFlags:
-    """How the checks are printed."""
-
-    json: bool = flag(False, "print one JSON value on stdout")
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +43,7 @@ def main(argv: list[str]) -> int:
         description="Checks this machine, and names the command that fixes each fault. With the flags of your"
         " run it also checks the database, the model, the tool servers and the engine.",
         shown=[RunConfig, ModelConfig, EngineConfig, PlacementConfig, SamplingConfig, ToolConfig],
-        extra=[DoctorFlags],
+        extra=[JsonFlags],
     )
     checks: list[Check] = []
     with progress("checking this machine and the services of the run") as work:
@@ -60,7 +52,7 @@ def main(argv: list[str]) -> int:
             work.advance()
         checks += asyncio.run(_run_checks(configs))
     failed = sum(check.state == "fail" for check in checks)
-    if configs[DoctorFlags].json:
+    if configs[JsonFlags].json:
         print_json({"failed": failed, "checks": checks})
     else:
         stdout_console().print(render(checks))

@@ -1,7 +1,10 @@
-"""``agentrl train``: train on sampled groups and publish the weights; resumes by itself.
+"""``agentrl train`` trains on sampled groups, ``agentrl sft`` on conversations or on the Records of a run.
 
     agentrl train --run_name demo --model_name_or_path models/base --max_steps 100
     accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --run_name demo …
+    agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT --max_steps 240
+    torchrun --nproc_per_node 8 -m agentrl sft …
+    agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
 
 SIGTERM and SIGINT let the current step finish and be saved; the same command resumes.
 """
@@ -22,10 +25,11 @@ from agentrl.config.schema import (
     TraceConfig,
     TrainConfig,
 )
+from agentrl.config.training import SFTConfig
 from agentrl.config.validate import require_trainable
 
 
-def main(argv: list[str]) -> int:
+def train(argv: list[str]) -> int:
     """Parse ``argv`` and train; return 0 when training has ended or was asked to stop."""
     configs = parse(
         argv,
@@ -45,6 +49,26 @@ def main(argv: list[str]) -> int:
     from agentrl.train.start import run_trainer
 
     run_trainer(configs)
+    return 0
+
+
+def sft(argv: list[str]) -> int:
+    """Parse ``argv``, train, and write a Hugging Face folder to ``--output_dir``."""
+    configs = parse(
+        argv,
+        command="agentrl sft",
+        description='Supervised fine-tuning on JSONL lines {"messages": […], "tools": […]}, or on Records.',
+        shown=(RunConfig, ModelConfig, TaskConfig, OptimConfig, AdapterConfig, TrainConfig, MemoryConfig),
+        extra=(SFTConfig,),
+    )
+    from agentrl.observe.logging import setup
+    from agentrl.weights.folder import base_folder
+
+    setup(configs[RunConfig], "sft")
+    base_folder(configs[ModelConfig])
+    from agentrl.train.sft import fine_tune
+
+    fine_tune(configs)
     return 0
 
 

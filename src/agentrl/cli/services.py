@@ -1,0 +1,116 @@
+"""``agentrl serve``, ``sample``, ``gateway`` and ``score``: the processes of a run besides its trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TypeVar
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import (
+    AgentConfig,
+    ClaimConfig,
+    EngineConfig,
+    EngineListConfig,
+    GatewayConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    ToolConfig,
+    TraceConfig,
+    flag,
+)
+from agentrl.config.validate import require_trainable
+
+T = TypeVar("T")
+
+
+def serve(argv: list[str]) -> int:
+    """Run one engine until SIGTERM or SIGINT. Raises EngineError if the engine ends by itself."""
+    configs = parse(
+        argv,
+        command="agentrl serve",
+        description="Runs one inference engine that follows the weights that the trainer publishes.",
+        shown=[RunConfig, ModelConfig, EngineConfig],
+    )
+    from agentrl.inference.serve import serve as run_engine
+    from agentrl.observe.logging import setup
+
+    setup(configs[RunConfig], "engine")
+    asyncio.run(run_engine(configs.only(RunConfig, ModelConfig, EngineConfig)))
+    return 0
+
+
+def sample(argv: list[str]) -> int:
+    """Run a sampler until its work is done or a signal stops it."""
+    configs = parse(
+        argv,
+        command="agentrl sample",
+        description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
+        shown=[
+            RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, ClaimConfig,
+            GroupConfig, EngineListConfig, GatewayConfig, TraceConfig,
+        ],
+        validate=require_trainable,
+    )  # fmt: skip
+    from agentrl.rollout.sample import sample as run_sampler
+
+    _traced(configs, "sample", lambda: run_sampler(configs))
+    return 0
+
+
+def gateway(argv: list[str]) -> int:
+    """Serve model APIs until SIGTERM or SIGINT."""
+    configs = parse(
+        argv,
+        command="agentrl gateway",
+        description="Serves model APIs for the trajectories of samplers that name it by --gateway_url.",
+        shown=[
+            RunConfig, ModelConfig, GatewayConfig, AgentConfig, SamplingConfig, EngineListConfig, TraceConfig,
+        ],
+    )  # fmt: skip
+    from agentrl.gateway.serve import serve_gateway
+
+    _traced(configs, "gateway", lambda: serve_gateway(configs))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreFlags:
+    """Which trajectories to score, and when to end."""
+
+    split: str = flag("train", "the split whose trajectories are scored")
+    until_empty: bool = flag(False, "end when no trajectory waits for a score (default: at a signal)")
+
+
+def score(argv: list[str]) -> int:
+    """Score until a signal stops it, or with ``--until_empty`` until nothing waits."""
+    configs = parse(
+        argv,
+        command="agentrl score",
+        description="Scores trajectories that are sampled and wait for a score: their scorer failed, a judge"
+        " was down, or their sampler ended.",
+        shown=[RunConfig, SamplingConfig, ClaimConfig, TraceConfig],
+        extra=[ScoreFlags],
+    )
+    from agentrl.rollout.scoring import score as run_scorer
+
+    flags = configs[ScoreFlags]
+    scored = _traced(
+        configs, "score", lambda: run_scorer(configs, flags.split, until_empty=flags.until_empty)
+    )
+    print(f"{scored} trajectories scored")
+    return 0
+
+
+def _traced(configs: Configs, role: str, work: Callable[[], Coroutine[object, object, T]]) -> T:
+    """Run ``work`` with the log and the traces of ``role``."""
+    from agentrl.observe.logging import setup
+    from agentrl.observe.tracing import tracing
+
+    setup(configs[RunConfig], role)
+    with tracing(configs, role):
+        return asyncio.run(work())
