@@ -29,7 +29,9 @@ async def contain(call: Callable[[], Awaitable[T]], what: str, failure: type[Fai
     Raises ``failure``, with ``what`` in its message, for any exception. A FailureError and a ConfigError pass
     through unchanged. So does the cancellation of the caller, even if ``call`` suppresses it.
     """
-    _contain_tasks(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is None:
+        loop.set_task_factory(_task)  # SystemExit in a plain task would end the loop
 
     async def run() -> T:
         _inside.set(True)
@@ -98,12 +100,6 @@ def _current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:
         return None
-
-
-def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Make ``loop`` create tasks by ``_task``: SystemExit in a plain task would end the loop."""
-    if loop.get_task_factory() is None:
-        loop.set_task_factory(_task)
 
 
 def _task(

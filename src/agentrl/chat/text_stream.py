@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
+from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags, opens_thought
 
 _PROMPT_END = 16
@@ -14,14 +15,6 @@ _ANY_CALL = tuple("<[{`◁")
 _THOUGHTS = tuple(mark for tags in REASONING_TAGS for mark in (tags.open, tags.close))
 _UNFINISHED = "\ufffd"
 """The decoded text of an incomplete character."""
-
-
-class Decoder(Protocol):
-    """The part of a chat format that the stream needs."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated ids."""
-        ...
 
 
 class Delta(NamedTuple):
@@ -59,7 +52,7 @@ class TextStream:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: ChatFormat,
         prompt_ids: Sequence[int],
         stops: Sequence[str] = (),
         call_marks: Sequence[str] | None = None,

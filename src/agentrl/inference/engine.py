@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import orjson
@@ -156,34 +157,22 @@ class Router(Protocol):
         ...
 
 
-def join_spans(parts: Sequence[Sequence[VersionSpan]]) -> list[VersionSpan]:
-    """Concatenate consecutive spans; merge neighbours of one version."""
-    joined: list[VersionSpan] = []
-    for span in (span for part in parts for span in part):
-        if joined and joined[-1].version == span.version:
-            span = replace(span, start=joined.pop().start)
-        joined.append(span)
-    return joined
-
-
 def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float) -> Generation:
-    """Concatenate the consecutive parts of one generation."""
-    if len(parts) == 1:
-        merged = tuple(join_spans([parts[0].versions]))
-        return replace(
-            parts[0], versions=merged, finish_reason=reason, prompt_tokens=prompt_tokens, seconds=seconds
-        )
-    spans: list[list[VersionSpan]] = []
+    """Concatenate the consecutive parts of one generation; neighbouring spans of one version become one."""
+    spans: list[VersionSpan] = []
     offset = 0
     for part in parts:
-        spans.append([VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
-                      for span in part.versions])  # fmt: skip
+        for span in part.versions:
+            start = offset + span.start
+            if spans and spans[-1].version == span.version:
+                start = spans.pop().start
+            spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
         offset += len(part.output_ids)
     kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
     return Generation(
-        output_ids=tuple(token for part in parts for token in part.output_ids),
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
-        versions=tuple(join_spans(spans)),
+        output_ids=tuple(chain.from_iterable(part.output_ids for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        versions=tuple(spans),
         finish_reason=reason,
         prompt_tokens=prompt_tokens,
         cached_tokens=parts[0].cached_tokens,

@@ -70,7 +70,8 @@ async def _serve(store: Store, configs: Configs) -> None:
     service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
     log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
     process = EngineProcess(engine_command(folder, model, config, port), log_file)
-    client = engine_client(config.engine, f"http://{_reachable(config.host)}:{port}", _UPDATE_SECONDS)
+    host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
+    client = engine_client(config.engine, f"http://{host}:{port}", _UPDATE_SECONDS)
     served = ServedEngine(
         store, client, process, config, service_id=service_id, folder=folder, version=version,
     )  # fmt: skip
@@ -141,14 +142,11 @@ class ServedEngine:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            await self._deregister()
-
-    async def _deregister(self) -> None:
-        if self._front is not None:
-            await self._front.leave(self._client.url)
-        message = "the end of the engine is not recorded; its heartbeat expires"
-        with log_store_errors(log, message, outages=True), retry_outages(0):
-            await self._store.services.stop(self._id)
+            if self._front is not None:
+                await self._front.leave(self._client.url)
+            message = "the end of the engine is not recorded; its heartbeat expires"
+            with log_store_errors(log, message, outages=True), retry_outages(0):
+                await self._store.services.stop(self._id)
 
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
@@ -287,11 +285,6 @@ async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]
             hint="pass --model_name_or_path",
         )
     return 0, str(Path.cwd() / model.model_name_or_path)
-
-
-def _reachable(host: str) -> str:
-    """Return the name by which samplers reach an engine that binds to ``host``."""
-    return socket.getfqdn() if host in ("0.0.0.0", "::") else host
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

@@ -136,11 +136,13 @@ def _load(path: str | Path, name: str, kind: type[S]) -> S:
             {**limits, **each} if isinstance(each, dict) else each for each in values["models"]
         ]
     checked = file.check(kind, values, name, name=name)
-    return replace(checked, models=tuple(_with_params(each, checked.extra_body) for each in checked.models))
-
-
-def _with_params(model: ModelEndpoint, extra: Mapping[str, Any]) -> ModelEndpoint:
-    return replace(model, params={**model.params, **extra, **model.extra_body})
+    return replace(
+        checked,
+        models=tuple(
+            replace(each, params={**each.params, **checked.extra_body, **each.extra_body})
+            for each in checked.models
+        ),
+    )
 
 
 def _read(path: str | Path) -> SettingsFile:

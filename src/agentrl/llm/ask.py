@@ -136,11 +136,6 @@ async def ask(
     )
 
 
-def spending(section: str) -> Budget:
-    """Return what this process has spent on a section."""
-    return _budgets.setdefault(section, Budget())
-
-
 @dataclass(slots=True)
 class _Question(Generic[T]):
     section: AgentSection

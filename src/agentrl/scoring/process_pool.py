@@ -2,6 +2,8 @@
 
 Each function runs in the main thread of its worker, where SIGALRM works. A worker is started by *spawn* when
 it is first needed, and it ends with the process that started it.
+
+Why not pebble or concurrent.futures? They kill a worker alone, and what its function has started goes on.
 """
 
 from __future__ import annotations

@@ -223,15 +223,16 @@ async def score_context(name: str, context: ScorerContext, timeout: float) -> Sc
     own = context.agent_score
     if own is None:
         return await run_scorer(name, context, timeout)
-    checked = _Checked(own["score"], own["details"], own["turn_rewards"], own.get(ROLE_REWARDS))
+    checked = ScoreResult(own["score"], own["details"], own["turn_rewards"], own.get(ROLE_REWARDS))
     with tracer().span("score agent") as span:
         _trace(span, "agent", checked)
     return _finished("agent", checked, context)
 
 
-def _finished(name: str, result: _Checked, context: ScorerContext) -> ScoreResult:
+def _finished(name: str, result: ScoreResult, context: ScorerContext) -> ScoreResult:
     """Return the result with the name of the scorer, with rewards of calls that tools gave, and of roles."""
-    rewards = stored_turn_rewards(result.turn_rewards, [call.tool_rewards for call in context.calls])
+    own_rewards = None if result.turn_rewards is None else list(result.turn_rewards)
+    rewards = stored_turn_rewards(own_rewards, [call.tool_rewards for call in context.calls])
     roles = stored_role_rewards(result.role_rewards, [call.role for call in context.calls])
     reserved = (TURN_REWARDS, ROLE_REWARDS, CALL_ROLES)
     own = {key: value for key, value in result.details.items() if key not in reserved}
@@ -239,25 +240,15 @@ def _finished(name: str, result: _Checked, context: ScorerContext) -> ScoreResul
     return ScoreResult(result.score, details, rewards.get(TURN_REWARDS), result.role_rewards)
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """The result of one scorer, checked."""
-
-    score: float
-    details: dict[str, Any]
-    turn_rewards: Sequence[float] | None
-    role_rewards: dict[str, float] | None = None
-
-
-async def _run_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
+async def _run_one(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
     with tracer().span(f"score {name}") as span:
         result = await _call_one(name, context, timeout)
         _trace(span, name, result)
     return result
 
 
-async def _call_one(name: str, context: ScorerContext, timeout: float) -> _Checked:
-    async def call() -> _Checked:
+async def _call_one(name: str, context: ScorerContext, timeout: float) -> ScoreResult:
+    async def call() -> ScoreResult:
         function = SCORERS.get(name)
         result = run_in_process(function, context) if _blocks(function) else function(context)
         return _checked(name, await result if inspect.isawaitable(result) else result, context.calls)
@@ -275,7 +266,7 @@ async def _call_one(name: str, context: ScorerContext, timeout: float) -> _Check
         raise ScorerError(named, hint=error.hint, outage=outage, retry_after=error.retry_after) from error
 
 
-def _trace(span: Span, name: str, result: _Checked) -> None:
+def _trace(span: Span, name: str, result: ScoreResult) -> None:
     """Add the result to the span of its scorer, as an event of the GenAI conventions too."""
     if not span.is_recording:
         return
@@ -292,7 +283,7 @@ def _blocks(function: Scorer) -> bool:
     return not is_async or getattr(function, _BLOCKING, False)
 
 
-def _weighted(weights: Mapping[str, float], parts: Mapping[str, _Checked]) -> _Checked:
+def _weighted(weights: Mapping[str, float], parts: Mapping[str, ScoreResult]) -> ScoreResult:
     """Return the weighted sum of scores and of turn rewards."""
     given = {part: result.turn_rewards for part, result in parts.items() if result.turn_rewards is not None}
     columns = zip(
@@ -309,13 +300,16 @@ def _weighted(weights: Mapping[str, float], parts: Mapping[str, _Checked]) -> _C
     for part, result in parts.items():
         for role, value in (result.role_rewards or {}).items():
             roles[role] = roles.get(role, 0.0) + weights[part] * value
-    return _Checked(score, {"parts": details}, rewards, roles or None)
+    return ScoreResult(score, {"parts": details}, rewards, roles or None)
 
 
-def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str = "scorer") -> _Checked:
-    """Return the result with details sanitized for BSON. Raises ScorerError for anything but a score."""
+def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str = "scorer") -> ScoreResult:
+    """Return the result with details sanitized for BSON, and turn rewards as a list, one for each call.
+
+    Raises ScorerError for anything but a score.
+    """
     if not isinstance(result, ScoreResult):
-        return _Checked(_number(f"{what} {name}", result), {}, None)
+        return ScoreResult(_number(f"{what} {name}", result), {}, None)
     details = sanitize_bson(result.details)
     if not isinstance(details, dict):
         raise ScorerError(
@@ -323,7 +317,7 @@ def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str =
         )
     rewards = checked_turn_rewards(name, result.turn_rewards, len(calls))
     roles = checked_role_rewards(name, result.role_rewards, [call.role for call in calls], what)
-    return _Checked(_number(f"{what} {name}", result.score), details, rewards, roles)
+    return ScoreResult(_number(f"{what} {name}", result.score), details, rewards, roles)
 
 
 def _number(name: str, value: Any) -> float:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
-from agentrl.llm.ask import Answer, NoAnswerError, ask, spending
+from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.client import _retry_after, endpoint_client
 from agentrl.llm.limits import Deadline, Window
 
@@ -201,7 +201,7 @@ async def test_cost_is_counted_and_limited(llm: fake_llm.FakeLLM) -> None:
     assert answer.spent.cost == pytest.approx(0.15)
     assert (answer.spent.requests, answer.spent.prompt_tokens, answer.spent.completion_tokens) == (1, 100, 10)
     await put(priced)
-    assert spending("scorer_agent").spent == pytest.approx(0.3)
+    assert ask_module._budgets["scorer_agent"].spent == pytest.approx(0.3)
     with pytest.raises(NoAnswerError, match=r"has spent the cost_limit 0\.2 of scorer_agent") as caught:
         await put(priced)
     assert caught.value.is_outage

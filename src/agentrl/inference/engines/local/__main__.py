@@ -47,12 +47,7 @@ def run_local_server(
     from agentrl.inference.engines.local.scheduler import Scheduler, Worker
     from agentrl.inference.engines.local.server import LocalServer
 
-    kinds = {
-        "auto": None,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
+    kinds = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
         raise ConfigError(f"unknown --dtype {dtype!r}", hint=f"choose one of {', '.join(kinds)}")
 
@@ -84,25 +79,24 @@ def run_local_server(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and serve."""
-    parser = argparse.ArgumentParser(prog="python -m agentrl.inference.engines.local")
+    parser = argparse.ArgumentParser(
+        prog="python -m agentrl.inference.engines.local", argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face model")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
     parser.add_argument(
         "--dtype",
-        default="auto",
         help="dtype of the weights: float32, bfloat16, float16, or auto, which the folder names; a CPU that"
         " multiplies it slowly holds them in float32",
     )
     parser.add_argument(
-        "--device",
-        default="auto",
-        help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0",
+        "--device", help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0"
     )
-    parser.add_argument("--weight_version", default="default", help="name of the initial weights")
-    parser.add_argument("--max_running_requests", type=int, default=32, help="most sequences in a batch")
-    parser.add_argument("--max_total_tokens", type=int, default=65536, help="size of the KV cache in tokens")
-    parser.add_argument("--chunk_tokens", type=int, default=256, help="most prompt tokens in a forward pass")
+    parser.add_argument("--weight_version", help="name of the initial weights")
+    parser.add_argument("--max_running_requests", type=int, help="most sequences in a batch")
+    parser.add_argument("--max_total_tokens", type=int, help="size of the KV cache in tokens")
+    parser.add_argument("--chunk_tokens", type=int, help="most prompt tokens in a forward pass")
     parser.add_argument("--max_model_len", type=int, help="longest context (default: the model's own)")
     parser.add_argument("--instance", help="name in /server_info that identifies this process")
     arguments = parser.parse_args(argv)

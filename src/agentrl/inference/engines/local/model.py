@@ -74,8 +74,8 @@ class LocalModel:
         self._group = config.num_attention_heads // self._num_kv_heads
         self._num_layers: int = config.num_hidden_layers
         self._check_against_plain_attention()
-        if device.type == "cpu" and _packs(self.dtype):
-            _pack_linears(self._model)
+        if device.type == "cpu":
+            _pack_linears(self._model, self.dtype)
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""
@@ -273,15 +273,11 @@ class _PackedLinear(nn.Module):
         return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""))
 
 
-def _packs(dtype: torch.dtype) -> bool:
-    """Return whether this CPU multiplies packed weights of ``dtype``: bfloat16 needs its instructions."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _pack_linears(model: nn.Module) -> None:
-    """Replace every linear layer by one with a packed weight."""
+def _pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every linear layer by one with a packed weight, if this CPU multiplies those of ``dtype``."""
+    mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not mkldnn or (dtype != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             parent, _, leaf = name.rpartition(".")
