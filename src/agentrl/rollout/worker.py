@@ -31,11 +31,10 @@ from agentrl.errors import (
 from agentrl.inference.engine import Engine, Router
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
-from agentrl.rollout.agents import AGENTS, Agent, AgentClass
+from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.outages import Clock, Outages
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import run_agent, scorer_context
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import HeldTools
 from agentrl.rollout.trace import end_trajectory, trajectory_span

@@ -143,7 +143,7 @@ class Epochs(Repository):
     async def size(self, split: str) -> int:
         """Return the number of tasks per epoch; during the first load, the number that it will have."""
         first = (await self._leases.by_split(split)).get(0)
-        return await self._count(split, 0) if first is None else first.tasks
+        return await self.count(split, 0) if first is None else first.tasks
 
     @database_call
     async def open(
@@ -155,7 +155,7 @@ class Epochs(Repository):
         """
         if epoch == 0 or await self.next(split, epoch + 1) != epoch:
             return 0
-        loaded = await self._count(split, 0)
+        loaded = await self.count(split, 0)
         begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
@@ -201,7 +201,7 @@ class Epochs(Repository):
     @database_call
     async def count(self, split: str, epoch: int) -> int:
         """Return how many tasks an epoch holds now."""
-        return await self._count(split, epoch)
+        return await self._collection(TASK).count_documents({"split": split, "epoch": epoch})
 
     async def wait_for_lease(self, key: str) -> EpochOpening:
         """Wait until the lease of an epoch is free, and acquire it for a load."""
@@ -233,7 +233,7 @@ class Epochs(Repository):
         for start in range(0, len(missing), _BATCH):
             await self._copy_batch(split, epoch, missing[start : start + _BATCH], held.num_generations or 1)
             await self._leases.renew(held)
-        await self._leases.finish(held, await self._count(split, epoch))
+        await self._leases.finish(held, await self.count(split, epoch))
         return len(missing)
 
     async def _copy_batch(
@@ -260,9 +260,6 @@ class Epochs(Repository):
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         ]
         await (await self._collection(TASK).aggregate(pipeline)).to_list()
-
-    async def _count(self, split: str, epoch: int) -> int:
-        return await self._collection(TASK).count_documents({"split": split, "epoch": epoch})
 
 
 class LoadLease:

@@ -38,27 +38,9 @@ LABEL: Final = "Label"
 TOKEN_STATISTICS: Final = "TokenStatistics"
 """Importance ratios and entropies of trained tokens, by step."""
 COLLECTIONS: Final = (
-    TASK,
-    RECORD,
-    MODEL_CALL,
-    DATA,
-    VERSION,
-    SERVICE,
-    STEP,
-    RUN,
-    GATE,
-    EPOCH,
-    LEASE,
-    SETTINGS,
-    IMPORTS,
-    OUTAGE,
-    EVALUATION,
-    IMAGE,
-    GATEWAY_SESSION,
-    GATEWAY_CALL,
-    LABEL,
-    TOKEN_STATISTICS,
-)
+    TASK, RECORD, MODEL_CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE, SETTINGS, IMPORTS,
+    OUTAGE, EVALUATION, IMAGE, GATEWAY_SESSION, GATEWAY_CALL, LABEL, TOKEN_STATISTICS,
+)  # fmt: skip
 
 SCHEMA_VERSION: Final = 1
 """Version of the schema that this code reads and writes, stored in ``Run``."""

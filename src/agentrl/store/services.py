@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
 
@@ -30,12 +31,8 @@ class OutageRecords(Repository):
         self, outage_id: str, *, dependency: str, by: str, why: str, held: int, seconds: float
     ) -> None:
         """Store that an outage goes on, and has for ``seconds``. Idempotent."""
-        fields: Json = {
-            "dependency": literal(dependency), "by": literal(by), "why": literal(why),
-            "held": held, "seen_at": "$$NOW", "ended_at": None,
-            "began_at": {"$ifNull": ["$began_at", after(-seconds)]},
-        }  # fmt: skip
-        await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
+        began = {"$ifNull": ["$began_at", after(-seconds)]}
+        await self._put(outage_id, dependency, by, why, held=held, began_at=began, ended_at=None)
 
     @database_call
     async def end(self, outage_id: str) -> None:
@@ -48,12 +45,13 @@ class OutageRecords(Repository):
         self, outage_id: str, *, dependency: str, by: str, why: str, ago: float, seconds: float
     ) -> None:
         """Store an outage that ended ``ago`` seconds ago, after ``seconds``. Idempotent."""
-        fields: Json = {
-            "dependency": literal(dependency), "by": literal(by), "why": literal(why),
-            "held": 0, "seen_at": "$$NOW", "began_at": after(-ago - seconds),
-            "ended_at": after(-ago),
-        }  # fmt: skip
-        await self._collection(OUTAGE).update_one({"_id": outage_id}, [{"$set": fields}], upsert=True)
+        began, ended = after(-ago - seconds), after(-ago)
+        await self._put(outage_id, dependency, by, why, held=0, began_at=began, ended_at=ended)
+
+    async def _put(self, outage_id: str, dependency: str, by: str, why: str, **times: Any) -> None:
+        fields = {"dependency": literal(dependency), "by": literal(by), "why": literal(why)}
+        update: list[Json] = [{"$set": {**fields, "seen_at": "$$NOW", **times}}]
+        await self._collection(OUTAGE).update_one({"_id": outage_id}, update, upsert=True)
 
     @database_call
     async def past(self, limit: int) -> list[Outage]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,18 +23,6 @@ from agentrl.store.trainer_lease import fenced
 
 _APPLIED = values(APPLIED_STEPS)
 _PLANS = values((StepStatus.PLANNING, StepStatus.PLANNED))
-
-
-@dataclass(frozen=True)
-class _Change:
-    """A change of one step in chunks, one transaction each."""
-
-    chunks: Sequence[StepChunk]
-    begin: Callable[[AsyncClientSession], Awaitable[bool]]
-    """Runs in the first transaction; returns False if the change is done already."""
-    write: Callable[[StepChunk, AsyncClientSession], Awaitable[None]]
-    end: Callable[[AsyncClientSession], Awaitable[None]]
-    """Runs in the last transaction."""
 
 
 class Steps(Repository):
@@ -66,11 +53,9 @@ class Steps(Repository):
         async def mark(chunk: StepChunk, session: AsyncClientSession) -> None:
             await step_chunks.mark(self._connection, step.step, chunk.data, session)
 
-        async def end(session: AsyncClientSession) -> None:
-            await self._move(step.id, StepStatus.PLANNING, StepStatus.PLANNED, session)
-
+        states = StepStatus.PLANNING, StepStatus.PLANNED
         try:
-            await self._apply(_Change(chunks_of(step.data), begin, mark, end), attempt)
+            await self._apply(step, states, mark, attempt, begin=begin)
         except DuplicateKeyError as error:
             raise StoreError(
                 f"step {step.step} has been planned already", hint="is a second trainer running? stop it"
@@ -142,11 +127,8 @@ class Steps(Repository):
             await step_chunks.train(self._connection, step.step, pending, chunk.data, session)
             await step_chunks.count_groups(self._connection, step.step, chunk.tasks, session)
 
-        async def end(session: AsyncClientSession) -> None:
-            await self._move(step.id, StepStatus.COMMITTING, StepStatus.COMMITTED, session)
-
-        chunks = chunks_of(step.data, pending.counted)
-        await self._apply(_Change(chunks, begin, train, end), attempt)
+        states = StepStatus.COMMITTING, StepStatus.COMMITTED
+        await self._apply(step, states, train, attempt, begin=begin, tasks=pending.counted)
 
     @database_call
     async def revert_after(self, step: int, *, attempt: int | None = None) -> int:
@@ -203,44 +185,43 @@ class Steps(Repository):
                 await self._revert(step, after, attempt)
 
     async def _revert(self, step: TrainStep, after: int, attempt: int | None) -> None:
-        async def begin(session: AsyncClientSession) -> bool:
-            return True
-
         async def restore(chunk: StepChunk, session: AsyncClientSession) -> None:
             await step_chunks.restore(self._connection, after, chunk.data, session)
 
-        async def end(session: AsyncClientSession) -> None:
-            await self._move(step.id, StepStatus.REVERTING, StepStatus.REVERTED, session)
+        await self._apply(step, (StepStatus.REVERTING, StepStatus.REVERTED), restore, attempt)
 
-        await self._apply(_Change(chunks_of(step.data), begin, restore, end), attempt)
+    async def _apply(
+        self, step: TrainStep, states: tuple[StepStatus, StepStatus],
+        write: Callable[[StepChunk, AsyncClientSession], Awaitable[None]], attempt: int | None, *,
+        begin: Callable[[AsyncClientSession], Awaitable[bool]] | None = None, tasks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Change ``step`` and ``tasks`` in chunks, one transaction each; the last one moves its status.
 
-    async def _apply(self, change: _Change, attempt: int | None) -> None:
-        for number, chunk in enumerate(change.chunks, 1):
+        ``begin`` runs in the first transaction; if it returns False, the change is done already.
+        """
+        chunks, (old, new) = chunks_of(step.data, tasks), states
+        for number, chunk in enumerate(chunks, 1):
 
-            async def write(
+            async def change(
                 session: AsyncClientSession, number: int = number, chunk: StepChunk = chunk
             ) -> bool:
-                if number == 1 and not await change.begin(session):
+                if number == 1 and begin is not None and not await begin(session):
                     return False
-                await change.write(chunk, session)
-                if number == len(change.chunks):
-                    await change.end(session)
+                await write(chunk, session)
+                if number < len(chunks):
+                    return True
+                moved = await self._collection(STEP).update_one(
+                    {"_id": step.id, "status": old.value},
+                    {"$set": {"status": new.value, "pending": None}}, session=session,
+                )  # fmt: skip
+                if not moved.matched_count:
+                    raise StoreError(
+                        f"step {step.id} is no longer {old}", hint="is a second trainer running? stop it"
+                    )
                 return True
 
-            if not await fenced(self._connection, attempt, write):
+            if not await fenced(self._connection, attempt, change):
                 return
-
-    async def _move(
-        self, step_id: str, old: StepStatus, new: StepStatus, session: AsyncClientSession
-    ) -> None:
-        result = await self._collection(STEP).update_one(
-            {"_id": step_id, "status": old.value},
-            {"$set": {"status": new.value, "pending": None}}, session=session,
-        )  # fmt: skip
-        if not result.matched_count:
-            raise StoreError(
-                f"step {step_id} is no longer {old}", hint="is a second trainer running? stop it"
-            )
 
     async def _step(self, step_id: str) -> TrainStep | None:
         return await self._one(TrainStep, STEP, {"_id": step_id})

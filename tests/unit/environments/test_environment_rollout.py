@@ -16,11 +16,10 @@ from agentrl.documents.task import Claim, Task
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
-from agentrl.rollout.agents import AGENTS
+from agentrl.rollout.agents import AGENTS, run_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
-from agentrl.rollout.run_agent import run_agent
 from agentrl.scoring.scorers import ScorerContext, run_scorer
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
