@@ -43,7 +43,7 @@ if [ -n "$borrow" ]; then
     > "$("$scratch/empty/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
   step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install --no-deps "$dist"/agentrl-*.whl
 else
-  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install "$dist"/agentrl-*.whl
+  step "$scratch/empty/bin/pip" --quiet --disable-pip-version-check install "$(ls "$dist"/agentrl-*.whl)[quickstart]"
 fi
 
 mkdir "$scratch/elsewhere"

@@ -13,9 +13,9 @@ from typing import TypeVar
 import pytest
 from tiny_policy import write_tiny_policy
 
-from agentrl.cli import launch
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
+from agentrl.launch import processes
 from agentrl.launch.processes import RunPlan
 from agentrl.processes import identify
 from agentrl.store.client import Store, open_store, run_exists
@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
         plans.append(plan)
         return 0
 
-    monkeypatch.setattr(launch, "run_processes", run)
+    monkeypatch.setattr(processes, "run_processes", run)
     return plans
 
 

@@ -223,7 +223,7 @@ def _prune(subparsers: Any) -> None:
 
 async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Delete what nothing needs any more, and print what was freed."""
-    from agentrl.store.admin.retention import ImageRetention, Retention, read_checkpoints
+    from agentrl.store.admin.retention import Retention, read_checkpoints
     from agentrl.store.client import open_existing
 
     days, step = arguments.older_than_days, arguments.before_step
@@ -239,10 +239,11 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     if last_step is None:
         print(f"there is no checkpoint under {output}: nothing that was trained is deleted")
     async with await open_existing(run) as store:
-        pruned = await Retention(store.connection).prune(
+        retention = Retention(store.connection)
+        pruned = await retention.prune(
             last_step=last_step or 0, older_than_days=days, before_step=step, dry_run=arguments.dry_run
         )
-        images, image_bytes = await ImageRetention(store.connection).prune(dry_run=arguments.dry_run)
+        images, image_bytes = await retention.prune_images(dry_run=arguments.dry_run)
     said = "would be deleted" if arguments.dry_run else "deleted"
     print(
         f"{said}: {pruned.calls:,} model calls, {pruned.data:,} training documents and {pruned.files:,} files"

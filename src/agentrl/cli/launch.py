@@ -15,15 +15,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from agentrl.cli.gpus import place_processes
-from agentrl.cli.placement import Placement
 from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, PlacementConfig, RunConfig
 from agentrl.errors import ConfigError
-from agentrl.launch.before_start import fit, require_joinable, require_usable
-from agentrl.launch.demo import SERVERS_FILE, default_servers, demo_model
-from agentrl.launch.processes import RunPlan, agentrl_command, run_processes
 from agentrl.launch.recipe import (
     AccelerateConfig,
     flags_of_variables,
@@ -31,8 +27,11 @@ from agentrl.launch.recipe import (
     read_recipe,
     words_of,
 )
-from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
+
+if TYPE_CHECKING:
+    from agentrl.cli.placement import Placement
+    from agentrl.launch.processes import RunPlan
 
 ROLES = ("serve", "sample", "train")
 _COMMANDS = ("train", "eval")
@@ -42,7 +41,10 @@ def main(argv: list[str]) -> int:
     """Prepare the model and the database, then run the processes until the main one ends."""
     try:
         with stop_on_signals():
-            return run_processes(_plan(argv, os.environ))
+            plan = _plan(argv, os.environ)
+            from agentrl.launch.processes import run_processes
+
+            return run_processes(plan)
     except StoppedBySignalError as stopped:
         return stopped.exit_code
 
@@ -65,6 +67,12 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         " Restarts those that crash. The scripts grpo.sh, minirl.sh and eval.sh start it with a recipe.",
         shown=[PlacementConfig, RunConfig, ModelConfig, EngineConfig],
     )
+    from agentrl.cli.gpus import place_processes
+    from agentrl.launch.before_start import fit, require_joinable, require_usable
+    from agentrl.launch.demo import SERVERS_FILE, default_servers, demo_model
+    from agentrl.launch.processes import RunPlan
+    from agentrl.store.embedded.server import EmbeddedMongo
+
     recipe = read_recipe(configs, tasks)
     flags, configs = [*words_of(recipe), *flags], configs.with_flags(recipe)
     run = configs[RunConfig]
@@ -137,4 +145,4 @@ def _main_command(
     if command == "train" and processes > 1:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [*launcher, "--nproc_per_node", str(processes), *module]
-    return agentrl_command(command, flags)
+    return [sys.executable, "-m", "agentrl", command, *flags]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.run import URI_VARIABLES
+from agentrl.config.run import URI_VARIABLES, QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.extras import require
-from agentrl.launch.quickstart import QuickstartFlags, run_quickstart
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
 
 
@@ -25,6 +24,8 @@ def main(argv: list[str]) -> int:
     flags = group_of(QuickstartFlags, arguments)
     for package in ("torch", "matplotlib"):
         require(package, "agentrl quickstart", extra="quickstart")
+    from agentrl.launch.quickstart import run_quickstart
+
     run = RunConfig(seed=arguments.seed)
     try:
         with stop_on_signals():

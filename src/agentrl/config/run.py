@@ -297,3 +297,24 @@ class TraceConfig(Flags):
         unit="spans",
         per_process=True,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartFlags(Flags):
+    """What the quickstart trains, and for how long."""
+
+    tiny: bool = flag(False, "a two-layer model made here: four to five minutes")
+    steps: int | None = flag(None, "optimizer steps of the whole run", within="[1, inf)")
+    minutes: float | None = flag(
+        None, "time limit of the training (default: it follows the measured speed)", within="(0, inf)"
+    )
+    samplers: int = flag(2, "sampler processes", within="[1, inf)")
+    task_selection: Literal["order", "pass_rate"] = flag(
+        "order", "what is sampled next: the next task, or one whose pass rate is near ½"
+    )
+    run_name: str | None = flag(None, "name of the run (default: quickstart, or the next free number)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.run_name is not None:
+            RunConfig(run_name=self.run_name)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 TRAIN_SPLIT: Final = "train"
 
 _LISTED: Final = 8

@@ -15,7 +15,7 @@ from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError
 from agentrl.store.evaluations import digest
-from agentrl.weights.folder import CONFIG_FILE, is_adapter
+from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
 from agentrl.weights.model_folder import checksums
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ async def merged_model(adapter: Path, base: str | None) -> Path:
 def _base_of(adapter: Path, base: str | None) -> Path:
     try:
         named = (
-            base or json.loads((adapter / CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            base
+            or json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         )
     except (OSError, ValueError, KeyError, TypeError):
         named = None

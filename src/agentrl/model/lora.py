@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import CONFIG_FILE, is_adapter
+from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
 from agentrl.weights.sharded_writer import Part, model_parts
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Adapter:
                 f"{folder} holds whole weights, and --lora_rank {self.settings.r} trains an adapter",
                 hint="leave --lora_rank out, or start another run from these weights",
             )
-        found = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         differing = [key for key in _SIZES if found.get(key) != getattr(self.settings, key)]
         if differing:
             listed = ", ".join(

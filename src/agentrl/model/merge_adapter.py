@@ -16,7 +16,7 @@ from agentrl.config.run import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.model.load import load_policy
-from agentrl.weights.folder import CONFIG_FILE
+from agentrl.weights.folder import ADAPTER_CONFIG
 from agentrl.weights.publish import write_temporary
 
 
@@ -35,7 +35,7 @@ def merge_adapter(adapter: Path, base: Path, target: Path) -> None:
 
 def adapter_settings(adapter: Path) -> AdapterConfig:
     """Return the flags that an adapter was trained with. Raises ModelError if its file cannot be read."""
-    file = adapter / CONFIG_FILE
+    file = adapter / ADAPTER_CONFIG
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         targets = found["target_modules"]

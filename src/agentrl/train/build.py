@@ -42,6 +42,7 @@ from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
 from agentrl.weights.folder import architecture, base_folder
 
 logger = logging.getLogger(__name__)
+
 Checkpointing = Literal["none", "full", "selective"]
 _aten = torch.ops.aten
 _KEPT = frozenset({

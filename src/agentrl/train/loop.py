@@ -31,17 +31,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _REASON_CHARS = 300
 _LINKS = 128
 """Most links of a span that OpenTelemetry keeps."""
 _PHASES = ("pack", "forward", "backward", "optimizer")
+"""Parts of the updates that a step times, as the trace shows them."""
 _METRICS = (
     "loss", "reward", "pass_rate", "grad_norm", "lr", "kl_k3", "staleness_mean", "trajectories", "tokens",
     "trainable_tokens", "tokens_per_second", "mfu",
 )  # fmt: skip
+"""What the span of a step holds."""
 CLOSE_SECONDS = 10.0
-"""How long ``close`` waits for the last write."""
+"""How long ``TokenWriter.close`` waits for the last write."""
 
 
 @dataclass(kw_only=True)

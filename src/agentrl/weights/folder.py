@@ -13,22 +13,19 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
 _ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
 )  # fmt: skip
-
-
-CONFIG_FILE = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which peft's folder of an adapter is recognized."""
 _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_KEYS = ("dtype", "torch_dtype")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def is_adapter(folder: Path) -> bool:
     """Return whether ``folder`` holds an adapter instead of a model's weights."""
-    return (folder / CONFIG_FILE).is_file()
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def stored_dtype(folder: Path) -> str:
@@ -39,7 +36,7 @@ def stored_dtype(folder: Path) -> str:
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for part in (config, config.get("text_config") or {}):
-        for key in _KEYS:
+        for key in _DTYPE_KEYS:
             named = str(part.get(key)).removeprefix("torch.")
             if named in _IN_FILES.values():
                 return named
@@ -62,7 +59,7 @@ def write_dtype(folder: Path, dtype: str) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = dtype
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        part.update(dict.fromkeys(part.keys() & set(_KEYS), dtype))
+        part.update(dict.fromkeys(part.keys() & set(_DTYPE_KEYS), dtype))
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

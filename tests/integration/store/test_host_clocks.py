@@ -16,7 +16,7 @@ from agentrl.documents import base
 from agentrl.documents.images import Image
 from agentrl.documents.run import InferenceService
 from agentrl.snapshot.snapshot import SnapshotReader
-from agentrl.store.admin.retention import ImageRetention
+from agentrl.store.admin.retention import Retention
 from agentrl.store.client import Store, open_store
 
 pytestmark = [pytest.mark.integration, pytest.mark.attack]
@@ -74,4 +74,4 @@ async def test_screens_and_retention_follow_the_database_s_clock(host: Store, tm
     snapshot = await SnapshotReader(host).read(alive_seconds=60)
     assert abs(snapshot.liveness.at - snapshot.engines[0].heartbeat) < NEAR
     assert snapshot.rates.trajectories > 0
-    assert await ImageRetention(host.connection).prune(grace=timedelta(minutes=5)) == (0, 0)
+    assert await Retention(host.connection).prune_images(grace=timedelta(minutes=5)) == (0, 0)

@@ -20,7 +20,7 @@ from agentrl.documents.images import MAX_IMAGE_BYTES, content_with, image_of_byt
 from agentrl.documents.task_file import read_tasks
 from agentrl.errors import ConfigError, ImageError, TaskFileError
 from agentrl.rollout.load_tasks import probe, store_tasks
-from agentrl.store.admin.retention import ImageRetention
+from agentrl.store.admin.retention import Retention
 from agentrl.store.client import Store
 from agentrl.store.images import Images
 
@@ -63,17 +63,19 @@ async def test_images_of_a_task_file_are_stored_once_and_kept_while_named(
     restored = (await Images(store.connection).get([large.id]))[large.id]
     assert picture_of(restored).size == (1800, 1800)
 
-    retention = ImageRetention(store.connection)
-    assert (await retention.prune(dry_run=True))[0] == 0
-    deleted, freed = await retention.prune(grace=-timedelta(minutes=1))
+    retention = Retention(store.connection)
+    assert (await retention.prune_images(dry_run=True))[0] == 0
+    deleted, freed = await retention.prune_images(grace=-timedelta(minutes=1))
     assert deleted == 1
     assert freed > 0
     assert red.id in await Images(store.connection).get([red.id])
     with pytest.raises(ImageError, match="not stored"):
         await Images(store.connection).get([large.id])
 
-    text_only = SimpleNamespace(name="template", vision=None)
-    tools = SimpleNamespace(list=lambda servers: [])
+    text_only = SimpleNamespace(
+        name="template", vision=None, render=lambda messages, tools: [], decode=lambda ids: ""
+    )
+    tools = SimpleNamespace(list=lambda: [])
     with pytest.raises(ConfigError, match=r"(?s)nothing is claimed.*tasks show images.*reads text only"):
         await probe(store, cast(Any, tools), SamplingConfig(), "train", chat_format=cast(Any, text_only))
 

@@ -13,7 +13,7 @@ from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Gpus
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.launch import processes
+from agentrl.launch import before_start, processes
 from agentrl.launch.processes import RunPlan
 from agentrl.supervise import SupervisedProcess
 
@@ -39,9 +39,9 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> RunPlan:
     async def is_joinable(*_: object) -> None:
         """The tests here have neither a database nor a model."""
 
-    monkeypatch.setattr(launch, "run_processes", run)
-    monkeypatch.setattr(launch, "require_usable", lambda *_: {})
-    monkeypatch.setattr(launch, "require_joinable", is_joinable)
+    monkeypatch.setattr(processes, "run_processes", run)
+    monkeypatch.setattr(before_start, "require_usable", lambda *_: {})
+    monkeypatch.setattr(before_start, "require_joinable", is_joinable)
     assert launch.main(list(words)) == 0
     return plans[0]
 
@@ -203,10 +203,11 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
             self.start(member)
             return 0
 
+    run = processes.run_processes
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
     plan = plan_of(monkeypatch, "train", *given)
     monkeypatch.setattr(processes, "Supervisor", NoSupervisor)
     monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
-    assert processes.run_processes(plan) == 0
+    assert run(plan) == 0
     assert started == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

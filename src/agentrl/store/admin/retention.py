@@ -32,6 +32,8 @@ _BATCH = 100
 _DEAD = [RecordStatus.FAILED.value, RecordStatus.RELEASED.value, RecordStatus.ABANDONED.value]
 _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
+_GRACE = timedelta(hours=1)
+"""Images that were put more recently stay: the call that shows them may not be stored yet."""
 _BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
 """Collections whose documents go with their ``record``."""
 
@@ -168,34 +170,25 @@ class Retention(Repository):
         cursor = self._collection(collection).find(query, {"_id": 1}, session=session)
         return [document["_id"] async for document in cursor]
 
-
-def _created(bound: Json) -> Json:
-    return {"created_at": bound} if bound else {}
-
-
-_GRACE = timedelta(hours=1)
-"""Images that were put more recently stay: the call that shows them may not be stored yet."""
-
-
-class ImageRetention(Repository):
-    """Deletes what ``agentrl db prune`` left without a user."""
-
     @database_call
-    async def prune(self, *, dry_run: bool = False, grace: timedelta = _GRACE) -> tuple[int, int]:
-        """Delete unused images that were last put before ``grace``; return their number and bytes."""
+    async def prune_images(self, *, dry_run: bool = False, grace: timedelta = _GRACE) -> tuple[int, int]:
+        """Delete images that no task, call or datum names and that were last put before ``grace``.
+
+        Return their number and bytes.
+        """
         before = await self._connection.server_time() - grace
         fields: Json = {"bytes": {"$bsonSize": "$$ROOT"}}
         cursor = self._collection(IMAGE).find({"used_at": {"$lt": before}}, fields)
         unused: dict[str, int] = {}
         async for document in cursor:
-            if not await self._is_used(document["_id"]):
+            if not await self._is_image_used(document["_id"]):
                 unused[document["_id"]] = document["bytes"]
         if dry_run:
             return len(unused), sum(unused.values())
-        deleted = [image for image in unused if await self._delete(image, before)]
+        deleted = [image for image in unused if await self._delete_image(image, before)]
         return len(deleted), sum(unused[image] for image in deleted)
 
-    async def _delete(self, image: str, before: datetime) -> bool:
+    async def _delete_image(self, image: str, before: datetime) -> bool:
         """Delete one image and its files unless it was put again meanwhile."""
 
         async def write(session: AsyncClientSession) -> bool:
@@ -207,11 +200,15 @@ class ImageRetention(Repository):
 
         return await self._connection.transaction(write)
 
-    async def _is_used(self, image: str) -> bool:
+    async def _is_image_used(self, image: str) -> bool:
         for collection in (TASK, MODEL_CALL, DATA):
             if await self._collection(collection).find_one({"images.sha256": image}, {"_id": 1}):
                 return True
         return False
+
+
+def _created(bound: Json) -> Json:
+    return {"created_at": bound} if bound else {}
 
 
 @dataclass(frozen=True, slots=True)
