@@ -138,6 +138,17 @@ async def test_the_error_of_a_harness_is_its_own_and_told_at_once(
     assert "no such option" in shown
 
 
+async def test_an_engine_that_cannot_be_reached_is_the_failure_at_once(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = flags(run_config, "--model_name_or_path", str(write_tiny_policy(tmp_path / "model")))
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=url) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "failed engine: " in shown
+    assert "cannot be reached: ConnectionRefusedError" in shown
+
+
 @pytest.mark.parametrize("shows_tools", [True, False])
 async def test_the_prompt_is_printed_and_tools_that_it_lacks_are_named(
     run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], shows_tools: bool

@@ -71,7 +71,8 @@ class TaskSource:
             length = len(raw)
             if length > MAX_LINE_BYTES:
                 length += self._rest_of_line(raw)
-                yield Item(number, offset, length, _too_long(length))
+                too_long = f"the line is {length:,} bytes long, and the limit is {MAX_LINE_BYTES:,}"
+                yield Item(number, offset, length, BadTaskError(too_long))
             elif raw.strip():
                 yield Item(number, offset, length, _parsed(raw))
             offset += length
@@ -208,10 +209,6 @@ def _parsed(raw: bytes) -> Any:
         return parse(raw)
     except BadTaskError as error:
         return error
-
-
-def _too_long(length: int) -> BadTaskError:
-    return BadTaskError(f"the line is {length:,} bytes long, and the limit is {MAX_LINE_BYTES:,}")
 
 
 def _unreadable(path: Path, error: Exception) -> TaskFileError:

@@ -158,13 +158,13 @@ class EngineControl:
         """End request ``rid``, or all if it is None; they return their tokens, finish reason ``abort``."""
         await self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
-    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+    async def update_weights(self, path: str, version: int) -> None:
         """Load the weights in folder ``path`` as policy ``version``.
 
         Unless it is paused, the engine first finishes the running requests. On EngineError it keeps serving
         the old weights.
         """
-        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
         answer = await self._post("/update_weights_from_disk", body, seconds)
         if not answer.get("success", False):

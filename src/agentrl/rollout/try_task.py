@@ -46,8 +46,8 @@ from agentrl.tools.base import Schema
 
 _ID = "try"
 _PREFIX = "agentrl_try"
-_AT_ONCE = 1e-3
-"""The shortest wait that a flag allows, in seconds."""
+_AT_ONCE = 1e-9
+"""A wait in seconds that is over at once: flags allow no 0."""
 _SPARE_SECONDS = 60.0
 """Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 

@@ -141,10 +141,14 @@ class GroupAdmission(Repository):
         if limit.groups <= 0:
             return False
         open_now = await self._open_groups(split)
-        if not open_now.needs_renumbering(limit) and not await self._any_left(
-            split, limit.groups - open_now.count, selection, without
-        ):
-            return False
+        if not open_now.needs_renumbering(limit):
+            capacity = limit.groups - open_now.count
+            if selection is None or capacity <= 0:
+                left = bool(await self._next_groups(split, capacity, without))
+            else:
+                left = await self._selection.any_left(split, selection, without.excluded)
+            if not left:
+                return False
         async with self._connection.client.start_session() as session:
             try:
                 async with await session.start_transaction(
@@ -162,16 +166,15 @@ class GroupAdmission(Repository):
                     raise AdmissionRacedError from error
                 raise
 
-    async def _any_left(self, split: str, capacity: int, selection: Selection | None, without: Needs) -> bool:
-        if selection is None or capacity <= 0:
-            return bool(await self._next_groups(split, capacity, without))
-        return await self._selection.any_left(split, selection, without.excluded)
-
     async def _admit(
         self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs,
         session: AsyncClientSession,
     ) -> bool:  # fmt: skip
-        step = await self._last_step(session)
+        applied = {"status": {"$in": values(APPLIED_STEPS)}}
+        last = await self._collection(STEP).find_one(
+            applied, {"step": 1}, sort=[("step", DESCENDING)], session=session
+        )
+        step = 0 if last is None else int(last["step"])
         if limit.after_step not in (None, step):
             return False
         open_now = await self._open_groups(split, session)
@@ -222,10 +225,3 @@ class GroupAdmission(Repository):
             groups.append(task["_id"])
             total += task["generations"]
         return groups
-
-    async def _last_step(self, session: AsyncClientSession) -> int:
-        applied = {"status": {"$in": values(APPLIED_STEPS)}}
-        last = await self._collection(STEP).find_one(
-            applied, {"step": 1}, sort=[("step", DESCENDING)], session=session
-        )
-        return 0 if last is None else int(last["step"])

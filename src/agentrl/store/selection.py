@@ -172,7 +172,10 @@ class TaskSelection(Repository):
             return []
         gate = await self._collection(GATE).find_one({"_id": ADMISSION}, session=session) or {}
         first = int(gate.get("begun") or 0) + 1
-        estimate = await self._estimate(split, session)
+        recent = await self._recent({"split": split}, session)
+        estimate = Estimate(
+            estimate_ability(recent), tuple(await self._recent({"split": split, "epoch": 0}, session))
+        )
         count = min(capacity, SLOTS_AT_ONCE)
         level = await self._level(split, session) if selection.by_level else None
         ordered = await self._ordered(split, count, excluded, session, level)
@@ -189,7 +192,16 @@ class TaskSelection(Repository):
             )
             for i, choice in enumerate(chosen)
         }
-        await self._write(begins, [choice.option.before for choice in chosen], session)
+        tasks, before = self._collection(TASK), [choice.option.before for choice in chosen]
+        await tasks.bulk_write(
+            [UpdateOne({"_id": key}, {"$set": {"begun": plain(begin)}}) for key, begin in begins.items()],
+            session=session,
+        )
+        marked = {"_id": {"$in": [key for key in before if key is not None]}, "ease": {"$ne": None}}
+        await tasks.update_many(marked, {"$set": {"ease": None}}, session=session)
+        await self._collection(GATE).update_one(
+            {"_id": ADMISSION}, {"$inc": {"begun": len(begins)}}, session=session
+        )
         return list(begins)
 
     async def _level(self, split: str, session: AsyncClientSession) -> float | None:
@@ -210,12 +222,6 @@ class TaskSelection(Repository):
             if len(rates) < MASTERED_GROUPS or fmean(rates) < MASTERED_RATE:
                 return float(level)
         return float(levels[-1]) if levels else None
-
-    async def _estimate(self, split: str, session: AsyncClientSession) -> Estimate:
-        """Return the estimates of the policy's ability and of new tasks."""
-        recent = await self._recent({"split": split}, session)
-        first = await self._recent({"split": split, "epoch": 0}, session)
-        return Estimate(estimate_ability(recent), tuple(first))
 
     async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
         """Return the results of the groups of ``query`` that were finalized last."""
@@ -297,28 +303,21 @@ class TaskSelection(Repository):
             {"_id": {"$in": [option.before for option in missing]}}, shown, session=session
         )
         contents = {task.pop("_id"): task async for task in originals}
-        documents = [_copy(split, option).to_document() | contents[option.before] for option in missing]
-        await tasks.insert_many(documents, session=session)
+        copies = [
+            Task(
+                id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
+                slots=tuple(Slot(traj_id=number) for number in range(option.generations)),
+            ).to_document()
+            | contents[option.before]
+            for option in missing
+        ]  # fmt: skip
+        await tasks.insert_many(copies, session=session)
         keys = {epoch_key(split, option.epoch) for option in missing}
         opened = self._collection(EPOCH).find({"_id": {"$in": sorted(keys)}}, {"_id": 1}, session=session)
         keys -= {opening["_id"] async for opening in opened}
         if keys:
             openings = [EpochOpening(id=key).to_document() for key in sorted(keys)]
             await self._collection(EPOCH).insert_many(openings, session=session)
-
-    async def _write(
-        self, begins: Mapping[str, Begin], before: Sequence[str | None], session: AsyncClientSession
-    ) -> None:
-        tasks = self._collection(TASK)
-        await tasks.bulk_write(
-            [UpdateOne({"_id": key}, {"$set": {"begun": plain(begin)}}) for key, begin in begins.items()],
-            session=session,
-        )
-        marked = {"_id": {"$in": [key for key in before if key is not None]}, "ease": {"$ne": None}}
-        await tasks.update_many(marked, {"$set": {"ease": None}}, session=session)
-        await self._collection(GATE).update_one(
-            {"_id": ADMISSION}, {"$inc": {"begun": len(begins)}}, session=session
-        )
 
 
 _SHOWN: Json = {"task_id": 1, "epoch": 1, "generations": {"$size": "$slots"}}
@@ -333,12 +332,4 @@ def _option(task: Json, key: str, epoch: int, before: str | None, eases: Mapping
     return Option(
         id=key, task_id=task["task_id"], epoch=epoch, generations=task["generations"],
         ease=eases.get(before or "", 0.0), before=before,
-    )  # fmt: skip
-
-
-def _copy(split: str, option: Option) -> Task:
-    """Return a new Task; the caller copies its content from the previous epoch."""
-    return Task(
-        id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
-        slots=tuple(Slot(traj_id=number) for number in range(option.generations)),
     )  # fmt: skip

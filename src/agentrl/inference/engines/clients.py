@@ -101,7 +101,7 @@ class VllmClient(EngineClient):
         ids = {} if rid is None else {"request_ids": [f"generate-tokens-{rid}"]}
         await self._post("/abort_requests", ids)
 
-    async def update_weights(self, path: str, version: int, *, flush_cache: bool = True) -> None:
+    async def update_weights(self, path: str, version: int) -> None:
         """Load the weights in ``path``, after checking the files: vLLM crashes if it cannot load them."""
         info = await self.model_info()
         await asyncio.to_thread(_check_same_tensors, Path(info.model_path), Path(path))
@@ -113,8 +113,7 @@ class VllmClient(EngineClient):
             seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
             await self._post("/collective_rpc", reload, seconds)
             await self.set_version(version)
-            if flush_cache:
-                await self._post("/reset_prefix_cache?reset_running_requests=true", {})
+            await self._post("/reset_prefix_cache?reset_running_requests=true", {})
         finally:
             if not is_paused:
                 await self.resume()

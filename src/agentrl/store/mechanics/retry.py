@@ -9,7 +9,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
@@ -161,7 +161,11 @@ async def retry_while_unavailable(
             return result
         log.call_failed(failure.message, policy.seconds, called_at)
         delay = min(_LONGEST_DELAY, random.uniform(_FIRST_DELAY, 3 * delay))
-        await _sleep(min(delay, left), None if stopping else policy.stop)
+        if policy.stop is None or stopping:
+            await asyncio.sleep(min(delay, left))
+        else:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(policy.stop.wait(), min(delay, left))
 
 
 def raise_if_cancelled() -> None:
@@ -173,15 +177,3 @@ def raise_if_cancelled() -> None:
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
-
-
-async def _sleep(seconds: float, stop: asyncio.Event | None) -> None:
-    """Sleep for ``seconds``, or until ``stop`` is set."""
-    if stop is None:
-        await asyncio.sleep(seconds)
-        return
-    stopped = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait([stopped], timeout=seconds)
-    finally:
-        stopped.cancel()
