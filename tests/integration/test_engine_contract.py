@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from engine_policy import (
 )
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
+from waiting import until
 
 from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
@@ -112,13 +113,6 @@ async def engine(served: Served) -> AsyncIterator[EngineClient]:
             if (await client.model_info()).version != 0:
                 await client.update_weights(served.first, 0)
             await client.flush_cache()
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
-    deadline = asyncio.get_running_loop().time() + seconds
-    while not await condition():
-        assert asyncio.get_running_loop().time() < deadline, "the condition never came true"
-        await asyncio.sleep(0.02)
 
 
 async def idle(client: EngineClient) -> bool:

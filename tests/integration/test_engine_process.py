@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import ClassVar
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
@@ -60,18 +60,14 @@ def nobody() -> Iterator[EngineClient]:
 
 
 def first_line(log: Path) -> str:
-    deadline = time.monotonic() + 20
-    while not log.exists() or "\n" not in log.read_text(encoding="utf-8"):
-        assert time.monotonic() < deadline, f"nothing was written to {log}"
-        time.sleep(0.05)
+    wait_until(lambda: log.exists() and "\n" in log.read_text(encoding="utf-8"), 20)
     return log.read_text(encoding="utf-8").splitlines()[0]
 
 
 def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not (psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE), 10
+    )
 
 
 def test_output_goes_to_the_log_and_an_early_end_shows_it(tmp_path: Path, nobody: EngineClient) -> None:

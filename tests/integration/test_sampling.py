@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ready_data import ready_data
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
+from waiting import until
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
@@ -107,13 +107,6 @@ class Setting:
 
     async def records(self, task_id: str) -> list[Record]:
         return await self.store.records.by_task(task_id)
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not await condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.02)
 
 
 async def test_a_tools_reward_is_credited_to_the_model_call_that_used_it(store: Store) -> None:

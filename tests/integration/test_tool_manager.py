@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import httpx
 import pytest
 import yaml
 from tiny_vision import drawn
+from waiting import until
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
@@ -151,13 +150,6 @@ async def test_each_trajectory_has_a_node_that_ends_with_it(start: Callable[...,
             assert len(set(pids)) == 2
         await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         assert await ask(pool, "train/0/t/0/0", "keep", text="d") == "d"
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
 
 
 async def test_an_idle_node_ends_and_too_many_are_an_outage(start: Callable[..., str], folder: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from agentrl import processes
 from agentrl.processes import exit_reason, half_of_cores, run_child, start_child, stop_child, tail
@@ -53,10 +53,10 @@ def test_stopping_a_child_kills_what_it_left_behind(tmp_path: Path, is_guarded: 
     worker = int(tail(log))
     assert psutil.pid_exists(worker)
     stop_child(child, 5)
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: not (psutil.pid_exists(worker) and psutil.Process(worker).status() != psutil.STATUS_ZOMBIE),
+        30,
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from waiting import wait_until
 
 from agentrl import supervise
 from agentrl.errors import AgentRLError, ConfigError
@@ -27,13 +28,6 @@ def supervisor(monkeypatch):
     supervisor = Supervisor()
     yield supervisor
     supervisor.stop(5)
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "condition not met in time"
-        time.sleep(0.02)
 
 
 def test_the_main_processes_exit_code_is_returned(supervisor):
@@ -96,12 +90,12 @@ def test_children_die_with_their_parent(tmp_path):
     starter = member("starter", script)
     starter.start()
     pid_file = tmp_path / "pid"
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     starter.process.kill()
     starter.process.wait(10)
     child = int(pid_file.read_text())
 
-    wait_for(lambda: is_gone(child))
+    wait_until(lambda: is_gone(child))
 
 
 def test_a_helper_that_ends_because_of_its_configuration_ends_the_run_with_its_reason(supervisor, tmp_path):
@@ -125,11 +119,11 @@ def test_stop_ends_processes_whose_parent_was_killed(supervisor, tmp_path):
     )
     launcher = member("launcher", code)
     supervisor.start(launcher)
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
     launcher.process.kill()
     launcher.process.wait(10)
     supervisor.stop(1)
-    wait_for(lambda: is_gone(int(pid_file.read_text())))
+    wait_until(lambda: is_gone(int(pid_file.read_text())))
 
 
 def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tmp_path):
@@ -147,7 +141,7 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
         started.command += [f"{name} ", delay, str(tmp_path / f"{name}.ready")]
         started.is_server = is_server
         supervisor.start(started)
-    wait_for(lambda: all((tmp_path / f"{name}.ready").exists() for name in ("engine", "sampler")))
+    wait_until(lambda: all((tmp_path / f"{name}.ready").exists() for name in ("engine", "sampler")))
     supervisor.stop(20)
     assert log.read_text() == "sampler engine "
 
@@ -172,10 +166,10 @@ def test_a_second_signal_kills_the_remaining_processes(tmp_path):
         "    sys.exit(stopped.exit_code)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
-    wait_for(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text())
+    wait_until(lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text())
     child = int((tmp_path / "ready").read_text())
     process.terminate()
-    wait_for((tmp_path / "stopping").exists)
+    wait_until((tmp_path / "stopping").exists)
     deadline = time.monotonic() + 30
     while not is_gone(child) and time.monotonic() < deadline:
         process.terminate()

@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from waiting import wait_until
 
 from agentrl.errors import ConfigError
 from agentrl.launch import quickstart
@@ -77,10 +77,7 @@ def test_the_token_goes_by_a_pipe_alone(tmp_path: Path, monkeypatch: pytest.Monk
     log = tmp_path / "logs" / "dashboard.out"
     with dashboard("mine", log) as link:
         address, _, token = link.partition("?token=")
-        deadline = time.monotonic() + 10
-        while not (tmp_path / "token").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: (tmp_path / "token").exists(), 10)
     assert address.endswith("/runs/mine")
     assert len(token) > 40
     assert (tmp_path / "token").read_text() == token

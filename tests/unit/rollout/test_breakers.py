@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from waiting import until
 
 from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, judge, tool_server
 from agentrl.llm.agent_config import ModelEndpoint
@@ -48,13 +49,6 @@ class Server:
 async def hold(outages: Outages, call: Callable[[], object], seconds: float = 5.0) -> object:
     async with asyncio.timeout(seconds) as limit:
         return await outages.hold(call, Clock(limit))  # type: ignore[arg-type]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 5
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.001)
 
 
 def test_what_has_not_come_up_yet_is_awaited_without_a_warning_until_a_call_fails(

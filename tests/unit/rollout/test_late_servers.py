@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
+from waiting import until
 
 from agentrl.errors import ConfigError, ToolServerConfigError, ToolServerError, tool_server
 from agentrl.rollout import breaker
@@ -47,12 +48,6 @@ class Source:
 
 async def nothing() -> None:
     """Any task may use the new server."""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  a condition of another task
-            await asyncio.sleep(0.001)
 
 
 async def test_a_manager_and_then_its_server_are_outages_until_they_answer() -> None:
