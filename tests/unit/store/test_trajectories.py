@@ -21,8 +21,6 @@ def test_a_filter_becomes_a_query() -> None:
         "turns": {"$gte": 1, "$lte": 2}, "split": "train", "failure.kind": "tool",
         "min_version": {"$lte": 3}, "max_version": {"$gte": 3},
     }  # fmt: skip
-    assert not wanted.is_empty
-    assert TrajectoryFilter().is_empty
     failed = TrajectoryFilter(failure="engine").query
     assert failed == {"status": "failed", "failure.kind": "engine"}, "an index begins with the status"
     assert TrajectoryFilter(failure="engine", status=RecordStatus.READY).query["status"] == "ready"
