@@ -14,7 +14,7 @@ from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, Version
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
 from agentrl.errors import LeaseLostError
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 
 
 class FakeStore:

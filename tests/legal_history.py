@@ -28,7 +28,7 @@ from agentrl.store.admin.retention import Checkpoint, Retention
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 from agentrl.weights.model_folder import checksums
 
 SPLITS = ("train", "eval")

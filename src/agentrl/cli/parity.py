@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import RenderableType
 
-from agentrl.config.fields import Flags, flag
+from agentrl.config.flags import Flags, flag
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agentrl.config.fields import require
+from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, MemoryConfig, PlacementConfig, TrainConfig
 from agentrl.errors import ConfigError

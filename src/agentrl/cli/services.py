@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -23,7 +24,6 @@ from agentrl.config.schema import (
     TraceConfig,
     flag,
 )
-from agentrl.config.validate import require_trainable
 
 T = TypeVar("T")
 

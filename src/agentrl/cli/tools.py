@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 from agentrl.config.agent import ToolConfig
-from agentrl.config.fields import Flags, flag
+from agentrl.config.flags import Flags, flag
 from agentrl.config.load import CommandParser, group_of
 
 logger = logging.getLogger(__name__)

@@ -11,6 +11,7 @@ SIGTERM and SIGINT let the current step finish and be saved; the same command re
 
 from __future__ import annotations
 
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AdapterConfig,
@@ -26,7 +27,6 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
-from agentrl.config.validate import require_trainable
 
 
 def train(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.config.fields import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require
 
 _RESERVE = 1024
 """Default of ``--prompt_reserve_tokens``."""

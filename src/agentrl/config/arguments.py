@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from agentrl.config.fields import Switch, constraint
+from agentrl.config.flags import Switch, constraint
 
 _TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from agentrl.config.arguments import choices_of, kind_name
-from agentrl.config.fields import constraint
+from agentrl.config.flags import constraint
 from agentrl.config.schema import GROUPS, Section, sections
 
 _HEAD = """# Flags

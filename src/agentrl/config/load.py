@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 
 from agentrl.config.arguments import add_flag, end_if_collected
 from agentrl.config.commands import examples_text
-from agentrl.config.fields import Switch
+from agentrl.config.flags import Switch
 from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
 from agentrl.config.schema import GROUPS, sections
 from agentrl.errors import ConfigError

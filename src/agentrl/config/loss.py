@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from agentrl.config.fields import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require
 from agentrl.errors import ConfigError
 
 OldLogprobs = Literal["behavior", "recompute", "loglinear"]

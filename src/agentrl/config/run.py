@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.fields import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require
 from agentrl.errors import ConfigError
 
 SYSTEM_DATABASES = frozenset({"admin", "config", "local"})

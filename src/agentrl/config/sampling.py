@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.fields import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require
 
 RIGHT_THRESHOLD = 0.5
 """Default of ``--right_threshold``."""

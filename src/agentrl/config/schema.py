@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
-from agentrl.config.fields import JsonFlags, flag
+from agentrl.config.flags import JsonFlags, flag
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import (
     EngineConfig,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.fields import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require
 
 
 @dataclass(frozen=True, kw_only=True)

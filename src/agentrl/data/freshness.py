@@ -15,7 +15,7 @@ from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
-    from agentrl.store.training import ReadyMember
+    from agentrl.store.training_data import ReadyMember
 
 StalenessPolicy = Literal["drop", "decay", "mask"]
 SortKey = tuple[int, ...]

@@ -14,7 +14,7 @@ from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, white
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 
 if TYPE_CHECKING:
     from agentrl.data.finalize_group import Verify

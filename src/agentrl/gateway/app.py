@@ -24,10 +24,10 @@ from agentrl.documents.task import Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.answers import answer_of
-from agentrl.gateway.dialects.chat import ChatCompletions
+from agentrl.gateway.dialects.anthropic_messages import Messages
 from agentrl.gateway.dialects.fields import load_body, require_model
-from agentrl.gateway.dialects.messages import Messages
-from agentrl.gateway.dialects.responses import Responses
+from agentrl.gateway.dialects.openai_chat import ChatCompletions
+from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.feedback import read_reward
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
 from agentrl.gateway.request import Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid

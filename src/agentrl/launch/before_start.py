@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from agentrl.chat.model_folder import model_context_length
 from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Placement
+from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -21,7 +22,6 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from agentrl.config.validate import AgreedSettings, require_trainable, sampler_settings, trainer_settings
 from agentrl.errors import ConfigError, LeaseHeldError, RunMissingError, StoreUnavailableError
 from agentrl.launch.processes import environment_of_children
 

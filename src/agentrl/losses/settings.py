@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.fields import require
+from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
 from agentrl.config.schema import OptimConfig, TrainConfig

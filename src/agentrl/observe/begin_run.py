@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.load import Configs
-from agentrl.config.schema import TaskConfig
-from agentrl.config.validate import (
+from agentrl.config.agreement import (
     AgreedSettings,
     model_settings,
     package_versions,
     per_process_flags,
     public_flags,
 )
+from agentrl.config.load import Configs
+from agentrl.config.schema import TaskConfig
 from agentrl.observe.redact import redact
 
 if TYPE_CHECKING:

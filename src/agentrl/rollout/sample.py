@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -16,7 +17,6 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.config.validate import sampler_settings
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
 from agentrl.observe.begin_run import begin_model, begin_run

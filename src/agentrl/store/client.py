@@ -42,7 +42,7 @@ from agentrl.store.settings import Imports, Settings
 from agentrl.store.steps import Steps
 from agentrl.store.tasks import Tasks
 from agentrl.store.trainer_lease import TrainerLeases
-from agentrl.store.training import Training
+from agentrl.store.training_data import Training
 from agentrl.store.views.counts import Counts
 from agentrl.store.views.details import Details
 from agentrl.store.views.read import TokenReads, Views

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.atomic_folder import remove_leftovers
+from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -26,7 +27,6 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.config.validate import trainer_settings
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem

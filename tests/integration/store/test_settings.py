@@ -9,9 +9,9 @@ from db_command import agentrl_db
 from rich.console import Console
 from small_run import add_task, claim
 
+from agentrl.config.agreement import sampler_settings, trainer_settings
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import LossConfig, RunConfig
-from agentrl.config.validate import sampler_settings, trainer_settings
 from agentrl.errors import ConfigError
 from agentrl.evaluation.identity import evaluation_rules
 from agentrl.losses.settings import LossSettings

@@ -29,7 +29,7 @@ from agentrl.store.admin.check.checks import Checks
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics import step_chunks
 from agentrl.store.mechanics.connection import Connection
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 
 pytestmark = pytest.mark.integration
 

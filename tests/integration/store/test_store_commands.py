@@ -29,7 +29,7 @@ from agentrl.rollout.sampler import Sampler, SamplerConfig
 from agentrl.rollout.scoring import Scoring
 from agentrl.store.admission import GroupLimit
 from agentrl.store.client import Store, open_store
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 
 pytestmark = pytest.mark.integration
 

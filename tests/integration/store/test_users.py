@@ -33,7 +33,7 @@ from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.embedded.daemon import stop_daemon
 from agentrl.store.embedded.mongod import choose_mongod
 from agentrl.store.mechanics import blobs
-from agentrl.store.training import StaleVersions
+from agentrl.store.training_data import StaleVersions
 
 pytestmark = pytest.mark.integration
 

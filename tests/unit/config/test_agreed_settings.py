@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
-from agentrl.config.validate import trainer_settings
 from agentrl.errors import ConfigError
 from agentrl.losses.settings import LossSettings
 
@@ -32,6 +32,6 @@ def test_a_loss_that_cannot_act_has_no_facts() -> None:
 
 
 def test_settings_are_resolved_without_torch() -> None:
-    modules = "agentrl.config.validate, agentrl.config.validate"
+    modules = "agentrl.config.agreement, agentrl.config.agreement"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

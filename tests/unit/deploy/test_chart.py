@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import GROUPS, RunConfig, TaskConfig
-from agentrl.config.validate import require_trainable
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.store.names import TASK
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from agentrl.cli.db import parser as db_parser
+from agentrl.config.agreement import require_trainable
 from agentrl.config.commands import COMMANDS, function_of
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.config.validate import require_trainable
 from agentrl.store.mechanics.connection import Connection
 from agentrl.tools.config import load_servers
 

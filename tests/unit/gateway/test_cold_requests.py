@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from agentrl.gateway.dialects import fields
-from agentrl.gateway.dialects.chat import ChatCompletions
+from agentrl.gateway.dialects.openai_chat import ChatCompletions
 
 # What aider 0.86 sends.
 AIDER = {"model": "policy", "stream": True, "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig
-from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 from agentrl.launch.before_start import fitted_limits
 

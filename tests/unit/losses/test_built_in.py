@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from agentrl.config.fields import flag
+from agentrl.config.flags import flag
 from agentrl.losses.loss import TokenBatch, TokenLosses, loss
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ import torch
 from golden import STEP, TOLERANCE, batch_of, loss_of
 from recipes import RECIPES, Recipe, table
 
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
-from agentrl.config.validate import require_trainable
 from agentrl.losses.settings import LossSettings, check_loss
 
 ROOT = Path(__file__).parents[3]

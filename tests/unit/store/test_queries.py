@@ -10,7 +10,7 @@ import mongomock
 import pytest
 
 from agentrl.store.admission import GroupLimit, Needs
-from agentrl.store.training import Spans, StaleVersions
+from agentrl.store.training_data import Spans, StaleVersions
 from agentrl.store.views.trajectories import Bounds, TrajectoryFilter
 
 VERSIONS = range(6)

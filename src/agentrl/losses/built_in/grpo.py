@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from agentrl.config.fields import flag, require
+from agentrl.config.flags import flag, require
 from agentrl.losses.loss import TokenBatch, TokenLosses, bounded_exp, loss
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.fields import require
+from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     GROUPS,

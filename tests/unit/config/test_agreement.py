@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.cli import evaluate, services, training
+from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
@@ -19,7 +20,6 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from agentrl.config.validate import require_trainable
 from agentrl.errors import ConfigError
 from agentrl.rollout.sample import Admission
 

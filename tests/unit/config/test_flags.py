@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from agentrl.config.fields import Flags, Range, flag
+from agentrl.config.flags import Flags, Range, flag
 from agentrl.errors import ConfigError
 
 

@@ -10,7 +10,6 @@ import orjson
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import text_of
-from agentrl.gateway.dialects.chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.dialects.fields import (
     arguments_of,
     choose,
@@ -27,6 +26,7 @@ from agentrl.gateway.dialects.fields import (
     warn_ignored,
     whole_number,
 )
+from agentrl.gateway.dialects.openai_chat import ChatCompletions, function_tools, tool_choice
 from agentrl.gateway.request import Answer, GatewayError, GatewayRequest, invalid
 from agentrl.tools.base import Schema
 
