@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.trees import merge_prefixes
+from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.documents.status import (
     DATA_EDGES,
     RECORD_EDGES,

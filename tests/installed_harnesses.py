@@ -23,7 +23,7 @@ from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
 from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, SamplingConfig
-from agentrl.data.convert import to_training_data
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,

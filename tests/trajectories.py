@@ -7,7 +7,7 @@ from typing import Any
 from rollout_fakes import FakeSession, FakeTools, MemoryImages, ScriptedEngine, call_at_once, format_of
 
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
-from agentrl.data.convert import to_training_data
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams

@@ -26,7 +26,6 @@ from tcp_server import TcpServer
 from tokenizers import Tokenizer
 from waiting import until
 
-from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
@@ -34,7 +33,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.gateway.answers import grammar_of
+from agentrl.gateway.answers import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation

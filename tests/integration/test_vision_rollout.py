@@ -16,7 +16,7 @@ from training_data import training_configs
 
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import AgentConfig, GroupConfig, ModelConfig, OptimConfig, TrainConfig
-from agentrl.data.convert import to_training_data
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.images import Image, image_of_bytes, image_refs
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.documents.record import Record

@@ -1,5 +1,6 @@
-"""``agentrl launch``: run the processes of a run on this machine: database, engines, samplers, trainer.
+"""``agentrl launch`` and ``quickstart``: every process of a run on this machine, of a user or of the demo.
 
+    agentrl quickstart
     agentrl launch train --recipe grpo --run_name NAME [--flag VALUE …]
     agentrl launch eval --recipe eval --run_name NAME [--flag VALUE …]
 
@@ -17,9 +18,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.config.load import parse
-from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, PlacementConfig, RunConfig
+from agentrl.config.load import CommandParser, group_of, parse
+from agentrl.config.run import URI_VARIABLES, QuickstartFlags
+from agentrl.config.schema import (
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    TrainConfig,
+)
 from agentrl.errors import ConfigError
+from agentrl.extras import require
 from agentrl.launch.recipe import (
     AccelerateConfig,
     flags_of_variables,
@@ -45,6 +55,34 @@ def main(argv: list[str]) -> int:
             from agentrl.launch.processes import run_processes
 
             return run_processes(plan)
+    except StoppedBySignalError as stopped:
+        return stopped.exit_code
+
+
+def quickstart(argv: list[str]) -> int:
+    """Run the demo and print the result. The run uses the embedded server, whatever is set."""
+    for name in URI_VARIABLES:
+        os.environ.pop(name, None)
+    parser = CommandParser(
+        prog="agentrl quickstart",
+        description="Runs every process of a small run on this machine, and ends with a plotted reward.",
+    )
+    parser.add_flags(QuickstartFlags)
+    parser.add_flags(EngineConfig, "engine")
+    parser.add_flags(RunConfig, "seed")
+    parser.add_flags(TrainConfig, "prefix_merging", "keep_every")
+    arguments = parser.parse_args(argv)
+    flags = group_of(QuickstartFlags, arguments)
+    for package in ("torch", "matplotlib"):
+        require(package, "agentrl quickstart", extra="quickstart")
+    from agentrl.launch.quickstart import run_quickstart
+
+    run = RunConfig(seed=arguments.seed)
+    try:
+        with stop_on_signals():
+            return run_quickstart(
+                flags, run, group_of(TrainConfig, arguments), group_of(EngineConfig, arguments)
+            )
     except StoppedBySignalError as stopped:
         return stopped.exit_code
 

@@ -1,14 +1,16 @@
-"""``agentrl serve``, ``sample``, ``gateway`` and ``score``: the processes of a run besides its trainer."""
+"""``agentrl serve``, ``sample``, ``gateway``, ``score`` and ``dashboard``: processes beside the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from agentrl.config.agreement import require_trainable
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import CommandParser, Configs, group_of, parse
+from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
@@ -104,6 +106,46 @@ def score(argv: list[str]) -> int:
     )
     print(f"{scored} trajectories scored")
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DashboardFlags:
+    """Where the pages are, and who may read them."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int | None = flag(None, "port (default: 8900, or the next free one)")
+    token_file: str | None = flag(
+        None, "file with the token of the login link (default: a new one, which is printed)"
+    )
+    allowed_hosts: str = flag("", "further host names of this machine, separated by commas")
+
+
+def dashboard(argv: list[str]) -> int:
+    """Serve web pages about the runs of a MongoDB server until SIGINT or SIGTERM. Reads, never writes."""
+    parser = CommandParser(
+        prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
+    )
+    parser.add_flags(RunConfig, *DATABASE_FLAGS)
+    parser.add_flags(DashboardFlags)
+    arguments = parser.parse_args(argv)
+    from agentrl.dashboard.serve import serve as serve_pages
+
+    flags = group_of(DashboardFlags, arguments)
+    asyncio.run(
+        serve_pages(
+            group_of(RunConfig, arguments),
+            _announce,
+            host=flags.host,
+            port=flags.port,
+            token_file=None if flags.token_file is None else Path(flags.token_file),
+            hosts=tuple(name for name in flags.allowed_hosts.split(",") if name),
+        )
+    )
+    return 0
+
+
+def _announce(address: str) -> None:
+    print(f"dashboard: {address}\nopen this link to log in; Ctrl-C ends it", flush=True)
 
 
 def _traced(configs: Configs, role: str, work: Callable[[], Coroutine[object, object, T]]) -> T:

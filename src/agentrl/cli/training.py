@@ -1,15 +1,19 @@
-"""``agentrl train`` trains on sampled groups, ``agentrl sft`` on conversations or on the Records of a run.
+"""``agentrl train`` trains on sampled groups, ``sft`` on conversations or Records; ``plan`` sizes a run.
 
     agentrl train --run_name demo --model_name_or_path models/base --max_steps 100
     accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --run_name demo …
     agentrl sft --model_name_or_path BASE --train_file conversations.jsonl --output_dir OUT --max_steps 240
     torchrun --nproc_per_node 8 -m agentrl sft …
     agentrl sft --model_name_or_path BASE --sft_from_records RUN --sft_min_score 1 --output_dir OUT
+    agentrl plan --model FOLDER --gpus 8xH100
 
 SIGTERM and SIGINT let the current step finish and be saved; the same command resumes.
 """
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs, parse
@@ -26,7 +30,11 @@ from agentrl.config.schema import (
     TraceConfig,
     TrainConfig,
 )
-from agentrl.config.training import SFTConfig
+from agentrl.config.training import PlanConfig, SFTConfig
+from agentrl.errors import ConfigError
+
+NOTHING_FITS = 3
+"""Exit code of ``agentrl plan`` when no layout fits."""
 
 
 def train(argv: list[str]) -> int:
@@ -78,3 +86,57 @@ def _check_flags(configs: Configs) -> None:
 
     require_trainable(configs)
     check_loss(configs)
+
+
+def plan(argv: list[str]) -> int:
+    """Print the plan; return 3 if no layout fits."""
+    configs = parse(
+        argv,
+        command="agentrl plan",
+        description="Plans a training run without a GPU: memory per rank, the layouts that fit, ordered by"
+        " estimated time, their flags, and how many samplers, engines and database nodes they need. Sizes and"
+        " memory flags that are given are kept; the others are searched.",
+        shown=[ModelConfig, TaskConfig, TrainConfig, MemoryConfig, AdapterConfig, OptimConfig],
+        extra=[PlanConfig],
+    )
+    flags = configs[PlanConfig]
+    folder = flags.model or configs[ModelConfig].model_name_or_path
+    if folder is None:
+        raise ConfigError("no model is given", hint="give --model FOLDER; its config.json is enough")
+
+    from agentrl.plan.workload import parse_gpus
+
+    cluster = parse_gpus(
+        flags.gpus,
+        memory_gib=flags.gpu_memory_gib,
+        per_node=flags.gpus_per_node,
+        network_gbps=flags.network_gbps,
+    )
+    engine = parse_gpus(flags.engine_gpu).gpu if flags.engine_gpu else cluster.gpu
+    from agentrl.observe.terminal import stdout_console
+    from agentrl.plan.estimates import size_services
+    from agentrl.plan.model import open_model, reference_parameters
+    from agentrl.plan.report import plan_json, print_plan
+    from agentrl.plan.search import Search
+    from agentrl.plan.workload import build_workload
+
+    work = build_workload(configs)
+    trust = configs[ModelConfig].trust_remote_code
+    model = open_model(Path(folder), flags.context, trust_remote_code=trust)
+    search = Search(
+        model=model, work=work, cluster=cluster, configs=configs,
+        reference_parameters=reference_parameters(configs, model),
+    )  # fmt: skip
+    search.run()
+    fitting = next((item for item in search.verdicts if item.state == "fits"), None)
+    services = None
+    if fitting is not None:
+        services = size_services(
+            model, work, fitting.candidate.time.total, engine,
+            request_tokens_per_second=flags.request_tokens_per_second, tool_seconds=flags.tool_seconds,
+        )  # fmt: skip
+    if flags.json:
+        print(json.dumps(plan_json(search, services), indent=2))
+    else:
+        print_plan(stdout_console(), search, services)
+    return 0 if fitting is not None else NOTHING_FITS

@@ -18,17 +18,17 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
     "train": ("agentrl.cli.training:train", "the trainer"),
     "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
-    "plan": ("agentrl.cli.plan", "plan memory, layout and services for a model and GPUs"),
+    "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
     "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
-    "dashboard": ("agentrl.cli.dashboard", "web pages about the runs of a server; reads only"),
+    "dashboard": ("agentrl.cli.services:dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.cli.status", "what runs now: the runs of a server, or one run, live"),
     "audit": ("agentrl.cli.audit", "look at a run: its state, a trajectory, its curve"),
     "parity": ("agentrl.cli.parity", "compare the trainer's logprobs with an engine's"),
     "doctor": ("agentrl.cli.doctor.command", "check this machine, and say how to fix each fault"),
     "completion": ("agentrl.cli.completion", "print the completion of bash, zsh or fish"),
-    "quickstart": ("agentrl.cli.quickstart", "the whole loop on this machine"),
+    "quickstart": ("agentrl.cli.launch:quickstart", "the whole loop on this machine"),
 }
 """Command → (module, and its function if that is not ``main``; what it is for)."""
 

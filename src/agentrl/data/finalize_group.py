@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.convert import mask_reason, masked_calls, to_training_data
+from agentrl.data.trajectory_tree import mask_reason, masked_calls, to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus

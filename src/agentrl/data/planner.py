@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
-from agentrl.data.trees import cut, join, merge_prefixes, restrict, split_paths
+from agentrl.data.forest_cuts import cut, join, merge_prefixes, restrict, split_paths
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ForestError
 

@@ -1,7 +1,8 @@
-"""Run the environment of one trajectory: an instance whose exceptions and delays end that attempt only."""
+"""Run the environment of one trajectory, whose faults end that attempt only, and ask it for the score."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
-from agentrl.errors import AgentRLError, TaskEnvironmentError
+from agentrl.errors import AgentRLError, ScorerError, TaskEnvironmentError
+from agentrl.scoring.process_pool import run_in_process
+from agentrl.scoring.scorers import Result, ScorerContext, scorer
 from agentrl.tools.base import Reply, Schema, contain_within, run_function
 from agentrl.tools.python import PythonSession, Toolset
 from agentrl.user_code import contain_call, describe
@@ -119,3 +122,25 @@ class EnvironmentSession:
             f"{method} of environment {self.name}", TaskEnvironmentError,
             hint="raise --tool_timeout_seconds",
         )  # fmt: skip
+
+
+@scorer("environment")
+async def environment(context: ScorerContext) -> Result:
+    """Return the score that the ``score`` method of the task's environment gives.
+
+    A method that is not async runs in a worker process. Raises ScorerError for a task without an environment.
+    """
+    name = context.environment
+    if name is None:
+        raise ScorerError(
+            "the task has the scorer 'environment' and names no environment",
+            hint='give the task "environment": "NAME", or another scorer',
+        )
+    kind = ENVIRONMENTS.get(name)
+    kind.check()
+    if kind.reads_reward() or inspect.iscoroutinefunction(kind.score):
+        scored = kind.score(context)
+    else:
+        scored = run_in_process(kind.score, context)
+    result: Result = await scored if inspect.isawaitable(scored) else scored
+    return result

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from agentrl.chat.call_shape import CallShape, call_shape
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
@@ -20,7 +19,7 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.errors import ContextFullError, LeaseLostError
-from agentrl.gateway.answers import grammar_of, response_of, unmet
+from agentrl.gateway.answers import CallShape, call_shape, grammar_of, response_of, unmet
 from agentrl.gateway.request import GatewayRequest, as_gateway_error, dead_url
 from agentrl.gateway.request_prompts import RequestPrompts
 from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Progress, Router

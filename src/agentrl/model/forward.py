@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
-from agentrl.data.trees import merge_prefixes
+from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention

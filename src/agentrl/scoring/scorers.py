@@ -155,7 +155,7 @@ SCORERS: Registry[Scorer] = Registry(
     convert=_scorer_of,
     built_in=[
         *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
-        "agentrl.environments.scorer",
+        "agentrl.environments.session",
     ],
 )
 

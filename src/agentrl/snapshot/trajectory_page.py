@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.data.convert import mask_reason
 from agentrl.data.finalize_group import describe_share
+from agentrl.data.trajectory_tree import mask_reason
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results
 from agentrl.documents.record import CommandRun, Ending, HarnessRun, Record

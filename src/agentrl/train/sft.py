@@ -29,8 +29,8 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.config.training import SFTConfig
-from agentrl.data.convert import to_training_data
 from agentrl.data.forest import chain
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.documents.images import Image
 from agentrl.documents.record import Record

@@ -8,8 +8,8 @@ import chat_models as models
 import pytest
 from test_open_format import FAMILIES, of_family, opened
 
-from agentrl.chat.call_shape import call_shape
 from agentrl.chat.parsers.reasoning import THINK
+from agentrl.gateway.answers import call_shape
 
 _TAGGED = ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>")
 _SHAPES = {

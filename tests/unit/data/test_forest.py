@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.data.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences
-from agentrl.data.trees import restrict
+from agentrl.data.forest_cuts import restrict
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_forest import training_data
-from test_prefix_merging import ids_to
+from test_forest_cuts import ids_to
 
 from agentrl.data.forest import TokenForest
 from agentrl.data.planner import PrefixMerging, SequenceRows, build_micro_batches, step_trees

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.convert import to_training_data
 from agentrl.data.finalize_group import explain_difference
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.status import CallStatus

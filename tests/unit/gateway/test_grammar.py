@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.chat.call_shape import CallShape
 from agentrl.chat.parsers.reasoning import THINK
-from agentrl.gateway.answers import grammar_of
+from agentrl.gateway.answers import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 
 SHAPE = CallShape('<call>{"name": "', '", "arguments": ', "}</call>", None, "")

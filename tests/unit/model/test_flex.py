@@ -13,7 +13,7 @@ from tiny_models import chains, packed, tiny_model, tree
 from torch.nn.attention import flex_attention as torch_flex
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.trees import merge_prefixes
+from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.flex import (

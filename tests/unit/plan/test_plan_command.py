@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import Gemma2Config, Qwen2VLConfig, Qwen3Config, Qwen3MoeConfig, StableLmConfig
 
-from agentrl.cli.plan import NOTHING_FITS, main
+from agentrl.cli.training import NOTHING_FITS
+from agentrl.cli.training import plan as main
 from agentrl.errors import AgentRLError
 
 GIB = 2**30

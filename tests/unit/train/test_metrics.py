@@ -12,7 +12,7 @@ from fake_store import FakeStore
 from tiny_models import packed, tiny_model, trajectory, tree
 from training_data import group
 
-from agentrl.data.trees import merge_prefixes
+from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.documents.task import Task
 from agentrl.model.flops import DevicePeak, ModelShape, attention_pairs
 from agentrl.train.metrics import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.convert import to_training_data
+from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
-from agentrl.data.trees import join, merge_prefixes, restrict
+from agentrl.data.forest_cuts import join, merge_prefixes, restrict
 
 SEQUENCES = st.lists(
     st.lists(st.integers(0, 2), min_size=2, max_size=8).flatmap(

@@ -1,4 +1,4 @@
-"""Convert a Record and its model calls to DBRecordData: their token tree, and which tokens are trained."""
+"""Join a Record's model calls in their token tree, and say which tokens are trained: DBRecordData."""
 
 from __future__ import annotations
 

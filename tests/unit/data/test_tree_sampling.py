@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.convert import call_temperature, mask_reason, masked_calls, to_training_data
 from agentrl.data.finalize_group import GroupRules, explain_difference
+from agentrl.data.trajectory_tree import call_temperature, mask_reason, masked_calls, to_training_data
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,
