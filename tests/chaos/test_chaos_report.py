@@ -49,7 +49,7 @@ def store(*ids: str) -> Any:
     return SimpleNamespace(
         records=records,
         database={"Record": records},
-        training=SimpleNamespace(steps=some),
+        steps=SimpleNamespace(find=some),
         policy_versions=SimpleNamespace(all=some),
         tasks=SimpleNamespace(counts=counts),
     )
