@@ -8,9 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from agentrl import environment
-from agentrl.environments.base import Environment, Observation, TaskRequest
-from agentrl.scoring.scorers import ScorerContext, ScoreResult
+from agentrl import Environment, Observation, ScorerContext, ScoreResult, TaskRequest, environment
 
 
 @environment("number_game")

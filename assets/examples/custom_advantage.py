@@ -8,7 +8,7 @@ Name it on every sampler, no registration needed; the folder must be on PYTHONPA
 import statistics
 from collections.abc import Sequence
 
-from agentrl.scoring.advantages import advantage
+from agentrl import advantage
 
 
 @advantage("difficulty_weighted")

@@ -6,10 +6,7 @@ on PYTHONPATH::
     agentrl sample --agent_name custom_agent:second_look …
 """
 
-from agentrl import Outcome
-from agentrl.documents.status import StopReason
-from agentrl.rollout.agents import agent
-from agentrl.rollout.rollout import Rollout
+from agentrl import Outcome, Rollout, StopReason, agent
 
 
 @agent("second_look")

@@ -5,9 +5,7 @@ Name it on every sampler, no registration needed; the folder must be on PYTHONPA
     agentrl sample --new_context custom_context_manager:keep_latest …
 """
 
-from agentrl import Message
-from agentrl.rollout.context import context_manager
-from agentrl.rollout.rollout import Rollout
+from agentrl import Message, Rollout, context_manager
 
 LATEST = 2
 

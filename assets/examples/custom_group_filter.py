@@ -5,7 +5,7 @@ Name it on every sampler, no registration needed; the folder must be on PYTHONPA
     agentrl sample --group_filter custom_group_filter:finished_and_tried …
 """
 
-from agentrl.scoring.groups import ScoredGroup, group_filter
+from agentrl import ScoredGroup, group_filter
 
 
 @group_filter("finished_and_tried")

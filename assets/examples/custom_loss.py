@@ -9,8 +9,7 @@ Name it on the trainer; the folder must be on PYTHONPATH::
 
 import torch
 
-from agentrl.losses.loss import TokenBatch, TokenLosses, loss
-from agentrl.losses.settings import LossSettings
+from agentrl import LossSettings, TokenBatch, TokenLosses, loss
 
 
 @loss("DrGRPO", token_level_loss=False, skip_length_normalization=True)

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.chat.parsers.arguments import convert_arguments
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
+from agentrl import ParsedMessage, ToolCall, convert_arguments, tool_call_parser
 
 
 @tool_call_parser("line")

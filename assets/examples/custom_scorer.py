@@ -7,7 +7,7 @@ Name it in the task file, no registration needed; the folder must be on PYTHONPA
 A package registers it under a short name by an entry point in the group ``agentrl.scorers``.
 """
 
-from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
+from agentrl import ScorerContext, ScoreResult, scorer
 
 
 @scorer("close_number")

@@ -9,7 +9,7 @@ Every public method is a tool; the model sees its name, its docstring and its pa
 
 import operator
 
-from agentrl.tools.python import tool
+from agentrl import tool
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

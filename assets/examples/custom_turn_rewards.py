@@ -7,7 +7,7 @@ Name it in the task file by its path; the folder must be on PYTHONPATH. Summed w
 A call's reward is credited to the tokens of that call only (docs/scoring.md).
 """
 
-from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, scorer
+from agentrl import ScoredCall, ScorerContext, ScoreResult, scorer
 
 
 @scorer("tool_use")

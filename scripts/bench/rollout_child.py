@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from agentrl import tool
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -25,7 +26,6 @@ from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.store.client import open_store
-from agentrl.tools.python import tool
 
 _TEXT = "the of tower river year author page museum century because tool found number first city"
 _WORDS = _TEXT.split()

@@ -22,21 +22,11 @@ from typing import Any
 import torch
 from agentrl.config.schema import RunConfig
 
-from agentrl.losses.settings import LossSettings
-from agentrl import Message, Outcome, Store
-from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
-from agentrl.rollout.rollout import Rollout
-from agentrl.scoring.groups import ScoredGroup, group_filter
-from agentrl.scoring.scorers import ScoreResult, ScorerContext, scorer
-from agentrl.documents.status import StopReason
-from agentrl.losses.loss import TokenBatch, TokenLosses
-from agentrl.rollout.model_call import Turn
-from agentrl.scoring.advantages import advantage
-from agentrl.rollout.agents import agent
-from agentrl.rollout.context import context_manager
-from agentrl.losses.loss import loss
-from agentrl.tools.python import tool
-from agentrl.observe.trackers import tracker
+from agentrl import (
+    LossSettings, Message, Outcome, ParsedMessage, Rollout, ScoredGroup, ScoreResult, ScorerContext,
+    StopReason, Store, TokenBatch, TokenLosses, ToolCall, Turn, advantage, agent, context_manager,
+    group_filter, loss, scorer, tool, tool_call_parser, tracker,
+)
 
 
 @agent("own_agent")
@@ -131,6 +121,18 @@ def test_every_public_name_is_imported_from_where_its_type_is() -> None:
     for name in agentrl.__all__:
         assert getattr(agentrl, name) is getattr(sys.modules[f"agentrl.{typed[name]}"], name)
     assert set(agentrl.__all__) <= set(dir(agentrl))
+
+
+def test_examples_import_public_names_from_the_package() -> None:
+    deep = [
+        f"{file.name}: {alias.name}"
+        for file in (ROOT / "assets" / "examples").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("agentrl.")
+        for alias in node.names
+        if alias.name in agentrl.__all__
+    ]
+    assert deep == []
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -6,10 +6,7 @@ import operator
 
 from openai import AsyncOpenAI
 
-from agentrl import Outcome
-from agentrl.documents.status import StopReason
-from agentrl.rollout.agents import agent
-from agentrl.rollout.rollout import Rollout
+from agentrl import Outcome, Rollout, StopReason, agent
 
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl import Outcome
-from agentrl.documents.status import StopReason
-from agentrl.rollout.agents import agent
-from agentrl.rollout.fixed_model import FixedModel
-from agentrl.rollout.rollout import Rollout
+from agentrl import FixedModel, Outcome, Rollout, StopReason, agent
 
 CRITIC = "You get a question and an answer. Say whether the answer is right: begin with yes or no."
 

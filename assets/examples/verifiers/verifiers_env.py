@@ -9,13 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl import Outcome, environment
-from agentrl.documents.status import StopReason
-from agentrl.environments.base import Environment, TaskRequest
+from agentrl import Environment, Outcome, Rollout, ScoreResult, StopReason, TaskRequest, agent, environment
 from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
-from agentrl.rollout.agents import agent
-from agentrl.rollout.rollout import Rollout
-from agentrl.scoring.scorers import ScoreResult
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("AGENTRL_VERIFIERS_PYTHON", HERE.parents[2] / ".venv-verifiers/bin/python"))
