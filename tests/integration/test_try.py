@@ -17,6 +17,7 @@ from tiny_policy import write_tiny_policy
 
 from agentrl.cli.evaluate import TryConfig
 from agentrl.config.load import Configs, parse
+from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
@@ -27,6 +28,7 @@ from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.rollout.try_task import try_task
 from agentrl.store.client import Store
+from agentrl.store.embedded.server import EmbeddedMongo
 
 pytestmark = pytest.mark.integration
 
@@ -59,6 +61,28 @@ def flags(run: RunConfig, *words: str) -> Configs:
         [*where, "--max_new_tokens", "8", "--max_turns", "2", *words], command="agentrl try", description="",
         shown=[], extra=[TryConfig],
     )  # fmt: skip
+
+
+async def test_the_embedded_server_is_started_where_no_server_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in URI_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    model = ("--model_name_or_path", str(write_model(tmp_path / "model", KEEPS_ALL)))
+    configs = parse(
+        ["--mongo_dir", str(tmp_path / "mongo"), *model], command="agentrl try", description="", shown=[],
+        extra=[TryConfig],
+    )  # fmt: skip
+    mongo = EmbeddedMongo(tmp_path / "mongo")
+    try:
+        for _ in range(2):
+            assert await try_task(configs, json.dumps(QUESTION), line=None, engine_url=None, prompt=True) == 0
+        assert mongo.status().running
+    finally:
+        mongo.down()
+    out, err = capsys.readouterr()
+    assert out.count("1+1?") == 2
+    assert err.count("MongoDB started") == 1
 
 
 async def test_a_task_is_tried_and_nothing_is_stored(

@@ -52,12 +52,14 @@ def test_every_page_has_a_trajectory_to_try() -> None:
 def test_the_page_is_tried(
     page: Path,
     served: Served,
+    mongo_uri: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_files(page, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MONGO_URI", mongo_uri)
     monkeypatch.syspath_prepend(str(tmp_path))
     for given in tries(page):
         line = given.replace("$MODEL", str(served.folder)).replace("$ENGINE", served.url)

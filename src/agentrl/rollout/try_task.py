@@ -42,6 +42,7 @@ from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import require_scorer
 from agentrl.snapshot.trajectory_page import render_trajectory
 from agentrl.store.client import Store, open_existing, scratch_store
+from agentrl.store.embedded.server import EmbeddedMongo
 from agentrl.tools.base import Schema
 
 _ID = "try"
@@ -90,14 +91,15 @@ async def try_task(
 
     ``prompt``: print the first prompt instead, and call no engine. A warning names tools that it lacks.
     ``wanted`` is a JSON object, the id of a task of the run, or a task file. Raises ConfigError and
-    TaskFileError for tasks that cannot be tried, and StoreError without a database server: the trial has a
-    database of its own there, which is dropped at the end.
+    TaskFileError for tasks that cannot be tried. The trial has a database of its own, which is dropped at the
+    end; if no server is named, the embedded one is started and left running. Raises StoreError without one.
     """
     async with AsyncExitStack() as stack:
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
         task, images = await _task(wanted, line, run)
         _require_usable(configs, task)
         configs = _trial_configs(configs, await model_folder(run, configs[ModelConfig]))
+        await asyncio.to_thread(_start_server, configs[RunConfig])
         store = await stack.enter_async_context(scratch_store(configs[RunConfig], _PREFIX))
         claim = await _claim(store, configs, task, images)
         shown = _FirstPrompt() if prompt else None
@@ -128,6 +130,13 @@ async def try_task(
             return 0
     stdout_console().print(render_trajectory(replace(whole, failures=())))
     return 0 if whole.record.score is not None else 1
+
+
+def _start_server(run: RunConfig) -> None:
+    """Start the embedded server, unless it runs or ``run`` names another."""
+    if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
+        EmbeddedMongo(run.mongo_dir).up()
+        print(f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down", file=sys.stderr)
 
 
 async def _run(stack: AsyncExitStack, configs: Configs, wanted: str, has_engine: bool) -> Store | None:
