@@ -11,11 +11,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field
 
 from agentrl.settings_file import SettingsFile, read_settings
+from agentrl.shipped_files import shipped_files
 from agentrl.validation import PlainText, Settings, Switch, Text, wrong
 
 S = TypeVar("S", bound="AgentSection")
-
-_HINT = "copy assets/agent_config_example.yml and fill it in, or give another file by --agent_config_path"
 
 
 def _no_boolean(value: Any) -> Any:
@@ -146,7 +145,9 @@ def _load(path: str | Path, name: str, kind: type[S]) -> S:
 
 
 def _read(path: str | Path) -> SettingsFile:
-    return read_settings(path, what="the agent configuration", hint=_HINT)
+    example = shipped_files() / "agent_config_example.yml"
+    hint = f"copy {example} there and fill it in, or give another file by --agent_config_path"
+    return read_settings(path, what="the agent configuration", hint=hint)
 
 
 def _section(file: SettingsFile, name: str) -> dict[str, Any] | None:
