@@ -120,14 +120,19 @@ class DashboardFlags:
     allowed_hosts: str = flag("", "further host names of this machine, separated by commas")
 
 
-def dashboard(argv: list[str]) -> int:
-    """Serve web pages about the runs of a MongoDB server until SIGINT or SIGTERM. Reads, never writes."""
+def dashboard_parser() -> CommandParser:
+    """Return the parser of ``agentrl dashboard``."""
     parser = CommandParser(
         prog="agentrl dashboard", description="Web pages about the runs of a MongoDB server; reads only."
     )
     parser.add_flags(RunConfig, *DATABASE_FLAGS)
     parser.add_flags(DashboardFlags)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def dashboard(argv: list[str]) -> int:
+    """Serve web pages about the runs of a MongoDB server until SIGINT or SIGTERM. Reads, never writes."""
+    arguments = dashboard_parser().parse_args(argv)
     from agentrl.dashboard.serve import serve as serve_pages
 
     flags = group_of(DashboardFlags, arguments)

@@ -30,7 +30,7 @@ class ManagerFlags(Flags):
 
 def main(argv: list[str]) -> int:
     """Serve until SIGINT or SIGTERM."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     flags, tools = group_of(ManagerFlags, arguments), group_of(ToolConfig, arguments)
     from agentrl.observe.logging import LineFormatter
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> CommandParser:
+def parser() -> CommandParser:
     parser = CommandParser(prog="agentrl tools", description="Tool servers of many samplers.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     manager = actions.add_parser("manager", help="serve the servers of a file at http://HOST:PORT/mcpapi")

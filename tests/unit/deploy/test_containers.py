@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import runpy
@@ -14,8 +13,10 @@ import pytest
 import yaml
 
 from agentrl.cli.db import parser as db_parser
+from agentrl.cli.services import dashboard_parser
+from agentrl.cli.tools import parser as tools_parser
 from agentrl.config.agreement import require_trainable
-from agentrl.config.commands import COMMANDS, function_of
+from agentrl.config.commands import COMMANDS
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import EngineConfig, GatewayConfig, RunConfig, TaskConfig, ToolConfig
 from agentrl.store.mechanics.connection import Connection
@@ -69,7 +70,7 @@ def test_every_flag_is_a_real_one(service: str, command: list[str]) -> None:
         assert configs[RunConfig].output == "/output/my_run"
         assert configs[TaskConfig].train_file == "/tasks/train.jsonl"
     else:
-        importlib.import_module(function_of(name).__module__)._parser().parse_args(words)
+        {"dashboard": dashboard_parser, "tools": tools_parser}[name]().parse_args(words)
 
 
 def test_what_the_processes_agree_on() -> None:
