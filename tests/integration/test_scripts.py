@@ -134,14 +134,19 @@ def test_tasks_that_name_an_unknown_tool_server_are_refused_before_anything_star
     assert not (root / ".agentrl").exists()
 
 
-def test_a_script_works_in_the_folder_in_which_it_is_started(root: Path, tmp_path: Path) -> None:
+def test_a_script_works_in_the_folder_in_which_it_is_started(
+    root: Path, tmp_path: Path, mongo_uri: str
+) -> None:
     own = tmp_path / "own"
     own.mkdir()
     write_tasks(own / "tasks.jsonl", scorer="my_scorer:broken")
     write_tiny_policy(own / "model")
     (own / "my_scorer.py").write_text("raise OSError('read here')", encoding="utf-8")
     (root / "scripts/setup.sh").write_text("", encoding="utf-8")
-    variables = {"AGENTRL_VENV": sys.prefix, "MODEL_PATH": "model", "TRAIN_FILE": "tasks.jsonl"}
+    variables = {
+        "AGENTRL_VENV": sys.prefix, "MONGO_URI": mongo_uri,
+        "MODEL_PATH": "model", "TRAIN_FILE": "tasks.jsonl",
+    }  # fmt: skip
     done = subprocess.run(
         ["bash", str(root / "scripts/grpo.sh"), "own_run", *SMALL, "--tools", "my_scorer:broken"],
         cwd=own, env={**os.environ, **variables}, capture_output=True, text=True, timeout=90, check=False,
