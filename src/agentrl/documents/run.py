@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from agentrl.documents.base import Document, Root, now
 from agentrl.documents.status import EpochStatus, EvaluationStatus, ServiceStatus, TrainerEnd, VersionStatus
@@ -30,6 +30,8 @@ SETTINGS: Final = ("tasks", "model", "chat", "sampling", "temperature", "groups"
 FLAGS: Final = ("sample", "train", "serve")
 """Roles whose resolved configuration is stored, as the first process of the role had it."""
 
+
+WeightEncoding = Literal["full", "delta", "adapter"]
 
 _FLAGS_PREFIX: Final = "flags/"
 
@@ -177,12 +179,24 @@ class PolicyVersion(Root):
     location: str
     """Absolute path of a Hugging Face folder that every engine can read."""
     files: tuple[FileChecksum, ...]
+    """The files in ``location``."""
+    encoding: WeightEncoding = "full"
+    """What they hold: whole weights, the elements that differ from ``base``, or an adapter of ``base``."""
+    base: int | None = None
+    """The version that a delta changes, or to which an adapter belongs; None for whole weights."""
+    digest: str | None = None
+    """SHA-256 over the checksums of all tensors: the same for the same weights, however they are encoded."""
     train_step: str | None
     published_at: datetime = field(default_factory=now)
     attempt: int | None = None
     """The attempt of the trainer that reserved the number; None without a reservation."""
     pruned_at: datetime | None = None
     """When the folder was marked for deletion."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its files."""
+        return sum(file.bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ConfigError, EngineError, PublishError
+from agentrl.errors import EngineError, PublishError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad
 from agentrl.inference.engine import known_format
@@ -25,6 +25,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
+from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ async def _serve(store: Store, configs: Configs) -> None:
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", {})
     await begin_model(store, model.model_name_or_path, "serve")
-    version, folder = await _starting_weights(store, model)
+    version, folder = await starting_weights(store, model)
     port = config.port or free_port(config.host)
     service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
     log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
@@ -98,6 +99,7 @@ class ServedEngine:
     ) -> None:
         self._store = store
         self._client = client
+        self._weights = ServedWeights(client)
         self._process = process
         self._config = config
         self._id = service_id
@@ -195,10 +197,8 @@ class ServedEngine:
 
     async def update(self, version: PolicyVersion) -> None:
         """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
-        from agentrl.weights.model_folder import verify
-
         try:
-            await asyncio.to_thread(verify, version.location, version.files)
+            await self._weights.fetch(version)
             await self._switch(version)
         except (PublishError, EngineError) as error:
             self._detail = f"version {version.id} refused: {error.message}"
@@ -213,7 +213,7 @@ class ServedEngine:
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
-            await self._client.update_weights(version.location, version.id)
+            await self._weights.load(version)
         finally:
             await self._resume()
             self._status = ServiceStatus.READY
@@ -267,24 +267,6 @@ class FrontRouter:
         answer = await self._http.call("GET", "/workers")
         with known_format(f"{self._http.url}/workers", answer):
             return next((str(w["id"]) for w in answer.get("workers", []) if w["url"] == worker_url), None)
-
-
-async def _starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:
-    """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
-
-    Raises PublishError if versions are published and none of them is intact.
-    """
-    from agentrl.weights.publish import newest_intact_version
-
-    version = await newest_intact_version(store)
-    if version is not None:
-        return version.id, version.location
-    if model.model_name_or_path is None:
-        raise ConfigError(
-            "there is no published version to serve, and no model to start from",
-            hint="pass --model_name_or_path",
-        )
-    return 0, str(Path.cwd() / model.model_name_or_path)
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

@@ -14,7 +14,8 @@ from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.serve import ServedEngine, _starting_weights
+from agentrl.inference.serve import ServedEngine
+from agentrl.inference.served_weights import starting_weights
 from agentrl.weights.model_folder import write_manifest
 
 
@@ -277,9 +278,9 @@ async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_pa
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
     harness.store.policy_versions.known = [first, second, withdrawn, fourth]
     store: Any = harness.store
-    assert await _starting_weights(store, ModelConfig()) == (1, first.location)
+    assert await starting_weights(store, ModelConfig()) == (1, first.location)
     harness.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
-        await _starting_weights(store, ModelConfig(model_name_or_path="base"))
+        await starting_weights(store, ModelConfig(model_name_or_path="base"))
     harness.store.policy_versions.known = []
-    assert await _starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")
+    assert await starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")
