@@ -54,10 +54,7 @@ def run_local_server(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def load(folder: str) -> LocalModel:
-        return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
-
-    model = load(model_path)
+    model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device))
     try:
         cache = model.new_cache(max_total_tokens)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -70,7 +67,7 @@ def run_local_server(
     )
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
-    server = LocalServer(Worker(scheduler), model, load, context_length, instance, tokenizer)
+    server = LocalServer(Worker(scheduler), model, context_length, instance, tokenizer)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, http=BoundedProtocol,
         timeout_graceful_shutdown=3,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +58,8 @@ class LocalModel:
 
         The weights have ``dtype``; None: the one that the folder names.
         """
-        config = load_config(folder)
+        self._config = config = load_config(folder)
+        self._rounded_to = dtype
         dtype = dtype or getattr(torch, stored_dtype(Path(folder)))
         self.folder = folder
         self.device = device
@@ -74,8 +76,39 @@ class LocalModel:
         self._group = config.num_attention_heads // self._num_kv_heads
         self._num_layers: int = config.num_hidden_layers
         self._check_against_plain_attention()
-        if device.type == "cpu":
-            _pack_linears(self._model, self.dtype)
+        self._settle()
+
+    def updated(self, folder: str) -> LocalModel:
+        """Return a model with the weights in ``folder``. This model stays as it is.
+
+        Raises ModelError if the weights do not fit. A folder of this model's configuration is read without
+        the checks of a new model.
+        """
+        if _content(load_config(folder)) != _content(self._config):
+            model = LocalModel(folder, dtype=self._rounded_to, device=self.device)
+            self._check_same_shape(model)
+            return model
+        return self._with(folder, self._rounded_to or getattr(torch, stored_dtype(Path(folder))))
+
+    def updated_from(self, tensors: Mapping[str, Tensor]) -> LocalModel:
+        """Return a model with ``tensors``, under their names in files. See ``updated``."""
+        return self._with(dict(tensors), self._rounded_to or next(iter(tensors.values())).dtype)
+
+    def _with(self, source: str | dict[str, Tensor], dtype: torch.dtype) -> LocalModel:
+        model = copy.copy(self)
+        if isinstance(source, str):
+            model.folder = source
+        model._model = _load(source, dtype, self.device, self._model).to(self.dtype)  # type: ignore[arg-type]
+        model._settle()
+        return model
+
+    def _settle(self) -> None:
+        """On a CPU, pack the linear layers, and copy what still lies in a file: files may change later."""
+        if self.device.type != "cpu":
+            return
+        _pack_linears(self._model, self.dtype)
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            tensor.data = tensor.data.clone()
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""
@@ -88,7 +121,7 @@ class LocalModel:
             device=self.device,
         )
 
-    def check_same_shape(self, other: LocalModel) -> None:
+    def _check_same_shape(self, other: LocalModel) -> None:
         """Raise ModelError unless ``other`` can replace this model on the same cache."""
         for name in ("vocab_size", "_num_layers", "_num_kv_heads", "_head_dim"):
             ours, theirs = getattr(self, name), getattr(other, name)
@@ -178,21 +211,40 @@ def load_config(folder: str) -> Any:
     return config
 
 
-def _load(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    is_vision = hasattr(load_config(folder), "vision_config")
-    kind: Any = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+def _load(
+    source: str | dict[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    like: PreTrainedModel | None = None,
+) -> PreTrainedModel:
+    """Load a folder; or tensors by their names in its files, into a model like ``like``."""
+    folder, tensors = (source, None) if isinstance(source, str) else (None, source)
+    kind: Any = type(like)
+    if like is None:
+        is_vision = hasattr(load_config(str(folder)), "vision_config")
+        kind = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+    where = folder or "the update"
+    given = {} if like is None else {"config": like.config, "state_dict": tensors}
     try:
         loaded: Any = kind.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+            folder, **given, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelError(f"the weights in {folder} cannot be loaded: {error}") from error
+        raise ModelError(f"the weights in {where} cannot be loaded: {error}") from error
     model, report = loaded
     missing = [*report["missing_keys"], *report["mismatched_keys"]]
     if missing:
-        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors, the first is {missing[0]}")
+        raise ModelError(f"the weights in {where} lack {len(missing)} tensors, the first is {missing[0]}")
     set_attention(model, ATTENTION)
     return cast("PreTrainedModel", model.eval().requires_grad_(False).to(device))
+
+
+def _content(config: Any) -> dict[str, Any]:
+    """Return what a configuration says about the forward pass."""
+    content = config.to_dict()
+    for key in ("dtype", "transformers_version", "_name_or_path"):
+        content.pop(key, None)
+    return cast("dict[str, Any]", content)
 
 
 def _held_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:

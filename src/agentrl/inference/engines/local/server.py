@@ -40,7 +40,6 @@ class LocalServer:
         self,
         worker: Worker,
         model: LocalModel,
-        load: Callable[[str], LocalModel],
         context_length: int,
         instance: str | None = None,
         tokenizer: Callable[[], Tokenizer] | None = None,
@@ -49,7 +48,6 @@ class LocalServer:
         self._worker = worker
         self._scheduler = worker.scheduler
         self._model = model
-        self._load = load
         self._context_length = context_length
         self._instance = instance
         self._tokenizer = tokenizer
@@ -214,8 +212,7 @@ class LocalServer:
         flush = bool(body.get("flush_cache", True))
         async with self._updating:
             try:
-                model = await asyncio.to_thread(self._load, path)
-                self._model.check_same_shape(model)
+                model = await asyncio.to_thread(self._model.updated, path)
                 if body.get("abort_all_requests"):
                     await self._in_thread(lambda scheduler: scheduler.abort(None))
                 name = self._scheduler.version if version is None else str(version)
