@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
+from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, read_adapter
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
@@ -75,6 +76,7 @@ class LocalModel:
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._group = config.num_attention_heads // self._num_kv_heads
         self._num_layers: int = config.num_hidden_layers
+        self._adapted = AdapterRows()
         self._check_against_plain_attention()
         self._settle()
 
@@ -141,6 +143,7 @@ class LocalModel:
         starts = np.repeat([chunk.slot.start for chunk in chunks], counts)
         ends = np.cumsum(counts)
         wanted = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
+        self._adapted.assign([chunk.slot.adapter for chunk in chunks], counts)
         batch = _Batch(
             cache=cache,
             rows=torch.from_numpy(starts + positions).to(self.device),
@@ -159,6 +162,30 @@ class LocalModel:
             slot_batch=batch,
         )
         return cast("Tensor", output.logits[0].float())
+
+    def read_adapter(self, name: str, folder: str) -> LoadedAdapter:
+        """Return the adapter in ``folder`` for this model, which is unchanged until ``adapt``."""
+        if self.vision is not None:
+            raise ModelError(f"{self.folder} reads images, and the local engine adapts text models only")
+        return read_adapter(name, folder, self._linears(), self.dtype, self.device)
+
+    def adapt(self, adapter: LoadedAdapter) -> None:
+        """Let the layers of ``adapter`` add it to the rows of its sequences; between two forwards only."""
+        for name in adapter.layers:
+            parent, _, leaf = name.rpartition(".")
+            owner = self._model.get_submodule(parent)
+            module = getattr(owner, leaf)
+            if not isinstance(module, AdaptedLinear):
+                setattr(owner, leaf, AdaptedLinear(name, module, self._adapted))
+
+    def _linears(self) -> dict[str, tuple[int, int]]:
+        """Return the outputs and inputs of each linear layer but the output head, by name."""
+        head = self._model.get_output_embeddings()
+        return {
+            name.removesuffix(".base"): (module.out_features, module.in_features)
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear | _PackedLinear) and module is not head
+        }
 
     def _segment(self, chunk: Chunk, end: int) -> _Segment:
         count = len(chunk.token_ids)
@@ -320,6 +347,7 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
         self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""))
