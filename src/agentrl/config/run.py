@@ -184,6 +184,12 @@ class EngineConfig(EngineListConfig):
     section = "inference"
 
     engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
+    engine_url: str | None = flag(
+        None,
+        "URL of a running engine: `agentrl serve` loads its run's adapters there and starts no engine, and"
+        " `agentrl try` sends its calls there (default: an engine of its own; a live one of the run)",
+        per_process=True,
+    )
     host: str = flag("127.0.0.1", "address that the engine binds to", per_process=True)
     port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]", per_process=True)
     inf_tp_size: int = flag(

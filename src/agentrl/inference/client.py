@@ -29,6 +29,7 @@ from agentrl.inference.engine import (
     FinishReason,
     Generation,
     Progress,
+    adapter_version,
     known_format,
     malformed,
 )
@@ -70,6 +71,8 @@ class Collector:
     """Policy version of tokens for which the engine names none: the version at the start of the request."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    is_fixed: bool = False
+    """All tokens are of ``version``, that of an adapter: the engine names the version of its base."""
     _chunk_spans: list[VersionSpan] = field(default_factory=list)
     _spans: Sequence[VersionSpan] | None = None
     _finish_reason: str | None = None
@@ -79,6 +82,8 @@ class Collector:
     def add(self, chunk: Chunk) -> None:
         """Append one chunk, after checking its ids and logprobs."""
         self._check(chunk)
+        if self.is_fixed:
+            chunk = replace(chunk, version=None, spans=None)
         if chunk.ids:
             start = len(self.ids)
             self.ids.extend(chunk.ids)
@@ -170,6 +175,9 @@ class Collector:
 class EngineClient(EngineControl):
     """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
 
+    adapter: str | None = None
+    """The adapter that requests name from now on, ``RUN@VERSION``; None: the engine's own weights."""
+
     async def generate(
         self,
         input_ids: Sequence[int],
@@ -197,10 +205,11 @@ class EngineClient(EngineControl):
         if self._unverified is not None:
             await self.check_instance(self._unverified)
             self._unverified = None
-        collector = await self._collector(params)
+        adapter = self.adapter
+        collector = await self._collector(params, adapter)
         encoded = EncodedIds() if encoded is None else encoded
         ids_json = encoded.update(input_ids, collector.vocab_size)
-        path, body = self._request(ids_json, params, rid, images)
+        path, body = self._request(ids_json, params, rid, images, adapter)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
@@ -208,6 +217,8 @@ class EngineClient(EngineControl):
         except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
             if isinstance(error, EngineRefusedError):
+                if adapter is not None and adapter in error.message:  # unloaded; a newer one is there
+                    raise EngineError(error.message, hint=error.hint) from error
                 raise
             await self._abort_quietly(rid)
             raise
@@ -225,7 +236,7 @@ class EngineClient(EngineControl):
             )
         return generation
 
-    async def _collector(self, params: SamplingParams) -> Collector:
+    async def _collector(self, params: SamplingParams, adapter: str | None) -> Collector:
         if self._vocab_size is None:
             self._vocab_size = (await self.model_info()).vocab_size
         if self._vocab_size is None:
@@ -238,7 +249,8 @@ class EngineClient(EngineControl):
             vocab_size=self._vocab_size,
             max_new_tokens=params.max_new_tokens,
             logprobs_of=self._logprobs_of(params),
-            version=await self._version_at_start(),
+            version=await self._version_at_start() if adapter is None else adapter_version(adapter),
+            is_fixed=adapter is not None,
         )
 
     async def _collect(
@@ -283,7 +295,12 @@ class EngineClient(EngineControl):
         return EngineError(text)
 
     def _request(
-        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+        self,
+        ids_json: bytes,
+        params: SamplingParams,
+        rid: str,
+        images: Sequence[Image] = (),
+        adapter: str | None = None,
     ) -> tuple[str, bytes]:
         """Return the path and the body of a generation request."""
         rest: dict[str, Any] = {
@@ -294,6 +311,8 @@ class EngineClient(EngineControl):
         }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
+        if adapter is not None:
+            rest["lora_path"] = adapter
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:

@@ -11,18 +11,21 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError, PublishError
+from agentrl.errors import AgentRLError, ConfigError, EngineError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad
 from agentrl.inference.engine import known_format
+from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.commands import engine_command, has_gpu
+from agentrl.inference.engines.lora import why_merged
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
 from agentrl.inference.served_weights import ServedWeights, starting_weights
@@ -50,11 +53,17 @@ async def serve(configs: Configs) -> None:
     from agentrl.store.client import open_store, run_exists
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    if config.port:
+    if config.engine_url is not None and config.router_url is not None:
+        raise ConfigError(
+            "--engine_url and --router_url: the process that runs the engine registers it at the router",
+            hint="leave one of them out",
+        )
+    if config.port and config.engine_url is None:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
         # A bad folder or engine begins no run. A run that has begun may have weights of its own.
-        if model.model_name_or_path is not None and not await run_exists(run):
+        is_own = config.engine_url is None
+        if is_own and model.model_name_or_path is not None and not await run_exists(run):
             engine_command(model.model_name_or_path, model, config, config.port)
         async with await open_store(run) as store:
             await _serve(store, configs)
@@ -66,21 +75,42 @@ async def _serve(store: Store, configs: Configs) -> None:
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", {})
     await begin_model(store, model.model_name_or_path, "serve")
-    version, folder = await starting_weights(store, model)
+    version, folder, first = await starting_weights(store, model)
+    lora = await _adapter_of(store, configs)
     port = config.port or free_port(config.host)
-    service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
-    log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-    process = EngineProcess(engine_command(folder, model, config, port), log_file)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
-    client = engine_client(config.engine, f"http://{host}:{port}", _UPDATE_SECONDS)
+    client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
+    service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
+    weights = ServedWeights(
+        client, store, run_name=run.run_name, loaded=version, is_shared=config.engine_url is not None,
+        why_merged=why_merged(config.engine, folder, lora, has_gpu=has_gpu())
+        if config.engine_url is None
+        else None,
+    )  # fmt: skip
+    process: EngineProcess | AttachedEngine
+    if config.engine_url is None:
+        log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
+        process = EngineProcess(engine_command(folder, model, config, port, lora), log_file)
+    else:
+        process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
     served = ServedEngine(
         store, client, process, config, service_id=service_id, folder=folder, version=version,
+        weights=weights, first=first,
     )  # fmt: skip
     try:
         await _until_signal(served.run)
     finally:
+        await weights.leave()
         await client.close()
-        await process.stop()
+        if not isinstance(process, AttachedEngine):
+            await process.stop()
+
+
+async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
+    """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
+    config = configs[AdapterConfig]
+    stored = next((each.values for each in await store.settings.all() if each.id == "adapter"), None)
+    return config if config.lora_rank or stored is None else AdapterConfig(**stored)
 
 
 class ServedEngine:
@@ -90,16 +120,20 @@ class ServedEngine:
         self,
         store: Store,
         client: EngineClient,
-        process: EngineProcess,
+        process: EngineProcess | AttachedEngine,
         config: EngineConfig,
         *,
         service_id: str,
         folder: str,
         version: int,
+        weights: ServedWeights,
+        first: PolicyVersion | None = None,
     ) -> None:
+        """``first`` is an adapter of the ``version`` in ``folder``, loaded before samplers send requests."""
         self._store = store
         self._client = client
-        self._weights = ServedWeights(client)
+        self._weights = weights
+        self._first = first
         self._process = process
         self._config = config
         self._id = service_id
@@ -133,8 +167,13 @@ class ServedEngine:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
-                await self._process.wait_ready(self._client, self._config.engine_start_seconds)
-                await self._client.set_version(self._version)
+                if not isinstance(self._process, AttachedEngine):
+                    await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+                    await self._client.set_version(self._version)
+                if self._first is not None:
+                    await self._weights.fetch(self._first)
+                    await self._weights.load(self._first)
+                    self._version = self._first.id
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
@@ -153,7 +192,9 @@ class ServedEngine:
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
         while True:
-            if self._process.returncode is not None:
+            if isinstance(self._process, AttachedEngine):
+                await self._process.check(self._client)
+            elif self._process.returncode is not None:
                 code, tail = self._process.returncode, self._process.log_tail()
                 raise EngineError(
                     f"the engine ended with exit code {code}:\n{tail}", hint=f"see {self._process.log_file}"
@@ -176,6 +217,7 @@ class ServedEngine:
             self._id,
             status=self._status,
             policy_version=self._version,
+            adapter=self._weights.adapter,
             running_requests=self._load.requests,
             running_tokens=self._load.tokens,
             context_length=self._context_length,
@@ -196,11 +238,18 @@ class ServedEngine:
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
     async def update(self, version: PolicyVersion) -> None:
-        """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
+        """Load ``version``; if it is damaged, the old weights stay.
+
+        Running requests continue with it, or finish with their adapter, if it is one.
+        """
         try:
             await self._weights.fetch(version)
-            await self._switch(version)
-        except (PublishError, EngineError) as error:
+            await self._client.check_instance(self._process.instance)
+            if self._weights.pauses(version):
+                await self._switch(version)
+            else:
+                await self._weights.load(version)
+        except AgentRLError as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
         else:
@@ -209,7 +258,6 @@ class ServedEngine:
         await self._report()
 
     async def _switch(self, version: PolicyVersion) -> None:
-        await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
@@ -229,7 +277,8 @@ class ServedEngine:
             else:
                 return
         log.error("the engine stays paused after %d attempts to resume it; it ends now", _RESUME_TRIES)
-        await self._process.stop()
+        if not isinstance(self._process, AttachedEngine):
+            await self._process.stop()
 
 
 class FrontRouter:

@@ -60,7 +60,7 @@ async def model_folder(store: Store | None, model: ModelConfig) -> str:
     folder = model.model_name_or_path
     if folder is None and store is not None:
         version = await store.policy_versions.latest()
-        folder = None if version is None else version.location
+        folder = None if version is None else (await store.policy_versions.whole(version)).location
     if folder is None:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"

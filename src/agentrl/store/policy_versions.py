@@ -94,6 +94,20 @@ class PolicyVersions(Repository):
         """Return the version with this number, in any status; None if there is none."""
         return await self._one(PolicyVersion, VERSION, {"_id": version})
 
+    async def whole(self, version: PolicyVersion) -> PolicyVersion:
+        """Return the version with the config, the tokenizer and the weights on which ``version`` builds.
+
+        Whole weights build on none but their own. Raises StoreError if a base is not in the database.
+        """
+        while version.encoding != "full":
+            base = None if version.base is None else await self.get(version.base)
+            if base is None or base.id >= version.id:
+                raise StoreError(
+                    f"policy version {version.id} builds on {version.base}, which does not exist"
+                )
+            version = base
+        return version
+
     @database_call
     async def newest_id(self) -> int | None:
         """Return the highest version number in any status; None if there are no versions."""

@@ -143,13 +143,14 @@ class Services(Repository):
     async def beat(
         self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
         running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
+        adapter: str | None = None,
     ) -> None:  # fmt: skip
         """Send a heartbeat with the engine's state. Raises StoreError if the engine is not registered."""
         changes = {
             "$set": {
                 "status": status.value, "policy_version": policy_version,
                 "running_requests": running_requests, "running_tokens": running_tokens,
-                "context_length": context_length, "detail": detail,
+                "context_length": context_length, "detail": detail, "adapter": adapter,
             },
             "$currentDate": {"heartbeat": True},
         }  # fmt: skip

@@ -15,7 +15,7 @@ from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailab
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine
-from agentrl.inference.served_weights import starting_weights
+from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.weights.model_folder import write_manifest
 
 
@@ -56,6 +56,9 @@ class PolicyVersions:
         published = [version for version in self.known if version.status is VersionStatus.PUBLISHED]
         newest_first = sorted(published, key=lambda version: -version.id)
         return [version for version in newest_first if below is None or version.id < below][:limit]
+
+    async def whole(self, version: PolicyVersion) -> PolicyVersion:
+        return version if version.encoding == "full" else self.known[0]
 
 
 class Store:
@@ -136,6 +139,7 @@ class Harness:
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
             service_id="e1", folder="/models/base", version=0,
+            weights=ServedWeights(self.client, self.store, run_name="run"),  # type: ignore[arg-type]
         )  # fmt: skip
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -176,7 +180,7 @@ async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tm
     assert harness.client.calls == updates(version)
     assert harness.store.services.beats[-1] == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
-        "running_tokens": 700, "context_length": None, "detail": None,
+        "running_tokens": 700, "context_length": None, "detail": None, "adapter": None,
     }  # fmt: skip
 
 
@@ -278,9 +282,9 @@ async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_pa
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
     harness.store.policy_versions.known = [first, second, withdrawn, fourth]
     store: Any = harness.store
-    assert await starting_weights(store, ModelConfig()) == (1, first.location)
+    assert await starting_weights(store, ModelConfig()) == (1, first.location, None)
     harness.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
         await starting_weights(store, ModelConfig(model_name_or_path="base"))
     harness.store.policy_versions.known = []
-    assert await starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")
+    assert await starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base", None)
