@@ -12,7 +12,8 @@ import orjson
 
 from agentrl.documents.images import Image
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.inference.client import Chunk, EngineClient, version_spans
+from agentrl.inference.client import EngineClient, version_spans
+from agentrl.inference.collector import Chunk
 from agentrl.inference.control import (
     EngineLoad,
     ModelInfo,
@@ -46,6 +47,8 @@ def engine_client(
 
 class VllmClient(EngineClient):
     """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
+
+    _returns_masks = False
 
     async def health(self) -> bool:
         """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
