@@ -21,7 +21,7 @@ from agentrl.documents.status import (
     TaskStatus,
     TrainerEnd,
 )
-from agentrl.snapshot.published import LAST_VERSIONS, PublishedVersion, published_versions
+from agentrl.snapshot.published_versions import LAST_VERSIONS, PublishedVersion, published_versions
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
