@@ -41,6 +41,8 @@ class Generation:
     seconds: float
     engine_url: str
     logprobs_of: LogprobsOf = "policy"
+    routing: bytes = b""
+    """Experts (``documents.routing``) of the tokens from ``routed_from`` to the last but one; empty: none."""
 
 
 class EngineRefusedError(EngineError):
@@ -135,11 +137,14 @@ class Engine(Protocol):
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
 
         ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
-        continues; without it, that of the last call is tried.
+        continues; without it, that of the last call is tried. ``routed_from`` is the first token whose experts
+        are wanted, if the policy is a mixture and its routing is replayed.
         """
         ...
 
@@ -178,6 +183,7 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
+        routing=b"".join(part.routing for part in parts),
         logprobs_of=kinds.pop() if len(kinds) == 1 else "other",
     )
 

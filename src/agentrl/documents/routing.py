@@ -1,0 +1,108 @@
+"""The experts that a mixture's routers chose for each token, packed in pieces that join without unpacking.
+
+A piece is a header and the experts of consecutive tokens. Its bytes never change once an engine's answer is
+packed: model calls and training data hold the same ones, so that they compare equal on every machine.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Routing = NDArray[np.signedinteger]
+"""int8 or int16 [tokens, layers, top_k], ascending along the last axis; −1: the token routes freely."""
+
+_HEADER: Final = struct.Struct("<IIHHBI")
+"""Tokens, how many of them are left out at the start, layers, top_k, bytes of an expert, bytes that follow."""
+_FAST = 1
+"""zlib's level: higher ones save 2 % and take three times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """Size of a model's routing. ``layers`` counts all decoder layers: engines return dense ones as zeros."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def per_token(self) -> int:
+        """Return the experts of one token."""
+        return self.layers * self.top_k
+
+
+def pack_routing(routing: NDArray[np.integer]) -> bytes:
+    """Return a piece for the experts [tokens, layers, top_k] of consecutive tokens.
+
+    The order of a token's experts has no meaning, because their weights are computed again: they are stored
+    as differences of ascending indices, which compress to about 0.7 of a byte per expert of 128.
+    """
+    ascending = np.sort(routing, axis=-1)
+    itemsize = 1 if ascending.max(initial=0) < 256 else 2
+    gaps = np.diff(ascending, axis=-1, prepend=0).astype(f"<u{itemsize}")
+    data = zlib.compress(gaps.tobytes(), _FAST)
+    return _HEADER.pack(len(gaps), 0, *gaps.shape[1:], itemsize, len(data)) + data
+
+
+def free_routing(tokens: int) -> bytes:
+    """Return a piece for tokens that route freely."""
+    return _HEADER.pack(tokens, 0, 0, 0, 1, 0) if tokens else b""
+
+
+def routed_tokens(packed: bytes) -> int:
+    """Return the number of tokens in all pieces. Raises ValueError for bytes that are no pieces."""
+    return sum(tokens - skipped for tokens, skipped, *_ in _pieces(packed))
+
+
+def without_first(packed: bytes) -> bytes:
+    """Return the pieces without their first token."""
+    tokens, skipped, *rest = _HEADER.unpack_from(packed)
+    return _HEADER.pack(tokens, skipped + 1, *rest) + packed[_HEADER.size :]
+
+
+def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
+    """Return the experts of each token. A token without experts in any layer routes freely.
+
+    Raises ValueError for bytes that are no pieces, and for a routing of another shape.
+    """
+    kind = np.int8 if shape.experts <= 128 else np.int16
+    found = [np.empty((0, shape.layers, shape.top_k), kind)]
+    for tokens, skipped, layers, top_k, itemsize, data in _pieces(packed):
+        if not data:
+            found.append(np.full((tokens - skipped, shape.layers, shape.top_k), -1, kind))
+            continue
+        if (layers, top_k) != (shape.layers, shape.top_k):
+            raise ValueError(
+                f"a routing of {layers} layers with {top_k} experts a token, not {shape.layers} with"
+                f" {shape.top_k}"
+            )
+        try:
+            gaps = np.frombuffer(zlib.decompress(data), f"<u{itemsize}").reshape(tokens, layers, top_k)
+        except zlib.error as error:
+            raise ValueError(f"a routing that cannot be decompressed: {error}") from error
+        experts = np.cumsum(gaps[skipped:], axis=-1, dtype=np.int32)
+        if experts.max(initial=0) >= shape.experts:
+            raise ValueError(f"expert {experts.max()} of {shape.experts}")
+        found.append(experts.astype(kind))
+    return np.concatenate(found)
+
+
+def _pieces(packed: bytes) -> Iterator[tuple[int, int, int, int, int, bytes]]:
+    """Yield (tokens, skipped, layers, top_k, bytes of an expert, data) of each piece."""
+    at = 0
+    while at < len(packed):
+        if len(packed) - at < _HEADER.size:
+            raise ValueError(f"a routing of {len(packed)} bytes ends in a header")
+        tokens, skipped, layers, top_k, itemsize, length = _HEADER.unpack_from(packed, at)
+        at += _HEADER.size
+        if skipped > tokens or itemsize not in (1, 2) or length > len(packed) - at:
+            raise ValueError(f"a routing of {len(packed)} bytes has a malformed header")
+        yield tokens, skipped, layers, top_k, itemsize, packed[at : at + length]
+        at += length
