@@ -57,7 +57,7 @@ def free_routing(tokens: int) -> bytes:
 
 
 def routed_tokens(packed: bytes) -> int:
-    """Return the number of tokens in all pieces. Raises ValueError for bytes that are no pieces."""
+    """Return the number of tokens in all pieces. Raises ValueError for bytes that are not pieces."""
     return sum(tokens - skipped for tokens, skipped, *_ in _pieces(packed))
 
 
@@ -67,10 +67,43 @@ def without_first(packed: bytes) -> bytes:
     return _HEADER.pack(tokens, skipped + 1, *rest) + packed[_HEADER.size :]
 
 
-def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
-    """Return the experts of each token. A token without experts in any layer routes freely.
+class TreeRouting:
+    """Joins the routing of model calls along a token tree, in the order in which their tokens are added."""
 
-    Raises ValueError for bytes that are no pieces, and for a routing of another shape.
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._tokens = 0
+        self._is_empty = True
+
+    def add(self, routing: bytes, start: int, tokens: int, *, has_parent: bool, is_next: bool) -> None:
+        """Add a call whose own tokens are ``[start, start + tokens)``; leave out a routing of another length.
+
+        A call with a parent has computed the parent's last token too. ``is_next``: that one is token
+        ``start`` − 1. Otherwise an earlier branch follows the parent, and has its routing.
+        """
+        if not routing or routed_tokens(routing) != tokens - 1 + has_parent:
+            return
+        follows = has_parent and is_next
+        self._fill(start - follows)
+        self._pieces.append(without_first(routing) if has_parent and not is_next else routing)
+        self._tokens = start + tokens - 1
+        self._is_empty = False
+
+    def finish(self, tokens: int) -> bytes:
+        """Return the routing of all ``tokens`` tokens; empty if no call has one."""
+        self._fill(tokens)
+        return b"" if self._is_empty else b"".join(self._pieces)
+
+    def _fill(self, end: int) -> None:
+        self._pieces.append(free_routing(end - self._tokens))
+        self._tokens = end
+
+
+def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
+    """Return the experts of each token, −1 for a token that routes freely.
+
+    So does a token for which a layer of the mixture has not k different experts: the engine has not captured
+    it. A layer without any token that has is dense. Raises ValueError for bytes that are not pieces, and for a routing of another shape.
     """
     kind = np.int8 if shape.experts <= 128 else np.int16
     found = [np.empty((0, shape.layers, shape.top_k), kind)]
@@ -87,10 +120,13 @@ def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
             gaps = np.frombuffer(zlib.decompress(data), f"<u{itemsize}").reshape(tokens, layers, top_k)
         except zlib.error as error:
             raise ValueError(f"a routing that cannot be decompressed: {error}") from error
-        experts = np.cumsum(gaps[skipped:], axis=-1, dtype=np.int32)
+        gaps = gaps[skipped:]
+        experts = np.cumsum(gaps, axis=-1, dtype=np.int32)
         if experts.max(initial=0) >= shape.experts:
             raise ValueError(f"expert {experts.max()} of {shape.experts}")
-        found.append(experts.astype(kind))
+        differ = (gaps[..., 1:] > 0).all(-1)
+        captured = differ[:, differ.any(0)].all(1) & differ.any(1)
+        found.append(np.where(captured[:, None, None], experts, -1).astype(kind))
     return np.concatenate(found)
 
 

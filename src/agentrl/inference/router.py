@@ -87,7 +87,11 @@ class EngineRouter:
         self._suspect_seconds = suspect_seconds
         self._new_client = client or (
             lambda service: engine_client(
-                service.engine, service.url, token_timeout, vocab_size=vocab_size, instance=service.instance,
+                service.engine,
+                service.url,
+                token_timeout,
+                vocab_size=vocab_size,
+                instance=service.instance,
                 experts=experts,
             )  # fmt: skip
         )
