@@ -17,8 +17,8 @@ _EXTRAS = {
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing", "renderers",
-    "tokenizers",
+    "PIL", "fsspec", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing",
+    "renderers", "tokenizers", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 

@@ -65,7 +65,7 @@ async def test_an_answer_that_never_ends_is_bounded_in_time() -> None:
 
 
 async def test_an_answer_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "LARGEST", 2**23)
+    monkeypatch.setattr(http_module, "LARGEST_ANSWER", 2**23)
     async with http_to(Server({}, b" " * 2**22)) as http:
         with pytest.raises(EngineAnswerError, match=r"/x answered with more than 8388608 bytes"):
             await http.call("GET", "/x")

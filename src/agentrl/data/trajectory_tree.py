@@ -24,6 +24,7 @@ from agentrl.documents.model_call import (
 from agentrl.documents.record import Record
 from agentrl.documents.routing import TreeRouting
 from agentrl.documents.sampling import COLDEST, distribution_params
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
@@ -85,11 +86,15 @@ def to_training_data(
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
+    masks: list[SamplingMask] = []
     for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id]):
         output_start = tree.output_starts[item.call.id]
+        packed = b"" if supervised else item.call.sampling_mask
+        mask = SamplingMask.unpack(packed, len(item.call.output_ids) // 4)
         for version in _versions(item.call, first=0 if output_start else 1):
             spans.append(_span(item, version, output_start))
             logprobs.append(unpack_floats(item.call.logprobs)[version.start : version.end])
+            masks.append(mask.select(slice(version.start, version.end)))
     if not spans:
         return None
     return DBRecordData(
@@ -112,6 +117,7 @@ def to_training_data(
         images=tree.images,
         input_ids=pack_ids(tree.input_ids),
         behavior_logprobs=pack_floats(np.concatenate(logprobs)),
+        sampling_mask=SamplingMask.join(masks).pack(),
         routing=tree.routing,
     )
 
@@ -144,11 +150,11 @@ def mask_reason(call: DispatchedSamplingTask) -> str | None:
 
     The trainer computes softmax(logits / temperature). A call that was sampled from another distribution
     (top-p, a penalty, a grammar) has correct importance ratios only if its logprobs are of that distribution
-    (``logprobs_of``).
+    (``logprobs_of``). If it stores the ids that truncation kept, the trainer's softmax is over these ids.
     """
     if call_temperature(call) is None:
         return f"temperature {_shown(call.sampling_params['temperature'])}"
-    if call.logprobs_of == "sampled":
+    if call.logprobs_of in ("sampled", "truncated"):
         return None
     for name in distribution_params(call.sampling_params):
         return f"{name} {_shown(call.sampling_params[name])}"

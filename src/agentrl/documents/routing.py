@@ -19,7 +19,7 @@ Routing = NDArray[np.signedinteger]
 """int8 or int16 [tokens, layers, top_k], ascending along the last axis; −1: the token routes freely."""
 
 _HEADER: Final = struct.Struct("<IIHHBI")
-"""Tokens, how many of them are left out at the start, layers, top_k, bytes of an expert, bytes that follow."""
+"""Tokens, how many of the first are left out, layers, top_k, bytes of an expert, bytes that follow."""
 _FAST = 1
 """zlib's level: higher ones save 2 % and take three times as long."""
 
@@ -103,7 +103,8 @@ def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
     """Return the experts of each token, −1 for a token that routes freely.
 
     So does a token for which a layer of the mixture has not k different experts: the engine has not captured
-    it. A layer without any token that has is dense. Raises ValueError for bytes that are not pieces, and for a routing of another shape.
+    it. A layer without any token that has is dense. Raises ValueError for bytes that are not pieces, and for
+    a routing of another shape.
     """
     kind = np.int8 if shape.experts <= 128 else np.int16
     found = [np.empty((0, shape.layers, shape.top_k), kind)]

@@ -159,7 +159,7 @@ class Answerer:
         if not attempt:
             return generation, sent
         noted = sent.replace(extra={**sent.extra, ASKED_AGAIN: attempt})
-        return replace(generation, logprobs_of="other"), noted
+        return replace(generation, logprobs_of="other", sampling_mask=b""), noted
 
     async def _grammar(self, request: GatewayRequest, prompt: Prompt) -> dict[str, str] | None:
         """Return the sampling parameter for the engine's grammar; None if the demand cannot be one."""

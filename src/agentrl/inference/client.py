@@ -10,6 +10,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -23,6 +24,7 @@ from agentrl.documents.images import Image, data_url
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.routing import ExpertShape, pack_routing
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
+from agentrl.documents.sampling_mask import LARGEST
 from agentrl.errors import EngineError
 from agentrl.inference.collector import Chunk, Collector
 from agentrl.inference.control import EngineControl, policy_version
@@ -36,11 +38,13 @@ from agentrl.inference.engine import (
     known_format,
     malformed,
 )
-from agentrl.inference.http import LARGEST, silent
+from agentrl.inference.http import LARGEST_ANSWER, silent
 
 log = logging.getLogger(__name__)
 
 _EXCERPT = 300
+_NO_MASKS = re.compile("sampling.(mask|support)", re.IGNORECASE)
+"""What SGLang writes when it cannot return the masks that were asked for."""
 _ABORT_SECONDS = 5.0
 _ROUTING_BYTES = 16 / 3
 """Bytes of one expert's index in an answer: base64 of int32."""
@@ -51,6 +55,8 @@ _ROUTING_KEY = "X-SMG-Routing-Key"
 class EngineClient(EngineControl):
     """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
 
+    _returns_masks = True
+    """Whether to ask for sampling masks: until an answer shows that the engine has none."""
     _is_unrouted = False
     """Whether an answer without routing has been logged."""
 
@@ -88,6 +94,7 @@ class EngineClient(EngineControl):
         ids_json = encoded.update(input_ids, collector.vocab_size)
         if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
             routed_from = None
+        masked = self._returns_masks and params.truncates
         path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
@@ -95,6 +102,12 @@ class EngineClient(EngineControl):
             await self._collect(collector, path, body, headers, progress)
         except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
+            if masked and _NO_MASKS.search(error.message):
+                self._stop_asking(error.message)
+                return await self.generate(
+                    input_ids, params, rid, encoded=encoded, routing_key=routing_key, images=images,
+                    keep=keep, progress=progress, routed_from=routed_from,
+                )  # fmt: skip
             if isinstance(error, EngineRefusedError):
                 raise
             await self._abort_quietly(rid)
@@ -105,6 +118,8 @@ class EngineClient(EngineControl):
             await asyncio.shield(self._abort_quietly(rid))
             raise
         generation = collector.result(time.monotonic() - start)
+        if masked and generation.output_ids and generation.logprobs_of != "truncated":
+            self._stop_asking("its answer has none")
         if images and generation.prompt_tokens != len(input_ids):
             raise malformed(
                 self.url,
@@ -128,7 +143,7 @@ class EngineClient(EngineControl):
         """Return whether the routing fits into one event, even if the generation is as long as it may be."""
         tokens = len(input_ids) + params.max_new_tokens - routed_from
         experts = 0 if self._experts is None else self._experts.per_token
-        return tokens * experts * _ROUTING_BYTES < LARGEST // 2
+        return tokens * experts * _ROUTING_BYTES < LARGEST_ANSWER // 2
 
     async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
@@ -202,6 +217,12 @@ class EngineClient(EngineControl):
             "stream": True,
             "rid": rid,
         }
+        if self._returns_masks and params.truncates:
+            largest = min(params.top_k, LARGEST) if params.top_k > 0 else LARGEST
+            rest |= {
+                "sampling_params": params.replace(top_k=largest).to_request(),
+                "return_sampling_mask": True,
+            }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
         if routed_from is not None:
@@ -221,9 +242,14 @@ class EngineClient(EngineControl):
                 self.url, f"{len(rows)} logprobs and {len(event['output_ids'])} ids for {new} tokens"
             )
         first = len(rows) - new
+        logprobs, kept = [float(row[0]) for row in rows[first:]], meta.get("output_token_sampling_mask") or ()
+        if 0 < new <= len(kept):
+            kept = kept[len(kept) - new :]
+            logprobs = [float(value) for value in meta["output_token_sampling_logprobs"][-new:]]
         return Chunk(
             ids=event["output_ids"][len(event["output_ids"]) - new :] if new > 0 else (),
-            logprobs=[float(row[0]) for row in rows[first:]] if new > 0 else (),
+            logprobs=logprobs if new > 0 else (),
+            kept=kept if new > 0 else (),
             version=policy_version(meta.get("weight_version"), self.url),
             spans=version_spans(meta.get("weight_versions"), self.url),
             finish_reason=reason.get("type"),
@@ -240,6 +266,14 @@ class EngineClient(EngineControl):
         """Return the version of tokens whose event names none; here every event does."""
         return 0
 
+    def _stop_asking(self, why: str) -> None:
+        self._returns_masks = False
+        log.warning(
+            "engine %s returns no sampling masks (%s): calls with top_p, top_k or min_p are trained only if"
+            " its logprobs are of what these left",
+            self.url, why,
+        )  # fmt: skip
+
     async def _abort_quietly(self, rid: str) -> None:
         with suppress(EngineError, TimeoutError):  # the engine has ended, and the request with it
             async with asyncio.timeout(_ABORT_SECONDS):
@@ -253,7 +287,7 @@ def packed_experts(encoded: str | None, tokens: int, shape: ExpertShape) -> byte
         experts = experts.reshape(tokens, shape.layers, shape.top_k)
     except (binascii.Error, ValueError, TypeError):
         return None
-    is_valid = experts.size > 0 and 0 <= experts.min() and experts.max() < shape.experts
+    is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
     return pack_routing(experts) if is_valid else None
 
 

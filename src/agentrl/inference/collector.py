@@ -6,8 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.sampling import LogprobsOf
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.inference.engine import FinishReason, Generation, malformed
 
 _LARGEST_LOGPROB = 1e-3
@@ -20,6 +23,8 @@ class Chunk:
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
+    kept: Sequence[Sequence[int]] = ()
+    """The ids that each of ``ids`` was sampled from, if the engine returns sampling masks."""
     version: int | None = None
     """Policy version of ``ids``, if the engine names one in each event."""
     spans: Sequence[VersionSpan] | None = None
@@ -44,6 +49,7 @@ class Collector:
     """Policy version of tokens for which the engine names none: the version at the start of the request."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    _masks: list[SamplingMask] = field(default_factory=list)
     _chunk_spans: list[VersionSpan] = field(default_factory=list)
     _spans: Sequence[VersionSpan] | None = None
     _finish_reason: str | None = None
@@ -58,6 +64,8 @@ class Collector:
             start = len(self.ids)
             self.ids.extend(chunk.ids)
             self.logprobs.extend(chunk.logprobs)
+            if chunk.kept:
+                self._masks.append(SamplingMask.of(chunk.kept))
             version = self._version_of(chunk)
             if self._chunk_spans and self._chunk_spans[-1].version == version:
                 start = self._chunk_spans.pop().start
@@ -90,6 +98,12 @@ class Collector:
             return self._generation("abort", tuple(self._chunk_spans), seconds)
         return self._generation("abort", self._checked_spans(), seconds)
 
+    def _mask(self) -> SamplingMask | None:
+        """Return the sampling mask; None if a token has none, or is not among its ids."""
+        mask = SamplingMask.join(self._masks)
+        is_whole = mask.keeps(np.array(self.ids)) and bool(mask.counts.all())
+        return mask if is_whole and mask.ids.min() >= 0 and mask.ids.max() < self.vocab_size else None
+
     def _version_of(self, chunk: Chunk) -> int:
         """Return the version to record for the tokens of ``chunk``.
 
@@ -102,6 +116,8 @@ class Collector:
         return older if self.ids[: -len(chunk.ids)] else self.version
 
     def _generation(self, reason: FinishReason, spans: tuple[VersionSpan, ...], seconds: float) -> Generation:
+        mask = self._mask() if self._masks else None
+        logprobs_of: LogprobsOf = "other" if self._masks else self.logprobs_of
         return Generation(
             output_ids=tuple(self.ids),
             logprobs=tuple(self.logprobs),
@@ -111,7 +127,8 @@ class Collector:
             cached_tokens=self._cached_tokens,
             seconds=seconds,
             engine_url=self.url,
-            logprobs_of=self.logprobs_of,
+            logprobs_of=logprobs_of if mask is None else "truncated",
+            sampling_mask=b"" if mask is None else mask.pack(),
         )
 
     def _check(self, chunk: Chunk) -> None:

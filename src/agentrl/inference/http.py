@@ -32,8 +32,8 @@ _SLACK = 0.02
 """Fraction of a stream's time limit by which it may be late: not every event moves the timer."""
 _PIECE = 64 * 1024
 _LARGEST_HEAD = 64 * 1024
-LARGEST = 256 * 1024 * 1024
-"""Most bytes of an event, and of an answer that is not a stream. A mixture's routing has 2 to 4 KiB a token."""
+LARGEST_ANSWER = 256 * 1024 * 1024
+"""Most bytes of an event, and of an answer that is not a stream. A mixture's routing has 4 KiB a token."""
 _EXCERPT = 300
 _JSON = {"content-type": "application/json"}
 _DATA, _DONE = b"data:", b"[DONE]"
@@ -287,12 +287,12 @@ class EngineHttp:
 
 
 async def _limited(pieces: AsyncIterator[bytes], where: str) -> bytes:
-    """Return the joined pieces. Raises EngineAnswerError for more than ``LARGEST`` bytes."""
+    """Return the joined pieces. Raises EngineAnswerError for more than ``LARGEST_ANSWER`` bytes."""
     body = bytearray()
     async for piece in pieces:
         body += piece
-        if len(body) > LARGEST:
-            raise malformed(where, f"with more than {LARGEST} bytes")
+        if len(body) > LARGEST_ANSWER:
+            raise malformed(where, f"with more than {LARGEST_ANSWER} bytes")
     return bytes(body)
 
 
@@ -301,8 +301,8 @@ async def _events(pieces: AsyncIterator[bytes], where: str) -> AsyncIterator[byt
     rest = bytearray()
     async for piece in pieces:
         rest += piece
-        if len(rest) > LARGEST:
-            raise malformed(where, f"with an event of more than {LARGEST} bytes")
+        if len(rest) > LARGEST_ANSWER:
+            raise malformed(where, f"with an event of more than {LARGEST_ANSWER} bytes")
         if b"\n" not in piece:
             continue  # a split copies what is there: once per line, not once per piece
         *lines, rest = rest.split(b"\n")

@@ -93,7 +93,7 @@ class EngineRouter:
                 vocab_size=vocab_size,
                 instance=service.instance,
                 experts=experts,
-            )  # fmt: skip
+            )
         )
         self._front: EngineClient | None = None
         if router_url is not None:

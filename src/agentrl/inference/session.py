@@ -34,6 +34,8 @@ from agentrl.inference.engine import (
     join,
 )
 
+_LARGEST_MASK = 4 * 2**20
+"""Bytes of a sampling mask that is kept with a partial generation, within the document of its Record."""
 log = logging.getLogger(__name__)
 
 
@@ -269,11 +271,14 @@ def _kept(input_ids: Sequence[int], parts: Sequence[Generation]) -> PartialGener
     if not parts:
         return None
     whole = join(parts, "abort", len(input_ids), 0.0)
+    if len(whole.sampling_mask) > _LARGEST_MASK:
+        whole = replace(whole, logprobs_of="other", sampling_mask=b"")
     return PartialGeneration(
         prompt=prompt_digest(input_ids),
         output_ids=pack_ids(whole.output_ids),
         logprobs=pack_floats(whole.logprobs),
         logprobs_of=whole.logprobs_of,
+        sampling_mask=whole.sampling_mask,
         versions=whole.versions,
         cached_tokens=whole.cached_tokens,
     )
@@ -291,4 +296,5 @@ def _resumed(partial: PartialGeneration, prompt_tokens: int) -> Generation:
         seconds=0.0,
         engine_url="",
         logprobs_of=partial.logprobs_of,
+        sampling_mask=partial.sampling_mask,
     )

@@ -21,6 +21,9 @@ _ARCHITECTURE_KEYS = (
 )  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which peft's folder of an adapter is recognized."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""What peft's files put before the name of each module of the model."""
 _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 

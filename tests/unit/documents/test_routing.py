@@ -1,4 +1,4 @@
-"""The packed experts of tokens: what goes in comes out, in any joining of pieces; damaged bytes have a name."""
+"""The packed experts of tokens: what goes in comes out, however pieces are joined; damage has a name."""
 
 from __future__ import annotations
 

@@ -51,6 +51,8 @@ def engine_client(
 class VllmClient(EngineClient):
     """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
 
+    _returns_masks = False
+
     async def health(self) -> bool:
         """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
         if not await super().health():
