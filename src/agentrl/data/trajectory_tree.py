@@ -334,8 +334,8 @@ class _Builder:
 
     def finish(self) -> TokenTree:
         ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        routing = self._routing.finish(self._length)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts, tuple(self._images), routing)
+        images, routing = tuple(self._images), self._routing.finish(self._length)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
 
     def _append_call(self, call: DispatchedSamplingTask) -> None:
         context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
@@ -343,9 +343,8 @@ class _Builder:
         self._output_starts[call.id] = self._length + len(context)
         self._pieces += [context, output]
         self._routing.add(
-            call.routing, self._length, len(context) + len(output),
-            has_parent=call.prompt_tokens > len(context),
-            is_next=call.parent is not None and self._ends[call.parent] == self._length,
+            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
+            call.parent is not None and self._ends[call.parent] == self._length,
         )  # fmt: skip
         self._length += len(context) + len(output)
         self._ends[call.id] = self._length

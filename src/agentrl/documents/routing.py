@@ -75,7 +75,7 @@ class TreeRouting:
         self._tokens = 0
         self._is_empty = True
 
-    def add(self, routing: bytes, start: int, tokens: int, *, has_parent: bool, is_next: bool) -> None:
+    def add(self, routing: bytes, start: int, tokens: int, has_parent: bool, is_next: bool) -> None:
         """Add a call whose own tokens are ``[start, start + tokens)``; leave out a routing of another length.
 
         A call with a parent has computed the parent's last token too. ``is_next``: that one is token

@@ -145,9 +145,9 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
 
-        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
-        continues; without it, that of the last call is tried. ``routed_from`` is the first token whose experts are
-        wanted, if the policy is a mixture and its routing is replayed.
+        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this
+        one continues; without it, that of the last call is tried. ``routed_from`` is the first token
+        whose experts are wanted, if the policy is a mixture whose routing is replayed.
         """
         ...
 
