@@ -125,8 +125,9 @@ def unpack_routing(packed: bytes, shape: ExpertShape) -> Routing:
         experts = np.cumsum(gaps, axis=-1, dtype=np.int32)
         if experts.max(initial=0) >= shape.experts:
             raise ValueError(f"expert {experts.max()} of {shape.experts}")
-        differ = (gaps[..., 1:] > 0).all(-1)
-        captured = differ[:, differ.any(0)].all(1) & differ.any(1)
+        differ = np.all(gaps[..., 1:] > 0, axis=2)
+        is_sparse = np.any(differ, axis=0)
+        captured = np.all(differ[:, is_sparse], axis=1) & np.any(differ, axis=1)
         found.append(np.where(captured[:, None, None], experts, -1).astype(kind))
     return np.concatenate(found)
 
