@@ -210,7 +210,7 @@ class LocalModel:
         plain = self._model(input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device))
         set_attention(self._model, ATTENTION)
         gaps = (ours[0].log_softmax(-1) - plain.logits[0, -1].float().log_softmax(-1)).abs()
-        # Of tens of thousands of ids, bfloat16 rounds a few far: their mean says whether the forward is right.
+        # bfloat16 rounds a few of tens of thousands of ids far: the mean says whether the forward is right.
         is_exact = self.dtype == torch.float32
         gap, limit = (gaps.max().item(), 1e-3) if is_exact else (gaps.mean().item(), 0.15)
         if not gap <= limit:
