@@ -50,9 +50,9 @@ _TOLERANCE = 1e-9
 _ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
 _COMPARED = (
     "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs",
-    "sampling_mask", "tokens", "trainable_tokens", "min_version", "max_version",
+    "sampling_mask", "routing", "tokens", "trainable_tokens", "min_version", "max_version",
 )  # fmt: skip
-_PACKED = ("input_ids", "behavior_logprobs", "sampling_mask")
+_PACKED = ("input_ids", "behavior_logprobs", "sampling_mask", "routing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from agentrl.documents.model_call import (
     unpack_ids,
 )
 from agentrl.documents.record import Record
+from agentrl.documents.routing import TreeRouting
 from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus
@@ -117,6 +118,7 @@ def to_training_data(
         input_ids=pack_ids(tree.input_ids),
         behavior_logprobs=pack_floats(np.concatenate(logprobs)),
         sampling_mask=SamplingMask.join(masks).pack(),
+        routing=tree.routing,
     )
 
 
@@ -260,6 +262,8 @@ class TokenTree:
     output_starts: Mapping[str, int]
     images: tuple[ImageSpan, ...] = ()
     """Tokens that stand for images, by their place in ``input_ids``."""
+    routing: bytes = b""
+    """The experts of each token, if a call has a routing."""
 
 
 def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
@@ -310,6 +314,8 @@ class _Builder:
         self._length = 0
         self._output_starts: dict[str, int] = {}
         self._images: list[ImageSpan] = []
+        self._routing = TreeRouting()
+        self._ends: dict[str, int] = {}
 
     def add_branch(self, first: DispatchedSamplingTask) -> None:
         """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
@@ -328,11 +334,17 @@ class _Builder:
 
     def finish(self) -> TokenTree:
         ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts, tuple(self._images))
+        images, routing = tuple(self._images), self._routing.finish(self._length)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
 
     def _append_call(self, call: DispatchedSamplingTask) -> None:
         context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
         self._images += [image.moved(self._length) for image in call.images]
         self._output_starts[call.id] = self._length + len(context)
         self._pieces += [context, output]
+        self._routing.add(
+            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
+            call.parent is not None and self._ends[call.parent] == self._length,
+        )  # fmt: skip
         self._length += len(context) + len(output)
+        self._ends[call.id] = self._length

@@ -134,7 +134,9 @@ class Answerer:
         """
 
         def generate(params: SamplingParams, progress: Progress | None = None) -> Awaitable[Generation]:
-            return engine.generate(prompt.ids, params, progress, images, prompt.encoded)
+            return engine.generate(
+                prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
+            )
 
         if not request.must_call and request.schema is None:
             return await generate(params, progress), params

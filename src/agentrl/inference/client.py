@@ -7,17 +7,22 @@ differs.
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from agentrl.documents.images import Image, data_url
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.routing import ExpertShape, pack_routing
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
 from agentrl.documents.sampling_mask import LARGEST
 from agentrl.errors import EngineError
@@ -33,7 +38,7 @@ from agentrl.inference.engine import (
     known_format,
     malformed,
 )
-from agentrl.inference.http import silent
+from agentrl.inference.http import LARGEST_ANSWER, silent
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +46,8 @@ _EXCERPT = 300
 _NO_MASKS = re.compile("sampling.(mask|support)", re.IGNORECASE)
 """What SGLang writes when it cannot return the masks that were asked for."""
 _ABORT_SECONDS = 5.0
+_ROUTING_BYTES = 16 / 3
+"""Bytes of one expert's index in an answer: base64 of int32."""
 _ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which ``sglang-router`` keeps the requests of one key at one engine (``--policy manual``)."""
 
@@ -50,6 +57,8 @@ class EngineClient(EngineControl):
 
     _returns_masks = True
     """Whether to ask for sampling masks: until an answer shows that the engine has none."""
+    _is_unrouted = False
+    """Whether an answer without routing has been logged."""
 
     async def generate(
         self,
@@ -62,6 +71,7 @@ class EngineClient(EngineControl):
         images: Sequence[Image] = (),
         keep: Callable[[Generation], None] = lambda _: None,
         progress: Progress | None = None,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``.
 
@@ -70,7 +80,8 @@ class EngineClient(EngineControl):
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
         same conversation. A cancelled call passes the tokens received so far to ``keep``. ``progress``
         receives the tokens of each event as it arrives. ``images`` are those of the prompt, in order; the
-        prompt has all tokens of each.
+        prompt has all tokens of each. ``routed_from`` is the first token whose experts are wanted; without
+        the ``experts`` of a mixture, none are asked for, and an answer without them is no error.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
@@ -81,8 +92,10 @@ class EngineClient(EngineControl):
         collector = await self._collector(params)
         encoded = EncodedIds() if encoded is None else encoded
         ids_json = encoded.update(input_ids, collector.vocab_size)
+        if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
+            routed_from = None
         masked = self._returns_masks and params.truncates
-        path, body = self._request(ids_json, params, rid, images)
+        path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
@@ -95,7 +108,7 @@ class EngineClient(EngineControl):
                     raise EngineInterruptedError(error.message, part) from error
                 return await self.generate(
                     input_ids, params, rid, encoded=encoded, routing_key=routing_key, images=images,
-                    keep=keep, progress=progress,
+                    keep=keep, progress=progress, routed_from=routed_from,
                 )  # fmt: skip
             if isinstance(error, EngineRefusedError):
                 raise
@@ -115,7 +128,24 @@ class EngineClient(EngineControl):
                 f"for a prompt of {generation.prompt_tokens} tokens; {len(input_ids)} with"
                 f" {len(images)} images were sent",
             )
-        return generation
+        if self._experts is None or routed_from is None:
+            return generation
+        tokens = len(input_ids) + len(generation.output_ids) - 1 - routed_from
+        packed = await asyncio.to_thread(packed_experts, collector.routed_experts, tokens, self._experts)
+        if packed is None and generation.output_ids and not self._is_unrouted:
+            self._is_unrouted = True
+            log.warning(
+                "engine %s returned %s routed experts: its calls are trained with the trainer's own routing"
+                " (SGLang needs --enable-return-routed-experts)",
+                self.url, "no" if collector.routed_experts is None else "malformed",
+            )  # fmt: skip
+        return replace(generation, routing=packed or b"")
+
+    def _fits(self, input_ids: Sequence[int], params: SamplingParams, routed_from: int) -> bool:
+        """Return whether the routing fits into one event, even if the generation is as long as it may be."""
+        tokens = len(input_ids) + params.max_new_tokens - routed_from
+        experts = 0 if self._experts is None else self._experts.per_token
+        return tokens * experts * _ROUTING_BYTES < LARGEST_ANSWER // 2
 
     async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
@@ -175,7 +205,12 @@ class EngineClient(EngineControl):
         return EngineError(text)
 
     def _request(
-        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+        self,
+        ids_json: bytes,
+        params: SamplingParams,
+        rid: str,
+        images: Sequence[Image] = (),
+        routed_from: int | None = None,
     ) -> tuple[str, bytes]:
         """Return the path and the body of a generation request."""
         rest: dict[str, Any] = {
@@ -192,6 +227,8 @@ class EngineClient(EngineControl):
             }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
+        if routed_from is not None:
+            rest |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
@@ -221,6 +258,7 @@ class EngineClient(EngineControl):
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             logprobs_of=meta.get("logprobs_of"),
+            routed_experts=meta.get("routed_experts"),
         )
 
     def _logprobs_of(self, params: SamplingParams) -> LogprobsOf:
@@ -242,6 +280,17 @@ class EngineClient(EngineControl):
         with suppress(EngineError, TimeoutError):  # the engine has ended, and the request with it
             async with asyncio.timeout(_ABORT_SECONDS):
                 await self.abort(rid)
+
+
+def packed_experts(encoded: str | None, tokens: int, shape: ExpertShape) -> bytes | None:
+    """Return the packed experts of ``tokens`` tokens; None unless ``encoded`` holds exactly these."""
+    try:
+        experts = np.frombuffer(base64.b64decode(encoded or "", validate=True), "<i4")
+        experts = experts.reshape(tokens, shape.layers, shape.top_k)
+    except (binascii.Error, ValueError, TypeError):
+        return None
+    is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
+    return pack_routing(experts) if is_valid else None
 
 
 def version_spans(spans: Sequence[Mapping[str, Any]] | None, url: str) -> list[VersionSpan] | None:

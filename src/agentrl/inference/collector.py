@@ -33,6 +33,8 @@ class Chunk:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     logprobs_of: LogprobsOf | None = None
+    routed_experts: str | None = None
+    """Base64 of int32 [tokens, layers, top_k]: in the last event of a generation whose routing is wanted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Collector:
     _chunk_spans: list[VersionSpan] = field(default_factory=list)
     _spans: Sequence[VersionSpan] | None = None
     _finish_reason: str | None = None
+    routed_experts: str | None = None
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
@@ -73,6 +76,7 @@ class Collector:
         self._prompt_tokens = chunk.prompt_tokens or self._prompt_tokens
         self._cached_tokens = chunk.cached_tokens or self._cached_tokens
         self.logprobs_of = chunk.logprobs_of or self.logprobs_of
+        self.routed_experts = chunk.routed_experts or self.routed_experts
 
     @property
     def is_finished(self) -> bool:

@@ -44,6 +44,8 @@ class Generation:
     logprobs_of: LogprobsOf = "policy"
     sampling_mask: bytes = b""
     """A packed SamplingMask of ``output_ids``, if ``logprobs_of`` is ``truncated``."""
+    routing: bytes = b""
+    """Experts (``documents.routing``) of the tokens from ``routed_from`` to the last but one; empty: none."""
 
 
 class EngineRefusedError(EngineError):
@@ -138,11 +140,14 @@ class Engine(Protocol):
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
 
-        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
-        continues; without it, that of the last call is tried.
+        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this
+        one continues; without it, that of the last call is tried. ``routed_from`` is the first token
+        whose experts are wanted, if the policy is a mixture whose routing is replayed.
         """
         ...
 
@@ -185,6 +190,7 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
         engine_url=parts[-1].engine_url,
         logprobs_of=kind,
         sampling_mask=SamplingMask.join(masks).pack() if kind == "truncated" else b"",
+        routing=b"".join(part.routing for part in parts),
     )
 
 

@@ -141,6 +141,7 @@ class PendingCall:
             logprobs=pack_floats(generation.logprobs),
             logprobs_of=generation.logprobs_of,
             sampling_mask=generation.sampling_mask,
+            routing=generation.routing,
             images=prompt.context_images,
         )
 
