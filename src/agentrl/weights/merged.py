@@ -18,7 +18,7 @@ _STOP_SECONDS = 10.0
 _LINES = 5
 
 
-async def merged_model(adapter: Path, base: str | None, root: Path = FOLDER) -> Path:
+async def merged_model(adapter: Path, base: str | None, root: Path | None = None) -> Path:
     """Return a folder with the whole model; merge unless the same adapter was merged into the same model.
 
     ``base`` is the model that the run starts from; None takes the folder that the adapter names. Raises
@@ -27,7 +27,7 @@ async def merged_model(adapter: Path, base: str | None, root: Path = FOLDER) -> 
     model = await asyncio.to_thread(_base_of, adapter, base)
     files = await asyncio.to_thread(checksums, adapter)
     key = json.dumps([[file.name, file.sha256] for file in files] + [[str(model)]])
-    target = root / hashlib.sha256(key.encode()).hexdigest()[:16]
+    target = (root or FOLDER) / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not target.is_dir():
         await _merge(adapter, model, target)
     return target
