@@ -68,7 +68,7 @@ class LocalModel:
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(folder, config)
-        self._model = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
+        self._model: Any = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
         self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._group = config.num_attention_heads // self._num_kv_heads
@@ -76,6 +76,15 @@ class LocalModel:
         self._check_against_plain_attention()
         if device.type == "cpu":
             _pack_linears(self._model, self.dtype)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self._model is not None
+
+    def unload(self) -> None:
+        """Drop the weights. What describes the model stays; another LocalModel replaces this one."""
+        self._model = None
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""

@@ -10,12 +10,14 @@ from typing import Any, TypeVar, get_args
 
 import numpy as np
 import orjson
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from agentrl.device_lease import return_freed_memory
 from agentrl.documents.images import image_of_url
 from agentrl.documents.sampling import logprobs_of
 from agentrl.errors import AgentRLError, ImageError
@@ -31,6 +33,7 @@ STREAM_INTERVAL = 16
 """Tokens per event of a stream; the first token is sent at once."""
 
 _PAUSE_MODES = get_args(PauseMode)
+_MEMORY = ("kv_cache", "weights")
 
 
 class LocalServer:
@@ -69,6 +72,8 @@ class LocalServer:
             Route("/continue_generation", self.resume, methods=["POST"]),
             Route("/abort_request", self.abort, methods=["POST"]),
             Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
+            Route("/release_memory_occupation", self.release_memory, methods=["POST"]),
+            Route("/resume_memory_occupation", self.resume_memory, methods=["POST"]),
             Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
         ]
         handlers: Any = {_BadRequestError: _bad_request}
@@ -192,8 +197,30 @@ class LocalServer:
 
     async def resume(self, _: Request) -> Response:
         """Continue after a pause."""
-        await self._in_thread(Scheduler.resume)
+        try:
+            await self._in_thread(Scheduler.resume)
+        except AgentRLError as error:
+            raise _BadRequestError(str(error)) from error
         return JSONResponse({"status": "ok", "message": "Generation continues."})
+
+    async def release_memory(self, request: Request) -> Response:
+        """Give the memory of weights and KV cache back to the system; return 400 while requests run."""
+        tags = await _memory_tags(request)
+        async with self._updating:
+            try:
+                await self._in_thread(lambda scheduler: scheduler.release_memory(tags))
+            except AgentRLError as error:
+                raise _BadRequestError(str(error)) from error
+            await asyncio.to_thread(return_freed_memory)
+            if self._model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return JSONResponse({})
+
+    async def resume_memory(self, request: Request) -> Response:
+        """Allocate the KV cache again. The next ``/update_weights_from_disk`` brings the weights."""
+        if "kv_cache" in await _memory_tags(request):
+            await self._in_thread(lambda scheduler: scheduler.cache.allocate())
+        return JSONResponse({})
 
     async def abort(self, request: Request) -> Response:
         """End one request or all."""
@@ -330,6 +357,14 @@ async def _json(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise _BadRequestError("the body must be a JSON object")
     return body
+
+
+async def _memory_tags(request: Request) -> list[str]:
+    """Return the parts of memory that a request names, ``kv_cache`` and ``weights``; all without a list."""
+    tags = (await _json(request)).get("tags") or list(_MEMORY)
+    if not isinstance(tags, list) or not set(tags) <= set(_MEMORY):
+        raise _BadRequestError(f"tags is {tags!r}; name some of {', '.join(_MEMORY)}")
+    return tags
 
 
 async def _disconnected(request: Request) -> None:
