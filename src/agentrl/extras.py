@@ -8,17 +8,20 @@ from agentrl.errors import ConfigError
 
 _EXTRAS = {
     "accelerate": "trainer",
+    "aiohttp": "buckets",
+    "gcsfs": "gcs",
     "gguf": "trainer",
     "math_verify": "math",
     "matplotlib": "plots",
     "peft": "trainer",
+    "s3fs": "buckets",
     "safetensors": "trainer",
     "torch": "trainer",
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing", "renderers",
-    "tokenizers",
+    "PIL", "fsspec", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing",
+    "renderers", "tokenizers", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 

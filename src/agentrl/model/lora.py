@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
+from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter
 from agentrl.weights.sharded_writer import Part, model_parts
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "default"
-WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = ".base_layer."
 _SIZES = ("r", "lora_alpha")
 
@@ -118,11 +117,11 @@ class Adapter:
         self.write(save_directory, self.weights())
 
     def write(self, save_directory: str, weights: Mapping[str, Tensor]) -> None:
-        """Write ``weights``, under peft's names, as ``save_pretrained`` does."""
+        """Write ``weights``, under the names of ``weights()``, as ``save_pretrained`` does."""
         from safetensors.torch import save_file
 
-        content = {name: value.detach().contiguous() for name, value in weights.items()}
-        save_file(content, str(Path(save_directory) / WEIGHTS_FILE), metadata={"format": "pt"})
+        content = {PEFT_PREFIX + name: value.detach().contiguous() for name, value in weights.items()}
+        save_file(content, str(Path(save_directory) / ADAPTER_WEIGHTS), metadata={"format": "pt"})
         self.settings.save_pretrained(save_directory)
 
     def load(self, folder: Path) -> None:
@@ -143,7 +142,8 @@ class Adapter:
             raise ConfigError(
                 f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
             )
-        weights = load_file(folder / WEIGHTS_FILE)
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(PEFT_PREFIX): value for name, value in stored.items()}
         expected = self.weights()
         if weights.keys() != expected.keys():
             raise ModelError(
@@ -154,11 +154,20 @@ class Adapter:
         _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the adapters' weights under the names of peft's files."""
+        """Return the adapters' weights, by module: peft's files put ``PEFT_PREFIX`` before these names."""
         weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
         return weights
+
+    def served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what engines load of the whole ``weights``: in the dtype that the trainer multiplies.
+
+        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
+        """
+        trained = {name for name, value in weights.items() if ".lora_B." not in name or value.any()}
+        kept = {name for name in trained if name.replace(".lora_A.", ".lora_B.") in trained}
+        return {name: weights[name].to(self.model.dtype) for name in sorted(kept or weights)}
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

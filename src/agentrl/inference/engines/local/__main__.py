@@ -28,6 +28,7 @@ def run_local_server(
     max_total_tokens: int = 65536,
     chunk_tokens: int = 256,
     max_model_len: int | None = None,
+    max_adapters: int = 16,
     instance: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
@@ -54,10 +55,7 @@ def run_local_server(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def load(folder: str) -> LocalModel:
-        return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
-
-    model = load(model_path)
+    model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device))
     try:
         cache = model.new_cache(max_total_tokens)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -66,11 +64,12 @@ def run_local_server(
             hint="lower --max_total_tokens, or serve a smaller model",
         ) from error
     scheduler = Scheduler(
-        model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
-    )
+        model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens,
+        max_adapters=max_adapters,
+    )  # fmt: skip
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
-    server = LocalServer(Worker(scheduler), model, load, context_length, instance, tokenizer)
+    server = LocalServer(Worker(scheduler), model, context_length, instance, tokenizer)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, http=BoundedProtocol,
         timeout_graceful_shutdown=3,
@@ -98,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_total_tokens", type=int, help="size of the KV cache in tokens")
     parser.add_argument("--chunk_tokens", type=int, help="most prompt tokens in a forward pass")
     parser.add_argument("--max_model_len", type=int, help="longest context (default: the model's own)")
+    parser.add_argument("--max_adapters", type=int, help="most LoRA adapters that are loaded at a time")
     parser.add_argument("--instance", help="name in /server_info that identifies this process")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")

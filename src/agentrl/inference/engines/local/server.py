@@ -43,7 +43,6 @@ class LocalServer:
         self,
         worker: Worker,
         model: LocalModel,
-        load: Callable[[str], LocalModel],
         context_length: int,
         instance: str | None = None,
         tokenizer: Callable[[], Tokenizer] | None = None,
@@ -52,7 +51,6 @@ class LocalServer:
         self._worker = worker
         self._scheduler = worker.scheduler
         self._model = model
-        self._load = load
         self._context_length = context_length
         self._instance = instance
         self._tokenizer = tokenizer
@@ -75,6 +73,8 @@ class LocalServer:
             Route("/release_memory_occupation", self.release_memory, methods=["POST"]),
             Route("/resume_memory_occupation", self.resume_memory, methods=["POST"]),
             Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
+            Route("/load_lora_adapter", self.load_adapter, methods=["POST"]),
+            Route("/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
         ]
         handlers: Any = {_BadRequestError: _bad_request}
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
@@ -241,8 +241,7 @@ class LocalServer:
         flush = bool(body.get("flush_cache", True))
         async with self._updating:
             try:
-                model = await asyncio.to_thread(self._load, path)
-                self._model.check_same_shape(model)
+                model = await asyncio.to_thread(self._model.updated, path)
                 if body.get("abort_all_requests"):
                     await self._in_thread(lambda scheduler: scheduler.abort(None))
                 name = self._scheduler.version if version is None else str(version)
@@ -263,6 +262,36 @@ class LocalServer:
         message = f"Weight version is {version}."
         return JSONResponse({"success": True, "message": message, "new_version": version})
 
+    async def load_adapter(self, request: Request) -> JSONResponse:
+        """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
+        body = await _json(request)
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise _BadRequestError("load_lora_adapter needs lora_name and lora_path")
+        async with self._updating:
+            try:
+                adapter = await asyncio.to_thread(self._model.read_adapter, name, path)
+                await self._in_thread(lambda scheduler: scheduler.load_adapter(adapter))
+            except AgentRLError as error:
+                return self._adapters(str(error))
+        return self._adapters()
+
+    async def unload_adapter(self, request: Request) -> JSONResponse:
+        """Refuse requests that name ``lora_name`` from now on; those that run finish with it."""
+        name = str((await _json(request)).get("lora_name"))
+        try:
+            await self._in_thread(lambda scheduler: scheduler.unload_adapter(name))
+        except AgentRLError as error:
+            return self._adapters(str(error))
+        return self._adapters()
+
+    def _adapters(self, error: str | None = None) -> JSONResponse:
+        loaded = {adapter.name: adapter.path for adapter in self._scheduler.adapters.values()}
+        answer: Json = {"success": error is None, "loaded_adapters": loaded}
+        if error is not None:
+            answer["error_message"] = error
+        return JSONResponse(answer, status_code=200 if error is None else 400)
+
     def _generation(
         self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
     ) -> GenerationRequest:
@@ -275,6 +304,12 @@ class LocalServer:
             raise _BadRequestError(
                 f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
             )
+        adapter = None
+        if (lora := body.get("lora_path")) is not None:
+            adapter = self._scheduler.adapters.get(lora) if isinstance(lora, str) else None
+            if adapter is None:
+                loaded = ", ".join(self._scheduler.adapters) or "none"
+                raise _BadRequestError(f"lora_path {lora!r} names no loaded adapter; loaded: {loaded}")
         try:
             params, options = read_params(body.get("sampling_params") or {})
             stops = read_stops(options["stop"])
@@ -286,17 +321,19 @@ class LocalServer:
         limit = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
+        kept: list[list[int]] | None = [] if body.get("return_sampling_mask") and params.truncates else None
         stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
         return GenerationRequest(
             rid=str(body.get("rid") or uuid.uuid4().hex),
             tokens=tokens,
             prompt_tokens=len(ids),
-            sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
+            sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"]), kept=kept),
             stop_ids=stop_ids,
             finish=report,
             stop_strings=stop_strings,
             progress=report if body.get("stream") else None,
             progress_tokens=STREAM_INTERVAL,
+            adapter=adapter,
         )
 
     def _add_images(self, generation: GenerationRequest, data: Any) -> None:
@@ -338,6 +375,9 @@ class LocalServer:
             rows = zip(generation.logprobs[first:], ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
             meta["logprobs_of"] = logprobs_of("local", generation.sampler.params.to_request())
+        if (kept := generation.sampler.kept) is not None:
+            meta["output_token_sampling_mask"] = kept[first : generation.reported]
+            meta["output_token_sampling_logprobs"] = generation.logprobs[first : generation.reported]
         return {"output_ids": ids, "meta_info": meta}
 
 

@@ -1,0 +1,65 @@
+"""Checksums of tensors, and the digest of all weights: the same in every encoding of a version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64",
+    "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""The names of dtypes in safetensors files, by torch's."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChecksum:
+    """The dtype as safetensors files name it (``BF16``), the shape, and the SHA-256 of the bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorChecksum:
+        """Return the checksum of a tensor on the CPU."""
+        return cls(dtype_code(tensor), tuple(tensor.shape), hashlib.sha256(raw(tensor).data).hexdigest())
+
+    @classmethod
+    def from_json(cls, value: Any) -> TensorChecksum:
+        """Return the checksum that ``to_json`` wrote. Raises ValueError or TypeError for any other value."""
+        dtype, shape, sha256 = value
+        return cls(str(dtype), tuple(int(size) for size in shape), str(sha256))
+
+    def to_json(self) -> list[Any]:
+        """Return ``[dtype, shape, sha256]``."""
+        return [self.dtype, list(self.shape), self.sha256]
+
+
+def dtype_code(tensor: Tensor) -> str:
+    """Return the dtype of a tensor as safetensors files name it: ``BF16``."""
+    return _CODES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def raw(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
+    import torch
+
+    found: NDArray[np.uint8] = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def weights_digest(tensors: Mapping[str, TensorChecksum]) -> str:
+    """Return the SHA-256 over names, dtypes, shapes and checksums, ordered by name."""
+    content = [[name, *tensors[name].to_json()] for name in sorted(tensors)]
+    return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
