@@ -71,6 +71,8 @@ class ScriptedEngine:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """The next line, closed by the end-of-turn token; ``progress`` gets it in pieces of four tokens."""
         self.prompts.append(list(input_ids))
@@ -142,9 +144,13 @@ class OneEngine:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """One request, without resumption."""
-        return await self.client.generate(input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded)
+        return await self.client.generate(
+            input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded, routed_from=routed_from
+        )
 
 
 class FakeTools:

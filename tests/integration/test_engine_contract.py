@@ -31,6 +31,7 @@ from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.gateway.answers import CallShape, grammar_of
@@ -159,32 +160,34 @@ async def test_logprobs_are_those_of_the_plain_model(
 WARM = SHORT.replace(max_new_tokens=24, temperature=1.5)
 BIASED = WARM.replace(extra={**WARM.extra, "logit_bias": {"7": 4.0, "300": -4.0}})
 SHAPED = {
-    "top_p": (WARM.replace(top_p=0.7), "policy"),
-    "top_k": (WARM.replace(top_k=5), "policy"),
-    "min_p": (WARM.replace(min_p=0.2), "policy"),
+    "top_p": (WARM.replace(top_p=0.7), "truncated"),
+    "top_k": (WARM.replace(top_k=5), "truncated"),
+    "min_p": (WARM.replace(min_p=0.2), "truncated"),
     "penalties": (WARM.replace(presence_penalty=1.5, frequency_penalty=0.4), "sampled"),
     "repetition": (WARM.replace(repetition_penalty=1.4), "sampled"),
     "bias": (BIASED, "sampled"),
-    "penalty-top_k": (WARM.replace(presence_penalty=1.5, top_k=5), "other"),
-    "top-1": (WARM.replace(top_k=1), "other"),
+    "penalty-top_k": (WARM.replace(presence_penalty=1.5, top_k=5), "truncated"),
+    "top-1": (WARM.replace(top_k=1), "truncated"),
 }
-"""Calls that sample from something else than the policy, and what SGLang's logprobs are then of."""
+"""Calls that sample from something else than the policy, and what their logprobs are of: vLLM has no mask."""
 
 
 async def test_logprobs_of_a_shaped_call_are_what_it_says(served: Served, engine: EngineClient) -> None:
-    for name, (params, of_sglang) in SHAPED.items():
+    for name, (params, expected) in SHAPED.items():
         if name == "bias" and served.kind == "local":
             with pytest.raises(EngineRefusedError, match="does not support sampling parameter 'logit_bias'"):
                 await engine.generate(prompt(2), params, "biased")
             continue
         made = await engine.generate(prompt(2), params, f"shaped-{name}")
-        assert made.logprobs_of == (of_sglang if served.kind == "sglang" else "sampled"), name
+        assert made.logprobs_of == ("sampled" if served.kind == "vllm" else expected), name
         drawn_from = sampled_logprobs(served.kind, served.first, prompt(2), made, params)
         assert drawn_from.gather(-1, torch.tensor(made.output_ids)[:, None]).isfinite().all(), name
-        if made.logprobs_of == "sampled":
-            assert_close(drawn_from, made)
-        elif made.logprobs_of == "policy":
-            assert_logprobs(served.first, prompt(2), made, temperature=params.temperature)
+        assert_close(drawn_from, made)
+        mask = SamplingMask.unpack(made.sampling_mask, len(made.output_ids))
+        assert bool(mask.ids.size) == (made.logprobs_of == "truncated")
+        if mask.ids.size:
+            assert mask.ids.tolist() == drawn_from.isfinite().nonzero()[:, 1].tolist(), name
+            assert mask.counts.tolist() == drawn_from.isfinite().sum(1).tolist(), name
 
 
 async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine: EngineClient) -> None:

@@ -16,7 +16,6 @@ from agentrl.config.schema import (
     GROUPS,
     AdapterConfig,
     AgentConfig,
-    EngineConfig,
     GroupConfig,
     LossConfig,
     RunConfig,
@@ -24,7 +23,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.documents.sampling import COLDEST, SamplingParams, distribution_params, logprobs_of
+from agentrl.documents.sampling import COLDEST, SamplingParams
 
 AgreedSettings = dict[str, dict[str, Any]]
 """Concern → setting → value."""
@@ -114,7 +113,7 @@ def require_trainable(configs: Configs) -> None:
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
-    _require_known_distribution(configs[SamplingConfig], configs[EngineConfig])
+    _require_warm(configs[SamplingConfig])
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
@@ -168,22 +167,12 @@ def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: Tra
     )
 
 
-def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig) -> None:
-    """Refuse sampling parameters if the engine's logprobs are not of the sampled distribution."""
+def _require_warm(sampling: SamplingConfig) -> None:
+    """Refuse a temperature at which engines do not sample."""
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
     require(
         params.temperature >= COLDEST,
         f"--preferred_sampling_params has temperature {params.temperature:g}: below {COLDEST:g} engines"
         " sample greedily, and greedy calls cannot be trained",
         "raise it, e.g. to 1; `agentrl eval` may sample at any temperature",
-    )
-    given, engine = params.to_request(), serving.engine
-    names = distribution_params(given)
-    named = ", ".join(f"{name} {given[name]}" for name in names)
-    require(
-        not names or logprobs_of(engine, given) == "sampled",
-        f"--preferred_sampling_params has {named}, and the logprobs of --engine {engine} are then not of the"
-        " sampled distribution: no call could be trained",
-        f"leave {' and '.join(names)} out; or use an engine that returns them, --engine local or vllm, with"
-        " the same flags for every process; `agentrl eval` may sample with them",
     )

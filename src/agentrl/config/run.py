@@ -128,6 +128,11 @@ class ModelConfig(Flags):
         "dtype of trained weights, gradients and the optimizer's moments; auto: float32. Published weights"
         " have the model's own dtype",
     )
+    router_replay: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "train the tokens of a mixture of experts through the experts that the engine chose for them"
+        " (arXiv 2510.11370); auto: where the policy is a mixture",
+    )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
     max_model_len: int | None = flag(

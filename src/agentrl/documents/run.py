@@ -200,6 +200,15 @@ class PolicyVersion(Root):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedVersion(Document):
+    """A policy version that an engine has loaded."""
+
+    version: int
+    at: datetime
+    """When it began to serve the version, by the server's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceService(Root):
     """One live engine. It is alive while ``heartbeat`` is younger than the heartbeat timeout."""
 
@@ -221,6 +230,8 @@ class InferenceService(Root):
     pid: int
     instance: str | None = None
     """A random name that the engine's server returns; it identifies the server behind ``url``."""
+    served: tuple[ServedVersion, ...] = ()
+    """The last 20 versions that it has loaded since it started, oldest first."""
     started_at: datetime = field(default_factory=now)
     heartbeat: datetime = field(default_factory=now)
 

@@ -233,8 +233,13 @@ class _FixedVersionEngine:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
-        """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version."""
+        """Sample a continuation of ``input_ids``. Raises EngineError if no engine stays at the version.
+
+        Evaluations are not trained: no routing is asked for.
+        """
         for _ in range(_ATTEMPTS):
             generation = await self._engine.generate(input_ids, params, progress, images, encoded)
             others = {span.version for span in generation.versions} - {self._version}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
@@ -53,13 +54,14 @@ class EngineControl:
         *,
         vocab_size: int | None = None,
         instance: str | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
         """Create the client of the engine at ``url``.
 
         ``timeout`` limits the time between two tokens of a generation, the time until the first one, and the
         time of a weight update, in seconds; large weights may take longer (``load_seconds``). With
         ``vocab_size`` None, the engine is asked for it. With an ``instance``, prompts are sent only to a
-        server that has this instance name.
+        server that has this instance name. With ``experts``, the policy's routing is asked for.
         """
         self._http = EngineHttp(url)
         self.url = self._http.url
@@ -67,6 +69,7 @@ class EngineControl:
         self._vocab_size = vocab_size
         self._unverified = instance
         self._instance = instance
+        self._experts = experts
 
     async def __aenter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import orjson
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.errors import ENGINES, EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -41,6 +42,10 @@ class Generation:
     seconds: float
     engine_url: str
     logprobs_of: LogprobsOf = "policy"
+    sampling_mask: bytes = b""
+    """A packed SamplingMask of ``output_ids``, if ``logprobs_of`` is ``truncated``."""
+    routing: bytes = b""
+    """Experts (``documents.routing``) of the tokens from ``routed_from`` to the last but one; empty: none."""
 
 
 class EngineRefusedError(EngineError):
@@ -135,11 +140,14 @@ class Engine(Protocol):
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
 
-        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
-        continues; without it, that of the last call is tried.
+        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this
+        one continues; without it, that of the last call is tried. ``routed_from`` is the first token
+        whose experts are wanted, if the policy is a mixture whose routing is replayed.
         """
         ...
 
@@ -169,6 +177,8 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
             spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
         offset += len(part.output_ids)
     kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
+    kind = kinds.pop() if len(kinds) == 1 else "other"
+    masks = [SamplingMask.unpack(part.sampling_mask, len(part.output_ids)) for part in parts]
     return Generation(
         output_ids=tuple(chain.from_iterable(part.output_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
@@ -178,7 +188,9 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
-        logprobs_of=kinds.pop() if len(kinds) == 1 else "other",
+        logprobs_of=kind,
+        sampling_mask=SamplingMask.join(masks).pack() if kind == "truncated" else b"",
+        routing=b"".join(part.routing for part in parts),
     )
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import PartialGeneration
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
@@ -62,6 +63,7 @@ class EngineRouter:
         max_model_len: int | None = None,
         router_url: str | None = None,
         outages: Outages | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
         """Create a router over the engines that ``live`` lists; the list is cached for ``max_age`` seconds.
         A model call does not wait for a newer list until it is three times as old.
@@ -75,7 +77,7 @@ class EngineRouter:
 
         With ``router_url`` all calls go there, to a router with SGLang's API that chooses the engine; none
         goes there while one of the engines has another tokenizer. ``outages`` is told whether any engine
-        generates.
+        generates. With ``experts``, the shape of a mixture, its routing is asked for.
         """
         self.tokens = tokens
         self.wait_seconds = wait_seconds
@@ -85,12 +87,19 @@ class EngineRouter:
         self._suspect_seconds = suspect_seconds
         self._new_client = client or (
             lambda service: engine_client(
-                service.engine, service.url, token_timeout, vocab_size=vocab_size, instance=service.instance
+                service.engine,
+                service.url,
+                token_timeout,
+                vocab_size=vocab_size,
+                instance=service.instance,
+                experts=experts,
             )
         )
         self._front: EngineClient | None = None
         if router_url is not None:
-            self._front = engine_client("sglang", router_url, token_timeout, vocab_size=vocab_size)
+            self._front = engine_client(
+                "sglang", router_url, token_timeout, vocab_size=vocab_size, experts=experts
+            )
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._outages = outages

@@ -76,7 +76,7 @@ class _FirstPrompt:
         """Return itself, as router and as engine."""
         yield self
 
-    async def generate(self, input_ids: Sequence[int], *_: Any) -> Generation:
+    async def generate(self, input_ids: Sequence[int], *_: Any, **__: Any) -> Generation:
         """Keep the prompt; wait until the trajectory is cancelled."""
         if not self.ids.done():
             self.ids.set_result(list(input_ids))

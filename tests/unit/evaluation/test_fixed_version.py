@@ -44,6 +44,8 @@ class Engine:
         progress: TokenProgress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         return self.script.pop(0)
 

@@ -11,8 +11,10 @@ from typing import Any
 import orjson
 
 from agentrl.documents.images import Image
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.inference.client import Chunk, EngineClient, version_spans
+from agentrl.inference.client import EngineClient, version_spans
+from agentrl.inference.collector import Chunk
 from agentrl.inference.control import (
     EngineLoad,
     ModelInfo,
@@ -38,14 +40,18 @@ def engine_client(
     *,
     vocab_size: int | None = None,
     instance: str | None = None,
+    experts: ExpertShape | None = None,
 ) -> EngineClient:
     """Return the client for an engine of this name; the arguments are those of EngineClient."""
-    kind = VllmClient if engine == "vllm" else EngineClient
-    return kind(url, timeout, vocab_size=vocab_size, instance=instance)
+    if engine == "vllm":
+        return VllmClient(url, timeout, vocab_size=vocab_size, instance=instance)
+    return EngineClient(url, timeout, vocab_size=vocab_size, instance=instance, experts=experts)
 
 
 class VllmClient(EngineClient):
     """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
+
+    _returns_masks = False
 
     async def health(self) -> bool:
         """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
@@ -119,7 +125,12 @@ class VllmClient(EngineClient):
                 await self.resume()
 
     def _request(
-        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+        self,
+        ids_json: bytes,
+        params: SamplingParams,
+        rid: str,
+        images: Sequence[Image] = (),
+        routed_from: int | None = None,
     ) -> tuple[str, bytes]:
         if images:
             raise EngineRefusedError(

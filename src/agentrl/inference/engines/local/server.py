@@ -233,12 +233,13 @@ class LocalServer:
         limit = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
+        kept: list[list[int]] | None = [] if body.get("return_sampling_mask") and params.truncates else None
         stop_ids = frozenset() if options["ignore_eos"] else model.eos_ids | set(params.stop_token_ids)
         return GenerationRequest(
             rid=str(body.get("rid") or uuid.uuid4().hex),
             tokens=tokens,
             prompt_tokens=len(ids),
-            sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"])),
+            sampler=RowSampler(params, np.random.default_rng(options["sampling_seed"]), kept=kept),
             stop_ids=stop_ids,
             finish=report,
             stop_strings=stop_strings,
@@ -286,6 +287,9 @@ class LocalServer:
             rows = zip(generation.logprobs[first:], ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
             meta["logprobs_of"] = logprobs_of("local", generation.sampler.params.to_request())
+        if (kept := generation.sampler.kept) is not None:
+            meta["output_token_sampling_mask"] = kept[first : generation.reported]
+            meta["output_token_sampling_logprobs"] = generation.logprobs[first : generation.reported]
         return {"output_ids": ids, "meta_info": meta}
 
 
