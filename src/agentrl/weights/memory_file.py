@@ -94,7 +94,7 @@ def write_memory_file(tensors: Mapping[str, Tensor]) -> int:
         with os.fdopen(os.dup(descriptor), "wb") as stream:
             stream.write(struct.pack("<Q", len(text)) + text)
             for _, tensor in ordered:
-                stream.write(memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()))
+                stream.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(descriptor)

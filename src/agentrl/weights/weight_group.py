@@ -20,7 +20,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from agentrl.errors import PublishError
 from agentrl.weights.memory_file import MemoryFile

@@ -57,7 +57,6 @@ class LoadedWeights:
             "/begin_weight_update": self.begin_update,
             "/update_weights_from_tensor": self.update_from_memory,
             "/init_weights_update_group": self.join_group,
-            "/destroy_weights_update_group": self.leave_group,
             "/update_weights_from_distributed": self.update_from_group,
             "/end_weight_update": self.end_update,
             "/load_lora_adapter": self.load_adapter,
@@ -103,9 +102,7 @@ class LoadedWeights:
         return JSONResponse({"success": True, "message": message, "new_version": version})
 
     async def begin_update(self, _: Request) -> JSONResponse:
-        """Expect parts of new weights; 400 while an update has begun."""
-        if self._update is not None:
-            return _refusal(ModelError("a weight update has begun already; end it first"))
+        """Expect parts of new weights; those of an update that was not ended are dropped."""
         self._update = _Update()
         return JSONResponse({"success": True, "message": "Success"})
 
@@ -136,17 +133,11 @@ class LoadedWeights:
         self._groups[name] = group
         return JSONResponse({"success": True, "message": "The group is joined."})
 
-    async def leave_group(self, request: Request) -> JSONResponse:
-        """Leave a group."""
-        name = (await read_json(request)).get("group_name")
-        if self._groups.pop(name, None) is None:
-            return _refusal(ModelError(f"there is no group {name!r}"))
-        return JSONResponse({"success": True, "message": "The group is left."})
-
     async def update_from_group(self, request: Request) -> JSONResponse:
         """Receive one flat bucket of tensors from rank 0 of a group."""
         body = await read_json(request)
-        group = self._groups.get(body.get("group_name", ""))
+        name = str(body.get("group_name"))
+        group = self._groups.get(name)
         if group is None or body.get("load_format") != "flattened_bucket":
             raise BadRequestError("a joined group_name and load_format flattened_bucket are needed")
         try:
@@ -156,21 +147,26 @@ class LoadedWeights:
 
         def receive() -> dict[str, Tensor]:
             flat = torch.empty(parts[-1].end, dtype=torch.uint8, device=self.model.device)
-            broadcast(group, flat)
+            try:
+                broadcast(group, flat)
+            except RuntimeError:
+                self._groups.pop(name, None)  # the other end gives it up too
+                raise
             return {part.name: unflatten(part, flat[part.begin : part.end]) for part in parts}
 
         return await self._take(body, receive)
 
     async def _take(self, body: Json, read: Callable[[], dict[str, Tensor]]) -> JSONResponse:
-        """Add what ``read`` returns to the update that has begun."""
-        if self._update is None:
-            return _refusal(ModelError("call /begin_weight_update first"))
+        """Add what ``read`` returns to the update that has begun; drop the update if it fails."""
         async with self._updating:
+            if self._update is None:
+                return _refusal(ModelError("call /begin_weight_update first"))
             try:
                 self._update.tensors |= await asyncio.to_thread(read)
             except (AgentRLError, RuntimeError) as error:
+                self._update = None
                 return _refusal(error)
-        self._update.version = body.get("weight_version") or self._update.version
+            self._update.version = body.get("weight_version") or self._update.version
         return JSONResponse({"success": True, "message": "Success"})
 
     async def end_update(self, _: Request) -> JSONResponse:
