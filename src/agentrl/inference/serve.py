@@ -26,6 +26,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
+from agentrl.inference.live_weights import PartlyLoadedError
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
@@ -109,7 +110,7 @@ class ServedEngine:
         """``lease`` is the held one of a device that the trainer uses too; None for a device of its own."""
         self._store = store
         self._client = client
-        self._weights = ServedWeights(client)
+        self._weights = ServedWeights(client, store)
         self._process = process
         self._config = config
         self._id = service_id
@@ -221,21 +222,26 @@ class ServedEngine:
                 self._fetched = version
             async with self._turn:
                 if self._version != version.id:  # the end of the trainer's turn may have loaded it
-                    await self._switch(version)
+                    self._version = await self._switch(version)
         except (PublishError, EngineError) as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
         else:
-            self._version, self._detail = version.id, None
-            log.info("serving version %d", version.id)
+            self._detail = None
+            log.info("serving version %d", self._version)
         await self._report()
 
-    async def _switch(self, version: PolicyVersion) -> None:
+    async def _switch(self, version: PolicyVersion) -> int:
+        """Load ``version`` while the engine is paused; return the version that it serves then."""
         await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
-            await self._weights.load(version)
+            return await self._weights.load(version)
+        except PartlyLoadedError:
+            log.error("the engine holds a mixture of two versions; it ends now")
+            await self._process.stop()
+            raise
         finally:
             await self._resume()
             self._status = ServiceStatus.READY
@@ -262,7 +268,7 @@ class ServedEngine:
                     await self._client.resume_memory("weights")
                     await self._reload()
                     await self._client.resume_memory("kv_cache")
-                except EngineError as error:
+                except (EngineError, PublishError) as error:
                     log.error("the engine does not take turns with the trainer, and ends: %s", error.message)
                     await self._process.stop()
                     return
@@ -277,8 +283,7 @@ class ServedEngine:
             if self._fetched is None:
                 await self._client.update_weights(self._folder, self._version)
             else:
-                await self._weights.load(self._fetched)
-                self._version = self._fetched.id
+                self._version = await self._weights.load(self._fetched)
 
     async def _resume(self) -> None:
         """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""

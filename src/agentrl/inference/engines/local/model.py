@@ -115,11 +115,12 @@ class LocalModel:
     @property
     def is_loaded(self) -> bool:
         """Whether the weights are in memory."""
-        return self._model is not None
+        return bool(self._model.device.type != "meta")
 
     def unload(self) -> None:
-        """Drop the weights. What describes the model stays; another LocalModel replaces this one."""
-        self._model = None
+        """Drop the weights; ``updated`` returns a model that has some again."""
+        with torch.device("meta"):
+            self._model = type(self._model)(self._model.config)
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""
