@@ -24,7 +24,9 @@ ADMISSION: Final = "admission"
 TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
 
-SETTINGS: Final = ("tasks", "model", "chat", "sampling", "temperature", "groups", "loss", "adapter")
+SETTINGS: Final = (
+    "tasks", "model", "chat", "sampling", "temperature", "groups", "rollouts", "loss", "adapter",
+)  # fmt: skip
 """Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
 
 FLAGS: Final = ("sample", "train", "serve")
