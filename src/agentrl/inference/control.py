@@ -200,9 +200,9 @@ class EngineControl:
         """Serve what has arrived since ``begin_update``."""
         await self._update_call("/end_weight_update", {}, self._timeout)
 
-    async def load_memory(self, file: str, version: int) -> None:
-        """Add the weights in the trainer's memory file ``file`` to an update; for the local engine."""
-        body = {"file": file, "weight_version": str(version)}
+    async def load_memory(self, file: str, name: str, version: int) -> None:
+        """Add the weights in a memory file of the trainer to an update; for the local engine."""
+        body = {"file": file, "name": name, "weight_version": str(version)}
         await self._update_call("/update_weights_from_tensor", body, self._timeout)
 
     async def load_pickled(self, bucket: bytes, ranks: int, version: int, count: int) -> None:

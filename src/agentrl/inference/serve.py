@@ -63,10 +63,11 @@ async def serve(configs: Configs) -> None:
 
 
 async def _serve(store: Store, configs: Configs) -> None:
+    from agentrl.config.agreement import engine_settings
     from agentrl.observe.begin_run import begin_model, begin_run
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    await begin_run(store, configs, "serve", {})
+    await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
     version, folder = await starting_weights(store, model)
     port = config.port or free_port(config.host)

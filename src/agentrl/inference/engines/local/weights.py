@@ -112,14 +112,15 @@ class LoadedWeights:
         return JSONResponse({"success": True, "message": "Success"})
 
     async def update_from_memory(self, request: Request) -> JSONResponse:
-        """Take the weights in ``file``, a memory file of the trainer. Nothing is unpickled.
+        """Take the weights in the memory file ``file`` of the trainer, called ``name``; nothing is unpickled.
 
         SGLang's ``serialized_named_tensors`` are refused: they are pickles.
         """
         body = await read_json(request)
-        if not isinstance(body.get("file"), str):
-            raise BadRequestError("update_weights_from_tensor needs file, the path of a memory file")
-        return await self._take(body, lambda: open_memory_file(body["file"]).named())
+        file, name = body.get("file"), body.get("name")
+        if not isinstance(file, str) or not isinstance(name, str):
+            raise BadRequestError("update_weights_from_tensor needs file and name of a memory file")
+        return await self._take(body, lambda: open_memory_file(file, name).named())
 
     async def join_group(self, request: Request) -> JSONResponse:
         """Join a group of two as rank 1; the trainer is rank 0."""
