@@ -24,6 +24,7 @@ from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.router import EngineRouter
 from agentrl.inference.serve import ServedEngine
+from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store
@@ -50,7 +51,6 @@ class Run:
 
     store: Store
     served: Served
-    weights: ServedWeights
     router: EngineRouter
     root: Path
     policies: dict[int, Policy] = dataclasses.field(default_factory=dict)
@@ -107,7 +107,8 @@ async def attached(config: RunConfig, served: Served, root: Path) -> AsyncIterat
     async with await open_store(config) as store, engine_client("local", served.url, 30.0) as client:
         await publish_base(store, served.folder)
         version, folder, first = await starting_weights(store, ModelConfig())
-        weights = ServedWeights(client, store, run_name=config.run_name, loaded=version, is_shared=True)
+        adapters = ServedAdapters(client, store, run_name=config.run_name, whole=version, is_shared=True)
+        weights = ServedWeights(client, store, adapters)
         process = await AttachedEngine.find(client, folder, 30.0)
         engine = ServedEngine(
             store, client, process, engines, service_id="e", folder=folder, version=version,
@@ -116,11 +117,11 @@ async def attached(config: RunConfig, served: Served, root: Path) -> AsyncIterat
         task = asyncio.create_task(engine.run())
         router = EngineRouter(lambda: store.services.live(30.0), max_age=0.05, wait_seconds=30.0)
         try:
-            yield Run(store, served, weights, router, root)
+            yield Run(store, served, router, root)
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await weights.leave()
+            await adapters.leave()
             await router.close()
 
 

@@ -16,18 +16,21 @@ from urllib.parse import urlsplit
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
+from agentrl.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import AgentRLError, ConfigError, EngineError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad
 from agentrl.inference.engine import known_format
 from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command, has_gpu
+from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.lora import why_merged
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
+from agentrl.inference.live_weights import PartlyLoadedError
+from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
@@ -53,16 +56,17 @@ async def serve(configs: Configs) -> None:
     from agentrl.store.client import open_store, run_exists
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    if config.engine_url is not None and config.router_url is not None:
+    is_own = config.engine_url is None
+    if not is_own and (config.router_url is not None or config.is_colocated):
         raise ConfigError(
-            "--engine_url and --router_url: the process that runs the engine registers it at the router",
-            hint="leave one of them out",
+            "--engine_url names an engine of another process, which alone registers it at a --router_url and"
+            " lends its device",
+            hint="leave --router_url and co-location out",
         )
-    if config.port and config.engine_url is None:
+    if config.port and is_own:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
         # A bad folder or engine begins no run. A run that has begun may have weights of its own.
-        is_own = config.engine_url is None
         if is_own and model.model_name_or_path is not None and not await run_exists(run):
             engine_command(model.model_name_or_path, model, config, config.port)
         async with await open_store(run) as store:
@@ -70,40 +74,46 @@ async def serve(configs: Configs) -> None:
 
 
 async def _serve(store: Store, configs: Configs) -> None:
+    from agentrl.config.agreement import engine_settings
     from agentrl.observe.begin_run import begin_model, begin_run
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    await begin_run(store, configs, "serve", {})
+    await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
     version, folder, first = await starting_weights(store, model)
     lora = await _adapter_of(store, configs)
     port = config.port or free_port(config.host)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
     client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
-    service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
-    weights = ServedWeights(
-        client, store, run_name=run.run_name, loaded=version, is_shared=config.engine_url is not None,
-        why_merged=why_merged(config.engine, folder, lora, has_gpu=has_gpu())
-        if config.engine_url is None
-        else None,
+    is_shared = config.engine_url is not None
+    adapters = ServedAdapters(
+        client, store, run_name=run.run_name, whole=version, is_shared=is_shared,
+        why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
     )  # fmt: skip
+    service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
+    log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
+    lease = None
+    if config.is_colocated:
+        owner = f"the engine of run {run.run_name}"
+        lease = DeviceLease(leased_devices(run.output), owner, shared=not has_gpu())
+        await lease.acquire()
     process: EngineProcess | AttachedEngine
-    if config.engine_url is None:
-        log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-        process = EngineProcess(engine_command(folder, model, config, port, lora), log_file)
-    else:
+    if is_shared:
         process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
+    else:
+        command = engine_command(folder, model, config, port, lora)
+        # The engine has the locks too: the device is free when it has ended, also if this process is killed.
+        process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     served = ServedEngine(
-        store, client, process, config, service_id=service_id, folder=folder, version=version,
-        weights=weights, first=first,
+        store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
+        weights=ServedWeights(client, store, adapters), first=first,
     )  # fmt: skip
     try:
         await _until_signal(served.run)
     finally:
-        await weights.leave()
+        await adapters.leave()
         await client.close()
-        if not isinstance(process, AttachedEngine):
-            await process.stop()
+        await process.stop()
 
 
 async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
@@ -128,12 +138,15 @@ class ServedEngine:
         version: int,
         weights: ServedWeights,
         first: PolicyVersion | None = None,
+        lease: DeviceLease | None = None,
     ) -> None:
-        """``first`` is an adapter of the ``version`` in ``folder``, loaded before samplers send requests."""
+        """``lease`` is the held one of a device that the trainer uses too; None for a device of its own.
+
+        ``first`` is an adapter of the ``version`` in ``folder``, loaded before samplers send requests.
+        """
         self._store = store
         self._client = client
         self._weights = weights
-        self._first = first
         self._process = process
         self._config = config
         self._id = service_id
@@ -144,6 +157,12 @@ class ServedEngine:
         self._load = EngineLoad(requests=0)
         self._context_length: int | None = None
         self._detail: str | None = None
+        self._lease = lease
+        self._turn = asyncio.Lock()
+        """Held while the engine is paused, for new weights or while the trainer has the device."""
+        self._fetched = first
+        """The newest version that can be loaded."""
+        self._fetching = asyncio.Lock()
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -167,17 +186,18 @@ class ServedEngine:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
+                await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                 if not isinstance(self._process, AttachedEngine):
-                    await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                     await self._client.set_version(self._version)
-                if self._first is not None:
-                    await self._weights.fetch(self._first)
-                    await self._weights.load(self._first)
-                    self._version = self._first.id
+                if self._fetched is not None:
+                    await self._weights.fetch(self._fetched)
+                    self._version = await self._weights.load(self._fetched)
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
                 tasks.create_task(self._follow())
+                if self._lease is not None:
+                    tasks.create_task(self._lend(self._lease))
                 if self._front is not None:
                     tasks.create_task(self._front.keep(self._client.url))
         except ExceptionGroup as group:
@@ -217,7 +237,7 @@ class ServedEngine:
             self._id,
             status=self._status,
             policy_version=self._version,
-            adapter=self._weights.adapter,
+            adapter=self._weights.adapters.name,
             running_requests=self._load.requests,
             running_tokens=self._load.tokens,
             context_length=self._context_length,
@@ -243,28 +263,75 @@ class ServedEngine:
         Running requests continue with it, or finish with their adapter, if it is one.
         """
         try:
-            await self._weights.fetch(version)
-            await self._client.check_instance(self._process.instance)
-            if self._weights.pauses(version):
-                await self._switch(version)
-            else:
-                await self._weights.load(version)
+            async with self._fetching:
+                await self._weights.fetch(version)
+                self._fetched = version
+            async with self._turn:
+                if self._version != version.id:  # the end of the trainer's turn may have loaded it
+                    await self._client.check_instance(self._process.instance)
+                    pauses = self._weights.adapters.pauses(version)
+                    self._version = await (self._switch if pauses else self._weights.load)(version)
         except AgentRLError as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
         else:
-            self._version, self._detail = version.id, None
-            log.info("serving version %d", version.id)
+            self._detail = None
+            log.info("serving version %d", self._version)
         await self._report()
 
-    async def _switch(self, version: PolicyVersion) -> None:
+    async def _switch(self, version: PolicyVersion) -> int:
+        """Load ``version`` while the engine is paused; return the version that it serves then."""
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
-            await self._weights.load(version)
+            return await self._weights.load(version)
+        except PartlyLoadedError:
+            log.error("the engine holds a mixture of two versions; it ends now")
+            await self._process.stop()
+            raise
         finally:
             await self._resume()
             self._status = ServiceStatus.READY
+
+    async def _lend(self, lease: DeviceLease) -> None:
+        """Give the device to the trainer whenever it wants it, and take it back after its turn.
+
+        Running requests end with the tokens generated so far; samplers continue them on another engine, or
+        here afterwards. An engine that does not give its memory back, or does not come back, is ended.
+        """
+        while True:
+            await lease.until_wanted()
+            async with self._turn:
+                before, self._detail = self._detail, "the trainer has the device"
+                self._status = ServiceStatus.LENT
+                with log_store_errors(log, "no heartbeat; the engine keeps running"):
+                    await self._report()
+                try:
+                    await self._client.check_instance(self._process.instance)
+                    await self._client.pause("abort")
+                    await self._client.release_memory()
+                    lease.release()
+                    await lease.acquire()
+                    await self._client.resume_memory("weights")
+                    await self._reload()
+                    await self._client.resume_memory("kv_cache")
+                except (EngineError, PublishError) as error:
+                    log.error("the engine does not take turns with the trainer, and ends: %s", error.message)
+                    await self._process.stop()
+                    return
+                await self._resume()
+                self._status, self._detail = ServiceStatus.READY, before
+            with log_store_errors(log, "no heartbeat; the engine keeps running"):
+                await self._report()
+
+    async def _reload(self) -> None:
+        """Load the newest version that was fetched, or the weights that the engine started with."""
+        async with self._fetching:
+            if self._fetched is None:
+                await self._client.update_weights(self._folder, self._version)
+            else:
+                self._weights.adapters.whole = None
+                self._version = await self._weights.load(self._fetched)
 
     async def _resume(self) -> None:
         """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""
@@ -277,8 +344,7 @@ class ServedEngine:
             else:
                 return
         log.error("the engine stays paused after %d attempts to resume it; it ends now", _RESUME_TRIES)
-        if not isinstance(self._process, AttachedEngine):
-            await self._process.stop()
+        await self._process.stop()
 
 
 class FrontRouter:

@@ -52,6 +52,12 @@ class AttachedEngine:
             )
         return cls(client.url, await client.instance())
 
+    async def wait_ready(self, client: EngineClient, seconds: float) -> None:
+        """Return at once: ``find`` has waited."""
+
+    async def stop(self) -> None:
+        """Leave the engine as it is."""
+
     async def check(self, client: EngineClient) -> None:
         """Raise EngineError once another server answers, or none has for a minute."""
         if await client.health():
