@@ -102,6 +102,8 @@ class SpellingEngine(ScriptedEngine):
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Answer the script's text for a prompt, and stop."""
         answer = self.script[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +18,7 @@ from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import EncodedIds, Generation, Progress
+from agentrl.inference.engine import EncodedIds, Generation, Held, Progress
 from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
 
 T = TypeVar("T")
@@ -71,6 +71,8 @@ class ScriptedEngine:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """The next line, closed by the end-of-turn token; ``progress`` gets it in pieces of four tokens."""
         self.prompts.append(list(input_ids))
@@ -97,7 +99,11 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self
@@ -142,9 +148,13 @@ class OneEngine:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """One request, without resumption."""
-        return await self.client.generate(input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded)
+        return await self.client.generate(
+            input_ids, params, uuid.uuid4().hex, images=images, encoded=encoded, routed_from=routed_from
+        )
 
 
 class FakeTools:

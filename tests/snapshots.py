@@ -141,7 +141,8 @@ def snapshot(**changes: Any) -> RunSnapshot:
         planned=None, tasks={("train", 0): {"completed": 5, "running": 3}},
         records={"train": {"ready": 100}}, data={"train": {"trained": 100}}, quarantined_because=None,
         failures=(), rates=Rates(seconds=300.0),
-        engines=[EngineRow.from_document(item.to_document()) for item in liveness.engines], past_outages=(),
+        engines=[EngineRow.from_document(item.to_document()) for item in liveness.engines],
+        versions=(), past_outages=(),
         evaluations=(), settings=(), configurations=(), disk=Disk(),
     )  # fmt: skip
     return replace(healthy, **changes)

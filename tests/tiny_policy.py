@@ -47,10 +47,12 @@ def tiny_format(template: str = TEMPLATE) -> ChatFormat:
     return ChatFormat(TemplateRenderer(ChatTemplate(template, {}), tokens, stop_ids, "hermes"))
 
 
-def write_tiny_policy(folder: Path, *, hidden_size: int = 32, template: str | None = TEMPLATE) -> Path:
-    """Save model and tokenizer into ``folder``; the same weights every time."""
+def write_tiny_policy(
+    folder: Path, *, hidden_size: int = 32, template: str | None = TEMPLATE, seed: int = 0
+) -> Path:
+    """Save model and tokenizer into ``folder``; the same weights for each ``seed``."""
     tokenizer = tiny_tokenizer(template)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden_size // 4,

@@ -87,12 +87,23 @@ def assign_req_to_token_pool_cpu(
         offset += count
 
 
+def ignore_pinned_memory() -> None:
+    """Let tensors be created without pinned memory, for which SGLang's adapters ask on every device."""
+    import torch
+
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
+    for name in ("tensor", "empty", "zeros", "arange"):
+        create = getattr(torch, name)
+        setattr(torch, name, lambda *args, _create=create, pin_memory=False, **given: _create(*args, **given))
+
+
 def install() -> None:
     """Serve the stand-ins from here on."""
     from transformers.utils.import_utils import is_torchvision_available
 
     is_torchvision_available()  # remembered: transformers must not take the stand-in for the real one
     sys.meta_path.append(StandInFinder())
+    ignore_pinned_memory()
 
 
 install()

@@ -11,6 +11,7 @@ import pytest
 from scripted_engine import VOCAB, Answer, Call, ScriptedEngine
 from tcp_server import TcpServer
 
+import agentrl.inference.http as http_module
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineClient
@@ -63,9 +64,10 @@ async def test_an_answer_that_never_ends_is_bounded_in_time() -> None:
     assert raised.value.outage == ENGINES
 
 
-async def test_an_answer_is_bounded_in_size() -> None:
+async def test_an_answer_is_bounded_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "LARGEST_ANSWER", 2**23)
     async with http_to(Server({}, b" " * 2**22)) as http:
-        with pytest.raises(EngineAnswerError, match=r"/x answered with more than 67108864 bytes"):
+        with pytest.raises(EngineAnswerError, match=r"/x answered with more than 8388608 bytes"):
             await http.call("GET", "/x")
 
 

@@ -22,6 +22,7 @@ from engine_policy import (
     sampled_logprobs,
     save_model,
 )
+from safetensors.torch import load_file
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
 from waiting import until
@@ -29,10 +30,11 @@ from waiting import until
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.run import InferenceService
+from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ENGINES, ConfigError, EngineError
+from agentrl.errors import ENGINES, ConfigError, EngineError, PublishError
 from agentrl.gateway.answers import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
@@ -40,8 +42,10 @@ from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError,
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.prompts import Budget
+from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -159,32 +163,34 @@ async def test_logprobs_are_those_of_the_plain_model(
 WARM = SHORT.replace(max_new_tokens=24, temperature=1.5)
 BIASED = WARM.replace(extra={**WARM.extra, "logit_bias": {"7": 4.0, "300": -4.0}})
 SHAPED = {
-    "top_p": (WARM.replace(top_p=0.7), "policy"),
-    "top_k": (WARM.replace(top_k=5), "policy"),
-    "min_p": (WARM.replace(min_p=0.2), "policy"),
+    "top_p": (WARM.replace(top_p=0.7), "truncated"),
+    "top_k": (WARM.replace(top_k=5), "truncated"),
+    "min_p": (WARM.replace(min_p=0.2), "truncated"),
     "penalties": (WARM.replace(presence_penalty=1.5, frequency_penalty=0.4), "sampled"),
     "repetition": (WARM.replace(repetition_penalty=1.4), "sampled"),
     "bias": (BIASED, "sampled"),
-    "penalty-top_k": (WARM.replace(presence_penalty=1.5, top_k=5), "other"),
-    "top-1": (WARM.replace(top_k=1), "other"),
+    "penalty-top_k": (WARM.replace(presence_penalty=1.5, top_k=5), "truncated"),
+    "top-1": (WARM.replace(top_k=1), "truncated"),
 }
-"""Calls that sample from something else than the policy, and what SGLang's logprobs are then of."""
+"""Calls that sample from something else than the policy, and what their logprobs are of: vLLM has no mask."""
 
 
 async def test_logprobs_of_a_shaped_call_are_what_it_says(served: Served, engine: EngineClient) -> None:
-    for name, (params, of_sglang) in SHAPED.items():
+    for name, (params, expected) in SHAPED.items():
         if name == "bias" and served.kind == "local":
             with pytest.raises(EngineRefusedError, match="does not support sampling parameter 'logit_bias'"):
                 await engine.generate(prompt(2), params, "biased")
             continue
         made = await engine.generate(prompt(2), params, f"shaped-{name}")
-        assert made.logprobs_of == (of_sglang if served.kind == "sglang" else "sampled"), name
+        assert made.logprobs_of == ("sampled" if served.kind == "vllm" else expected), name
         drawn_from = sampled_logprobs(served.kind, served.first, prompt(2), made, params)
         assert drawn_from.gather(-1, torch.tensor(made.output_ids)[:, None]).isfinite().all(), name
-        if made.logprobs_of == "sampled":
-            assert_close(drawn_from, made)
-        elif made.logprobs_of == "policy":
-            assert_logprobs(served.first, prompt(2), made, temperature=params.temperature)
+        assert_close(drawn_from, made)
+        mask = SamplingMask.unpack(made.sampling_mask, len(made.output_ids))
+        assert bool(mask.ids.size) == (made.logprobs_of == "truncated")
+        if mask.ids.size:
+            assert mask.ids.tolist() == drawn_from.isfinite().nonzero()[:, 1].tolist(), name
+            assert mask.counts.tolist() == drawn_from.isfinite().sum(1).tolist(), name
 
 
 async def test_a_demanded_call_is_sampled_by_the_grammar(served: Served, engine: EngineClient) -> None:
@@ -317,6 +323,22 @@ async def test_pause_and_resume_change_nothing(served: Served, engine: EngineCli
     assert_logprobs(served.first, prompt(13), made)
 
 
+async def test_an_engine_gives_its_memory_back_and_goes_on(served: Served, engine: EngineClient) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM gives memory back on GPUs only")
+    greedy = SHORT.replace(temperature=0.0)
+    before = await engine.generate(prompt(3), greedy, "before")
+    await engine.pause("abort")
+    await engine.release_memory()
+    late = asyncio.create_task(engine.generate(prompt(3), greedy, "late"))
+    await engine.resume_memory("weights")
+    await engine.update_weights(served.first, 0)
+    await engine.resume_memory("kv_cache")
+    assert not late.done()
+    await engine.resume()
+    assert (await late).output_ids == before.output_ids
+
+
 async def test_new_weights_answer_under_their_version(served: Served, engine: EngineClient) -> None:
     await engine.update_weights(served.second, 5)
     assert (await engine.model_info()).version == 5
@@ -342,6 +364,43 @@ async def test_a_request_in_flight_carries_both_versions(served: Served, engine:
     )
     assert_logprobs(served.first, prompt(15), made, end=switch)
     assert_logprobs(served.second, prompt(15), made, start=switch)
+
+
+async def test_weights_from_the_trainers_memory_answer_under_their_version(
+    served: Served, engine: EngineClient
+) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM takes versions from a disk")
+    tensors = load_file(Path(served.second) / "model.safetensors")
+    half = {name: tensors.pop(name) for name in sorted(tensors)[::2]}
+    cpu = torch.device("cpu")
+    shared, sent = (LiveHolder(kind, cpu) for kind in ("tensor", "distributed"))
+    loader = LiveLoader(engine)
+    try:
+        for number, holder in ((8, shared), (9, sent), (10, shared), (11, sent)):
+            await engine.update_weights(served.first, 0)
+            live = holder.join([holder.hold(tensors), holder.hold(half)])
+            await engine.pause("retract")
+            await loader.load(live_version(number, live))
+            await engine.resume()
+            made = await engine.generate(prompt(14), SHORT, f"live-{number}")
+            assert made.versions == (VersionSpan(version=number, start=0, end=12),)
+            assert_logprobs(served.second, prompt(14), made)
+        forgotten = sent.join([sent.hold(tensors)])
+        for _ in range(2):
+            sent.hold(half)
+        await engine.pause("retract")
+        with pytest.raises(PublishError, match="not held any more"):
+            await loader.load(live_version(12, forgotten))
+        await engine.resume()
+        assert_logprobs(served.second, prompt(14), await engine.generate(prompt(14), SHORT, "live-11"))
+    finally:
+        shared.close()
+        sent.close()
+
+
+def live_version(number: int, live: LiveWeights) -> PolicyVersion:
+    return PolicyVersion(id=number, step=number, location="", files=(), train_step=None, live=live)
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(

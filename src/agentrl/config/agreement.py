@@ -24,7 +24,7 @@ from agentrl.config.schema import (
     TaskConfig,
     TrainConfig,
 )
-from agentrl.documents.sampling import COLDEST, SamplingParams, distribution_params, logprobs_of
+from agentrl.documents.sampling import COLDEST, SamplingParams
 
 AgreedSettings = dict[str, dict[str, Any]]
 """Concern → setting → value."""
@@ -57,12 +57,18 @@ def sampler_settings(configs: Configs) -> AgreedSettings:
 def trainer_settings(configs: Configs, loss: LossConfig) -> AgreedSettings:
     """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
     return {
+        **engine_settings(configs),
         "loss": {
             **dataclasses.asdict(loss),
             "advantage_whitening": configs[TrainConfig].advantage_whitening,
         },
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
+
+
+def engine_settings(configs: Configs) -> AgreedSettings:
+    """Return what the trainer must know of the engines: the correction of its loss depends on it."""
+    return {"rollouts": {"rollout_quantization": configs[EngineConfig].rollout_quantization}}
 
 
 def model_settings(folder: Path) -> dict[str, Any]:
@@ -114,7 +120,7 @@ def require_trainable(configs: Configs) -> None:
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
     _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
-    _require_known_distribution(configs[SamplingConfig], configs[EngineConfig])
+    _require_warm(configs[SamplingConfig])
 
 
 def _require_progress(sampling: SamplingConfig, training: TrainConfig) -> None:
@@ -168,22 +174,12 @@ def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: Tra
     )
 
 
-def _require_known_distribution(sampling: SamplingConfig, serving: EngineConfig) -> None:
-    """Refuse sampling parameters if the engine's logprobs are not of the sampled distribution."""
+def _require_warm(sampling: SamplingConfig) -> None:
+    """Refuse a temperature at which engines do not sample."""
     params = SamplingParams.from_json(sampling.preferred_sampling_params)
     require(
         params.temperature >= COLDEST,
         f"--preferred_sampling_params has temperature {params.temperature:g}: below {COLDEST:g} engines"
         " sample greedily, and greedy calls cannot be trained",
         "raise it, e.g. to 1; `agentrl eval` may sample at any temperature",
-    )
-    given, engine = params.to_request(), serving.engine
-    names = distribution_params(given)
-    named = ", ".join(f"{name} {given[name]}" for name in names)
-    require(
-        not names or logprobs_of(engine, given) == "sampled",
-        f"--preferred_sampling_params has {named}, and the logprobs of --engine {engine} are then not of the"
-        " sampled distribution: no call could be trained",
-        f"leave {' and '.join(names)} out; or use an engine that returns them, --engine local or vllm, with"
-        " the same flags for every process; `agentrl eval` may sample with them",
     )

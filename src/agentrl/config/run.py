@@ -128,6 +128,11 @@ class ModelConfig(Flags):
         "dtype of trained weights, gradients and the optimizer's moments; auto: float32. Published weights"
         " have the model's own dtype",
     )
+    router_replay: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "train the tokens of a mixture of experts through the experts that the engine chose for them"
+        " (arXiv 2510.11370); auto: where the policy is a mixture",
+    )
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     chat_template: str | None = flag(None, "file of a chat template that replaces the model's own")
     max_model_len: int | None = flag(
@@ -178,12 +183,37 @@ class EngineListConfig(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(EngineListConfig):
+class DeviceConfig(Flags):
+    """Whether an engine and the trainer have a device together."""
+
+    section = "device"
+
+    colocate: Literal["auto", "true", "false"] = flag(
+        "auto",
+        "the engine and the trainer take turns on one device: the engine gives its memory back while a step"
+        " is trained, and the trainer while it waits for data; auto: true under `agentrl launch` for an"
+        " engine on a GPU of the trainer. Both need it, on one machine and with the same GPUs",
+        per_process=True,
+    )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether this process takes turns."""
+        return self.colocate == "true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineListConfig, DeviceConfig):
     """One inference engine."""
 
     section = "inference"
 
     engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
+    rollout_quantization: Literal["none", "fp8"] = flag(
+        "none",
+        "weights that engines sample with: as published (none), or rounded to fp8 when they are loaded, on a"
+        " GPU or by the local engine; the trainer's stay in their dtype",
+    )
     host: str = flag("127.0.0.1", "address that the engine binds to", per_process=True)
     port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]", per_process=True)
     inf_tp_size: int = flag(
@@ -191,8 +221,9 @@ class EngineConfig(EngineListConfig):
     )
     inf_mem_ratio: float | None = flag(
         None,
-        "fraction of a GPU's memory for SGLang or vLLM (default: 0.5, which leaves room for a trainer; what"
-        " the engine takes by itself where CUDA_VISIBLE_DEVICES gives it GPUs of its own)",
+        "fraction of a GPU's memory for SGLang or vLLM (default: 0.5, which leaves room for a trainer; 0.8"
+        " with --colocate true; what the engine takes by itself where CUDA_VISIBLE_DEVICES gives it GPUs of"
+        " its own)",
         within="(0, 1]",
         per_process=True,
     )

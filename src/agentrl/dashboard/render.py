@@ -27,6 +27,7 @@ from agentrl import __version__
 from agentrl.documents.base import now
 from agentrl.observe.metric_definitions import definition_of
 from agentrl.observe.terminal import MISSING, age, duration, number, percent, signed
+from agentrl.snapshot.status_screen import amount
 
 _JOINERS = "\u200c\u200d"
 """Emoji and some scripts need them; they hide nothing."""
@@ -103,6 +104,7 @@ FILTERS = {
     "number": number,
     "percent": percent,
     "signed": signed,
+    "amount": amount,
     "duration": duration,
     "time": time,
     "ago": ago,

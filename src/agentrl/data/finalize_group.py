@@ -49,10 +49,10 @@ _TOLERANCE = 1e-9
 """Largest relative and absolute difference of two advantages that counts as rounding."""
 _ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
 _COMPARED = (
-    "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs", "tokens",
-    "trainable_tokens", "min_version", "max_version",
+    "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs",
+    "sampling_mask", "routing", "tokens", "trainable_tokens", "min_version", "max_version",
 )  # fmt: skip
-_PACKED = ("input_ids", "behavior_logprobs")
+_PACKED = ("input_ids", "behavior_logprobs", "sampling_mask", "routing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

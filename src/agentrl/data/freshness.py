@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from agentrl.documents.model_call import pack_floats, unpack_floats
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 
@@ -78,6 +79,10 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
     """Turn spans that are too old into context: no loss and no denominator counts them."""
     ends = np.cumsum([span.end - span.start for span in data.spans])[:-1]
     logprobs = np.split(unpack_floats(data.behavior_logprobs), ends)
+    mask = SamplingMask.unpack(data.sampling_mask, data.trainable_tokens)
+    is_kept = np.concatenate(
+        [np.full(len(part), steps == 0) for part, steps in zip(logprobs, beyond, strict=True)]
+    )
     spans = zip(data.spans, logprobs, beyond, strict=True)
     kept = [(span, part) for span, part, steps in spans if steps == 0]
     return replace(
@@ -85,6 +90,7 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
         spans=tuple(span for span, _ in kept),
         trainable_tokens=sum(span.end - span.start for span, _ in kept),
         behavior_logprobs=pack_floats(np.concatenate([part for _, part in kept]) if kept else []),
+        sampling_mask=mask.select(is_kept).pack(),
     )
 
 

@@ -22,7 +22,9 @@ from agentrl.documents.model_call import (
     unpack_ids,
 )
 from agentrl.documents.record import Record
+from agentrl.documents.routing import TreeRouting
 from agentrl.documents.sampling import COLDEST, distribution_params
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
@@ -84,11 +86,15 @@ def to_training_data(
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
+    masks: list[SamplingMask] = []
     for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id]):
         output_start = tree.output_starts[item.call.id]
+        packed = b"" if supervised else item.call.sampling_mask
+        mask = SamplingMask.unpack(packed, len(item.call.output_ids) // 4)
         for version in _versions(item.call, first=0 if output_start else 1):
             spans.append(_span(item, version, output_start))
             logprobs.append(unpack_floats(item.call.logprobs)[version.start : version.end])
+            masks.append(mask.select(slice(version.start, version.end)))
     if not spans:
         return None
     return DBRecordData(
@@ -111,6 +117,8 @@ def to_training_data(
         images=tree.images,
         input_ids=pack_ids(tree.input_ids),
         behavior_logprobs=pack_floats(np.concatenate(logprobs)),
+        sampling_mask=SamplingMask.join(masks).pack(),
+        routing=tree.routing,
     )
 
 
@@ -142,11 +150,11 @@ def mask_reason(call: DispatchedSamplingTask) -> str | None:
 
     The trainer computes softmax(logits / temperature). A call that was sampled from another distribution
     (top-p, a penalty, a grammar) has correct importance ratios only if its logprobs are of that distribution
-    (``logprobs_of``).
+    (``logprobs_of``). If it stores the ids that truncation kept, the trainer's softmax is over these ids.
     """
     if call_temperature(call) is None:
         return f"temperature {_shown(call.sampling_params['temperature'])}"
-    if call.logprobs_of == "sampled":
+    if call.logprobs_of in ("sampled", "truncated"):
         return None
     for name in distribution_params(call.sampling_params):
         return f"{name} {_shown(call.sampling_params[name])}"
@@ -254,6 +262,8 @@ class TokenTree:
     output_starts: Mapping[str, int]
     images: tuple[ImageSpan, ...] = ()
     """Tokens that stand for images, by their place in ``input_ids``."""
+    routing: bytes = b""
+    """The experts of each token, if a call has a routing."""
 
 
 def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
@@ -304,6 +314,8 @@ class _Builder:
         self._length = 0
         self._output_starts: dict[str, int] = {}
         self._images: list[ImageSpan] = []
+        self._routing = TreeRouting()
+        self._ends: dict[str, int] = {}
 
     def add_branch(self, first: DispatchedSamplingTask) -> None:
         """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
@@ -322,11 +334,17 @@ class _Builder:
 
     def finish(self) -> TokenTree:
         ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts, tuple(self._images))
+        images, routing = tuple(self._images), self._routing.finish(self._length)
+        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
 
     def _append_call(self, call: DispatchedSamplingTask) -> None:
         context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
         self._images += [image.moved(self._length) for image in call.images]
         self._output_starts[call.id] = self._length + len(context)
         self._pieces += [context, output]
+        self._routing.add(
+            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
+            call.parent is not None and self._ends[call.parent] == self._length,
+        )  # fmt: skip
         self._length += len(context) + len(output)
+        self._ends[call.id] = self._length

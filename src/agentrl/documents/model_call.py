@@ -183,6 +183,11 @@ class DispatchedSamplingTask(Root):
     logprobs: bytes
     """float32 logprob of each output id; ``logprobs_of`` names the distribution."""
     logprobs_of: LogprobsOf = "policy"
+    sampling_mask: bytes = b""
+    """The ids that each output id was sampled from, if ``logprobs_of`` is ``truncated``: a SamplingMask."""
+    routing: bytes = b""
+    """Experts of its tokens (``documents.routing``): from the parent's last one, which this call computed, to
+    the last one before its own last. Empty without a mixture, or if the engine did not return them all."""
     images: tuple[ImageSpan, ...] = ()
     """Tokens of ``context_ids`` that stand for images."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
@@ -242,6 +247,7 @@ class PartialGeneration(Document):
     logprobs: bytes
     """float32 logprob of each output id."""
     logprobs_of: LogprobsOf
+    sampling_mask: bytes = b""
     versions: tuple[VersionSpan, ...]
     cached_tokens: int = 0
 

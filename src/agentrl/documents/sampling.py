@@ -12,11 +12,12 @@ from typing import Any, Literal, Self
 
 from agentrl.errors import ConfigError
 
-LogprobsOf = Literal["policy", "sampled", "other"]
+LogprobsOf = Literal["policy", "sampled", "truncated", "other"]
 """The distribution that logprobs belong to.
 
 ``policy``: log_softmax(logits / T), before penalties and truncation; log_softmax(logits) if T is 0.
 ``sampled``: the distribution that the token was sampled from.
+``truncated``: the same, and the call stores the ids that top-p, top-k and min-p kept (``sampling_mask``).
 ``other``: neither.
 """
 
@@ -98,6 +99,11 @@ class SamplingParams:
         known = {item.name: item for item in dataclasses.fields(cls)}
         return cls(**{name: _typed(name, value, known) for name, value in values.items()})
 
+    @property
+    def truncates(self) -> bool:
+        """Return whether ``top_p``, ``top_k`` or ``min_p`` excludes ids; a greedy call excludes none."""
+        return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
     def replace(self, **changes: Any) -> Self:
         """Return a copy with ``changes``."""
         return dataclasses.replace(self, **changes) if changes else self
@@ -129,10 +135,10 @@ def distribution_params(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def logprobs_of(engine: str, params: Mapping[str, Any]) -> LogprobsOf:
-    """Return the distribution that the logprobs of ``engine`` (local, sglang or vllm) belong to.
+    """Return the distribution that the logprobs of ``engine`` belong to, if it returns no sampling mask.
 
-    At temperature 0 each engine takes the most likely token and returns logprobs as at temperature 1; vLLM
-    truncates them if another request of the batch is sampled.
+    ``engine`` is local, sglang or vllm. At temperature 0 each takes the most likely token and returns
+    logprobs as at temperature 1; vLLM truncates them if another request of the batch is sampled.
     """
     changing = frozenset(distribution_params(params))
     if "temperature" in changing:

@@ -79,6 +79,10 @@ class DBRecordData(Root):
     """int32[tokens], nodes in order."""
     behavior_logprobs: bytes
     """float32[trainable_tokens], spans in order."""
+    sampling_mask: bytes = b""
+    """The SamplingMask of the trainable tokens, spans in order; empty if no call was truncated."""
+    routing: bytes = b""
+    """The experts of each token (``documents.routing``); empty: no model call has a routing."""
 
     def earned_advantage(self, call: int) -> float:
         """Return the advantage that model call ``call`` has unless it is faulty."""

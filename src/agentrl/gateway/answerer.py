@@ -134,7 +134,9 @@ class Answerer:
         """
 
         def generate(params: SamplingParams, progress: Progress | None = None) -> Awaitable[Generation]:
-            return engine.generate(prompt.ids, params, progress, images, prompt.encoded)
+            return engine.generate(
+                prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
+            )
 
         if not request.must_call and request.schema is None:
             return await generate(params, progress), params
@@ -157,7 +159,7 @@ class Answerer:
         if not attempt:
             return generation, sent
         noted = sent.replace(extra={**sent.extra, ASKED_AGAIN: attempt})
-        return replace(generation, logprobs_of="other"), noted
+        return replace(generation, logprobs_of="other", sampling_mask=b""), noted
 
     async def _grammar(self, request: GatewayRequest, prompt: Prompt) -> dict[str, str] | None:
         """Return the sampling parameter for the engine's grammar; None if the demand cannot be one."""

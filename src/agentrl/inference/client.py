@@ -7,168 +7,58 @@ differs.
 from __future__ import annotations
 
 import asyncio
-import math
+import base64
+import binascii
+import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from agentrl.documents.images import Image, data_url
 from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.routing import ExpertShape, pack_routing
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
+from agentrl.documents.sampling_mask import LARGEST
 from agentrl.errors import EngineError
+from agentrl.inference.collector import Chunk, Collector
 from agentrl.inference.control import EngineControl, policy_version
 from agentrl.inference.engine import (
     EncodedIds,
     EngineAnswerError,
     EngineInterruptedError,
     EngineRefusedError,
-    FinishReason,
     Generation,
     Progress,
     known_format,
     malformed,
 )
-from agentrl.inference.http import silent
+from agentrl.inference.http import LARGEST_ANSWER, silent
+
+log = logging.getLogger(__name__)
 
 _EXCERPT = 300
+_NO_MASKS = re.compile("sampling.(mask|support)", re.IGNORECASE)
+"""What SGLang writes when it cannot return the masks that were asked for."""
 _ABORT_SECONDS = 5.0
-_LARGEST_LOGPROB = 1e-3
-"""Rounding may put the logprob of a token with probability 1 slightly above 0."""
+_ROUTING_BYTES = 16 / 3
+"""Bytes of one expert's index in an answer: base64 of int32."""
 _ROUTING_KEY = "X-SMG-Routing-Key"
 """Header by which ``sglang-router`` keeps the requests of one key at one engine (``--policy manual``)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """One event of a stream: the tokens that it adds, and what it says about the whole generation."""
-
-    ids: Sequence[int] = ()
-    logprobs: Sequence[float] = ()
-    version: int | None = None
-    """Policy version of ``ids``, if the engine names one in each event."""
-    spans: Sequence[VersionSpan] | None = None
-    """Spans of the whole generation, if this event has them."""
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    logprobs_of: LogprobsOf | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Collector:
-    """Collect the chunks of one generation. ``add`` and ``result`` raise EngineError for malformed data."""
-
-    url: str
-    vocab_size: int
-    max_new_tokens: int
-    logprobs_of: LogprobsOf
-    version: int
-    """Policy version of tokens for which the engine names none: the version at the start of the request."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    _chunk_spans: list[VersionSpan] = field(default_factory=list)
-    _spans: Sequence[VersionSpan] | None = None
-    _finish_reason: str | None = None
-    _prompt_tokens: int = 0
-    _cached_tokens: int = 0
-
-    def add(self, chunk: Chunk) -> None:
-        """Append one chunk, after checking its ids and logprobs."""
-        self._check(chunk)
-        if chunk.ids:
-            start = len(self.ids)
-            self.ids.extend(chunk.ids)
-            self.logprobs.extend(chunk.logprobs)
-            version = self._version_of(chunk)
-            if self._chunk_spans and self._chunk_spans[-1].version == version:
-                start = self._chunk_spans.pop().start
-            self._chunk_spans.append(VersionSpan(version=version, start=start, end=len(self.ids)))
-        if chunk.spans is not None:
-            self._spans = chunk.spans
-        self._finish_reason = chunk.finish_reason or self._finish_reason
-        self._prompt_tokens = chunk.prompt_tokens or self._prompt_tokens
-        self._cached_tokens = chunk.cached_tokens or self._cached_tokens
-        self.logprobs_of = chunk.logprobs_of or self.logprobs_of
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the engine has given a finish reason."""
-        return self._finish_reason is not None
-
-    def result(self, seconds: float) -> Generation:
-        """Return the complete generation."""
-        reason = self._finish_reason
-        if reason not in ("stop", "length", "abort"):
-            raise malformed(self.url, f"finish reason {reason!r}")
-        return self._generation(reason, self._checked_spans(), seconds)  # type: ignore[arg-type]
-
-    def partial(self, seconds: float) -> Generation | None:
-        """Return the tokens so far as an aborted generation; None if there are none."""
-        if not self.ids:
-            return None
-        if self._spans is None or self._spans[-1].end != len(self.ids):
-            return self._generation("abort", tuple(self._chunk_spans), seconds)
-        return self._generation("abort", self._checked_spans(), seconds)
-
-    def _version_of(self, chunk: Chunk) -> int:
-        """Return the version to record for the tokens of ``chunk``.
-
-        An event that is sent after a weight update may hold tokens from before it. They count as those of the
-        older version, until the engine's own spans say more.
-        """
-        older = self.version
-        if chunk.version is not None:
-            self.version = chunk.version
-        return older if self.ids[: -len(chunk.ids)] else self.version
-
-    def _generation(self, reason: FinishReason, spans: tuple[VersionSpan, ...], seconds: float) -> Generation:
-        return Generation(
-            output_ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            versions=spans,
-            finish_reason=reason,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            seconds=seconds,
-            engine_url=self.url,
-            logprobs_of=self.logprobs_of,
-        )
-
-    def _check(self, chunk: Chunk) -> None:
-        if len(chunk.logprobs) != len(chunk.ids):
-            raise malformed(self.url, f"{len(chunk.logprobs)} logprobs for {len(chunk.ids)} tokens")
-        if len(self.ids) + len(chunk.ids) > self.max_new_tokens:
-            raise malformed(self.url, f"more than the {self.max_new_tokens} tokens asked for")
-        if not chunk.ids:
-            return
-        if set(map(type, chunk.ids)) != {int} or min(chunk.ids) < 0 or max(chunk.ids) >= self.vocab_size:
-            wrong = next(
-                token for token in chunk.ids if type(token) is not int or not 0 <= token < self.vocab_size
-            )
-            raise malformed(self.url, f"token id {wrong!r}, outside the vocabulary of {self.vocab_size} ids")
-        if not all(map(math.isfinite, chunk.logprobs)) or max(chunk.logprobs) > _LARGEST_LOGPROB:
-            odd = next(each for each in chunk.logprobs if not math.isfinite(each) or each > _LARGEST_LOGPROB)
-            raise malformed(self.url, f"logprob {odd!r}")
-
-    def _checked_spans(self) -> tuple[VersionSpan, ...]:
-        """Return the engine's spans, cut to the number of tokens; EngineError if they leave a gap."""
-        count = len(self.ids)
-        if self._spans is None or count == 0:
-            return tuple(self._chunk_spans)
-        cut = (replace(span, end=min(span.end, count)) for span in self._spans)
-        spans = tuple(span for span in cut if span.start < span.end)
-        edges = [0, *(span.end for span in spans)]
-        if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
-            raise malformed(self.url, f"version spans that do not cover {count} tokens: {self._spans}")
-        return spans
-
-
 class EngineClient(EngineControl):
     """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
+
+    _returns_masks = True
+    """Whether to ask for sampling masks: until an answer shows that the engine has none."""
+    _is_unrouted = False
+    """Whether an answer without routing has been logged."""
 
     async def generate(
         self,
@@ -181,6 +71,7 @@ class EngineClient(EngineControl):
         images: Sequence[Image] = (),
         keep: Callable[[Generation], None] = lambda _: None,
         progress: Progress | None = None,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``.
 
@@ -189,7 +80,8 @@ class EngineClient(EngineControl):
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
         same conversation. A cancelled call passes the tokens received so far to ``keep``. ``progress``
         receives the tokens of each event as it arrives. ``images`` are those of the prompt, in order; the
-        prompt has all tokens of each.
+        prompt has all tokens of each. ``routed_from`` is the first token whose experts are wanted; without
+        the ``experts`` of a mixture, none are asked for, and an answer without them is no error.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.
@@ -200,13 +92,24 @@ class EngineClient(EngineControl):
         collector = await self._collector(params)
         encoded = EncodedIds() if encoded is None else encoded
         ids_json = encoded.update(input_ids, collector.vocab_size)
-        path, body = self._request(ids_json, params, rid, images)
+        if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
+            routed_from = None
+        masked = self._returns_masks and params.truncates
+        path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
         start = time.monotonic()
         try:
             await self._collect(collector, path, body, headers, progress)
         except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
+            if masked and _NO_MASKS.search(error.message):
+                self._stop_asking(error.message)
+                if (part := collector.partial(time.monotonic() - start)) is not None:
+                    raise EngineInterruptedError(error.message, part) from error
+                return await self.generate(
+                    input_ids, params, rid, encoded=encoded, routing_key=routing_key, images=images,
+                    keep=keep, progress=progress, routed_from=routed_from,
+                )  # fmt: skip
             if isinstance(error, EngineRefusedError):
                 raise
             await self._abort_quietly(rid)
@@ -217,13 +120,32 @@ class EngineClient(EngineControl):
             await asyncio.shield(self._abort_quietly(rid))
             raise
         generation = collector.result(time.monotonic() - start)
+        if masked and generation.output_ids and generation.logprobs_of != "truncated":
+            self._stop_asking("its answer has none")
         if images and generation.prompt_tokens != len(input_ids):
             raise malformed(
                 self.url,
                 f"for a prompt of {generation.prompt_tokens} tokens; {len(input_ids)} with"
                 f" {len(images)} images were sent",
             )
-        return generation
+        if self._experts is None or routed_from is None:
+            return generation
+        tokens = len(input_ids) + len(generation.output_ids) - 1 - routed_from
+        packed = await asyncio.to_thread(packed_experts, collector.routed_experts, tokens, self._experts)
+        if packed is None and generation.output_ids and not self._is_unrouted:
+            self._is_unrouted = True
+            log.warning(
+                "engine %s returned %s routed experts: its calls are trained with the trainer's own routing"
+                " (SGLang needs --enable-return-routed-experts)",
+                self.url, "no" if collector.routed_experts is None else "malformed",
+            )  # fmt: skip
+        return replace(generation, routing=packed or b"")
+
+    def _fits(self, input_ids: Sequence[int], params: SamplingParams, routed_from: int) -> bool:
+        """Return whether the routing fits into one event, even if the generation is as long as it may be."""
+        tokens = len(input_ids) + params.max_new_tokens - routed_from
+        experts = 0 if self._experts is None else self._experts.per_token
+        return tokens * experts * _ROUTING_BYTES < LARGEST_ANSWER // 2
 
     async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
@@ -283,7 +205,12 @@ class EngineClient(EngineControl):
         return EngineError(text)
 
     def _request(
-        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+        self,
+        ids_json: bytes,
+        params: SamplingParams,
+        rid: str,
+        images: Sequence[Image] = (),
+        routed_from: int | None = None,
     ) -> tuple[str, bytes]:
         """Return the path and the body of a generation request."""
         rest: dict[str, Any] = {
@@ -292,8 +219,16 @@ class EngineClient(EngineControl):
             "stream": True,
             "rid": rid,
         }
+        if self._returns_masks and params.truncates:
+            largest = min(params.top_k, LARGEST) if params.top_k > 0 else LARGEST
+            rest |= {
+                "sampling_params": params.replace(top_k=largest).to_request(),
+                "return_sampling_mask": True,
+            }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
+        if routed_from is not None:
+            rest |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 
     def _fields(self, event: Mapping[str, Any], have: int) -> Chunk:
@@ -309,15 +244,21 @@ class EngineClient(EngineControl):
                 self.url, f"{len(rows)} logprobs and {len(event['output_ids'])} ids for {new} tokens"
             )
         first = len(rows) - new
+        logprobs, kept = [float(row[0]) for row in rows[first:]], meta.get("output_token_sampling_mask") or ()
+        if 0 < new <= len(kept):
+            kept = kept[len(kept) - new :]
+            logprobs = [float(value) for value in meta["output_token_sampling_logprobs"][-new:]]
         return Chunk(
             ids=event["output_ids"][len(event["output_ids"]) - new :] if new > 0 else (),
-            logprobs=[float(row[0]) for row in rows[first:]] if new > 0 else (),
+            logprobs=logprobs if new > 0 else (),
+            kept=kept if new > 0 else (),
             version=policy_version(meta.get("weight_version"), self.url),
             spans=version_spans(meta.get("weight_versions"), self.url),
             finish_reason=reason.get("type"),
             prompt_tokens=int(meta["prompt_tokens"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
             logprobs_of=meta.get("logprobs_of"),
+            routed_experts=meta.get("routed_experts"),
         )
 
     def _logprobs_of(self, params: SamplingParams) -> LogprobsOf:
@@ -327,10 +268,29 @@ class EngineClient(EngineControl):
         """Return the version of tokens whose event names none; here every event does."""
         return 0
 
+    def _stop_asking(self, why: str) -> None:
+        self._returns_masks = False
+        log.warning(
+            "engine %s returns no sampling masks (%s): calls with top_p, top_k or min_p are trained only if"
+            " its logprobs are of what these left",
+            self.url, why,
+        )  # fmt: skip
+
     async def _abort_quietly(self, rid: str) -> None:
         with suppress(EngineError, TimeoutError):  # the engine has ended, and the request with it
             async with asyncio.timeout(_ABORT_SECONDS):
                 await self.abort(rid)
+
+
+def packed_experts(encoded: str | None, tokens: int, shape: ExpertShape) -> bytes | None:
+    """Return the packed experts of ``tokens`` tokens; None unless ``encoded`` holds exactly these."""
+    try:
+        experts = np.frombuffer(base64.b64decode(encoded or "", validate=True), "<i4")
+        experts = experts.reshape(tokens, shape.layers, shape.top_k)
+    except (binascii.Error, ValueError, TypeError):
+        return None
+    is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
+    return pack_routing(experts) if is_valid else None
 
 
 def version_spans(spans: Sequence[Mapping[str, Any]] | None, url: str) -> list[VersionSpan] | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
@@ -19,6 +21,7 @@ _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryPart = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,9 @@ class EngineLoad:
 class EngineControl:
     """The calls that manage one engine. Methods raise EngineError with the url, the status and the answer."""
 
+    takes_live_weights = True
+    """Whether weights may come from the trainer's memory, without a disk."""
+
     def __init__(
         self,
         url: str,
@@ -53,13 +59,14 @@ class EngineControl:
         *,
         vocab_size: int | None = None,
         instance: str | None = None,
+        experts: ExpertShape | None = None,
     ) -> None:
         """Create the client of the engine at ``url``.
 
         ``timeout`` limits the time between two tokens of a generation, the time until the first one, and the
         time of a weight update, in seconds; large weights may take longer (``load_seconds``). With
         ``vocab_size`` None, the engine is asked for it. With an ``instance``, prompts are sent only to a
-        server that has this instance name.
+        server that has this instance name. With ``experts``, the policy's routing is asked for.
         """
         self._http = EngineHttp(url)
         self.url = self._http.url
@@ -67,6 +74,7 @@ class EngineControl:
         self._vocab_size = vocab_size
         self._unverified = instance
         self._instance = instance
+        self._experts = experts
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,6 +158,14 @@ class EngineControl:
         """Continue after ``pause``."""
         await self._post("/continue_generation", {})
 
+    async def release_memory(self) -> None:
+        """Give the memory of the weights and the KV cache back; the engine is paused and runs no request."""
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, self._timeout)
+
+    async def resume_memory(self, part: MemoryPart) -> None:
+        """Allocate a part again: ``weights``, whose values an update then loads, and then ``kv_cache``."""
+        await self._post("/resume_memory_occupation", {"tags": [part]}, self._timeout)
+
     async def flush_cache(self) -> None:
         """Drop every cached prefix. Raises EngineRefusedError while requests are running."""
         await self._post("/flush_cache", {})
@@ -171,6 +187,55 @@ class EngineControl:
             raise EngineRefusedError(
                 f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
             )
+
+    async def begin_update(self) -> None:
+        """Begin an update whose parts arrive by calls; end one that an earlier process has begun."""
+        try:
+            await self._update_call("/begin_weight_update", {})
+        except EngineRefusedError:
+            await self._update_call("/end_weight_update", {})
+            await self._update_call("/begin_weight_update", {})
+
+    async def end_update(self) -> None:
+        """Serve what has arrived since ``begin_update``."""
+        await self._update_call("/end_weight_update", {}, self._timeout)
+
+    async def load_memory(self, file: str, name: str, version: int) -> None:
+        """Add the weights in a memory file of the trainer to an update; for the local engine."""
+        body = {"file": file, "name": name, "weight_version": str(version)}
+        await self._update_call("/update_weights_from_tensor", body, self._timeout)
+
+    async def load_pickled(self, bucket: bytes, ranks: int, version: int, count: int) -> None:
+        """Add a ``flattened_bucket`` of ``count`` bytes to an update; each rank of SGLang gets it."""
+        body = {
+            "serialized_named_tensors": [base64.b64encode(bucket).decode("ascii")] * ranks,
+            "load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": True,
+        }  # fmt: skip
+        await self._update_call("/update_weights_from_tensor", body, self._timeout + count / _LOAD_RATE)
+
+    async def join_group(self, name: str, host: str, port: int, backend: str) -> None:
+        """Join the process group ``name`` of the trainer, rank 0, and this engine."""
+        body = {
+            "group_name": name, "master_address": host, "master_port": port, "rank_offset": 1,
+            "world_size": 2, "backend": backend,
+        }  # fmt: skip
+        await self._update_call("/init_weights_update_group", body, self._timeout)
+
+    async def receive(self, group: str, bucket: Sequence[tuple[str, str, list[int]]], version: int) -> None:
+        """Add a bucket to an update, which the trainer sends: the name, dtype and shape of its tensors."""
+        names, dtypes, shapes = zip(*bucket, strict=True)
+        body = {
+            "group_name": group, "names": names, "dtypes": dtypes, "shapes": shapes,
+            "load_format": "flattened_bucket", "weight_version": str(version), "flush_cache": True,
+        }  # fmt: skip
+        await self._update_call("/update_weights_from_distributed", body, self._timeout)
+
+    async def _update_call(
+        self, path: str, body: Mapping[str, Any], timeout: float = CONTROL_SECONDS
+    ) -> None:
+        answer = await self._post(path, body, timeout)
+        if not answer.get("success", False):
+            raise EngineRefusedError(f"engine {self.url} refused {path}: {answer.get('message')}")
 
     async def set_version(self, version: int) -> None:
         """Set the policy version of the served weights."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ import orjson
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.errors import ENGINES, EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -23,6 +24,9 @@ Progress = Callable[[int, Sequence[int]], None]
 
 After a failure, indices may come again: the ids from there on are replaced.
 """
+
+Held = Callable[[], AbstractContextManager[None]]
+"""Returns a block in which a call waits for the engines, and the trajectory's time does not count."""
 
 _EXCERPT = 300
 _FIRST_PROMPTS = 16
@@ -41,6 +45,10 @@ class Generation:
     seconds: float
     engine_url: str
     logprobs_of: LogprobsOf = "policy"
+    sampling_mask: bytes = b""
+    """A packed SamplingMask of ``output_ids``, if ``logprobs_of`` is ``truncated``."""
+    routing: bytes = b""
+    """Experts (``documents.routing``) of the tokens from ``routed_from`` to the last but one; empty: none."""
 
 
 class EngineRefusedError(EngineError):
@@ -135,11 +143,14 @@ class Engine(Protocol):
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Sample a continuation of ``input_ids``, whose ``images`` are given in order.
 
-        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this one
-        continues; without it, that of the last call is tried.
+        ``progress`` receives the tokens meanwhile. ``encoded`` is the JSON of an earlier prompt that this
+        one continues; without it, that of the last call is tried. ``routed_from`` is the first token
+        whose experts are wanted, if the policy is a mixture whose routing is replayed.
         """
         ...
 
@@ -148,11 +159,16 @@ class Router(Protocol):
     """Access to the engines: ``EngineRouter``."""
 
     def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AbstractAsyncContextManager[Engine]:
         """Return the engine of one trajectory; those of one ``group`` prefer one engine.
 
-        A call with the prompt of ``partial`` resumes it.
+        A call with the prompt of ``partial`` resumes it. Calls wait in a block of ``held`` while the trainer
+        has the engines' devices.
         """
         ...
 
@@ -169,6 +185,8 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
             spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
         offset += len(part.output_ids)
     kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
+    kind = kinds.pop() if len(kinds) == 1 else "other"
+    masks = [SamplingMask.unpack(part.sampling_mask, len(part.output_ids)) for part in parts]
     return Generation(
         output_ids=tuple(chain.from_iterable(part.output_ids for part in parts)),
         logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
@@ -178,7 +196,9 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
         cached_tokens=parts[0].cached_tokens,
         seconds=seconds,
         engine_url=parts[-1].engine_url,
-        logprobs_of=kinds.pop() if len(kinds) == 1 else "other",
+        logprobs_of=kind,
+        sampling_mask=SamplingMask.join(masks).pack() if kind == "truncated" else b"",
+        routing=b"".join(part.routing for part in parts),
     )
 
 

@@ -7,6 +7,8 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 from agentrl.chat.chat_format import ChatFormat
@@ -19,6 +21,7 @@ from agentrl.documents.model_call import (
     unpack_floats,
     unpack_ids,
 )
+from agentrl.documents.routing import routed_tokens
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ContextFullError, EngineError
 from agentrl.inference.client import EngineClient
@@ -28,10 +31,13 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     FinishReason,
     Generation,
+    Held,
     Progress,
     join,
 )
 
+_LARGEST_MASK = 4 * 2**20
+"""Bytes of a sampling mask that is kept with a partial generation, within the document of its Record."""
 log = logging.getLogger(__name__)
 
 
@@ -72,16 +78,23 @@ class EngineSession:
 
     ``url`` is the engine that has the trajectory's prefix in its cache, ``tokens`` the length of its context.
     ``partial`` holds the tokens of a call that was cancelled or failed; one with the same prompt resumes it.
+    The router waits in ``held`` while the trainer has the engines' devices.
     """
 
     def __init__(
-        self, engines: Engines, traj_id: str, group: str | None, partial: PartialGeneration | None
+        self,
+        engines: Engines,
+        traj_id: str,
+        group: str | None,
+        partial: PartialGeneration | None,
+        held: Held = nullcontext,
     ) -> None:
         self.traj_id = traj_id
         self.group = group
         self.url: str | None = None
         self.tokens = 0
         self.partial = partial
+        self.held = held
         self._engines = engines
         self._encoded = EncodedIds()
 
@@ -97,11 +110,15 @@ class EngineSession:
         progress: Progress | None = None,
         images: Sequence[Image] = (),
         encoded: EncodedIds | None = None,
+        *,
+        routed_from: int | None = None,
     ) -> Generation:
         """Return one complete generation, resumed as often as engines abort it or fail.
 
         ``images`` are those of the prompt, in order. ``encoded`` is the JSON of an earlier prompt that this
-        one continues; without it, that of the last call is tried.
+        one continues; without it, that of the last call is tried. The routing from token ``routed_from`` on
+        is complete or left out. A part asks for all that the parts before it lack: an engine that continues
+        a generation has computed, or computes, every token before.
 
         An aborted generation continues from its tokens so far, on the same or another engine, unless they
         already end at a stop: an engine may report the abort instead of the stop. After a failure it
@@ -122,7 +139,10 @@ class EngineSession:
         if partial is not None and partial.prompt == prompt_digest(input_ids):
             parts.append(_resumed(partial, len(input_ids)))
         try:
-            return await self._finish(input_ids, params, parts, progress, images)
+            whole = await self._finish(input_ids, params, parts, progress, images, routed_from)
+            wanted = len(input_ids) + len(whole.output_ids) - 1 - (routed_from or 0)
+            is_complete = not whole.routing or routed_tokens(whole.routing) == wanted
+            return whole if is_complete else replace(whole, routing=b"")
         except EngineRefusedError:
             raise
         except BaseException:
@@ -136,6 +156,7 @@ class EngineSession:
         parts: list[Generation],
         progress: Progress | None,
         images: Sequence[Image],
+        routed_from: int | None,
     ) -> Generation:
         """Append further parts to ``parts`` until the generation is complete; return it."""
         engines = self._engines
@@ -155,6 +176,7 @@ class EngineSession:
                 parts.append,
                 None if progress is None else _shifted(progress, len(done)),
                 images,
+                None if routed_from is None else routed_from + sum(routed_tokens(p.routing) for p in parts),
             )
             if part is not None:
                 parts.append(part)
@@ -176,6 +198,7 @@ class EngineSession:
         keep: Callable[[Generation], None],
         progress: Progress | None,
         images: Sequence[Image],
+        routed_from: int | None,
     ) -> tuple[Generation | None, str]:
         """Return the tokens of one request, if there are any, and why it may have to be continued."""
         engines = self._engines
@@ -191,6 +214,7 @@ class EngineSession:
                 keep=keep,
                 progress=progress,
                 images=images,
+                routed_from=routed_from,
             )
         except EngineRefusedError:
             raise
@@ -256,11 +280,14 @@ def _kept(input_ids: Sequence[int], parts: Sequence[Generation]) -> PartialGener
     if not parts:
         return None
     whole = join(parts, "abort", len(input_ids), 0.0)
+    if len(whole.sampling_mask) > _LARGEST_MASK:
+        whole = replace(whole, logprobs_of="other", sampling_mask=b"")
     return PartialGeneration(
         prompt=prompt_digest(input_ids),
         output_ids=pack_ids(whole.output_ids),
         logprobs=pack_floats(whole.logprobs),
         logprobs_of=whole.logprobs_of,
+        sampling_mask=whole.sampling_mask,
         versions=whole.versions,
         cached_tokens=whole.cached_tokens,
     )
@@ -278,4 +305,5 @@ def _resumed(partial: PartialGeneration, prompt_tokens: int) -> Generation:
         seconds=0.0,
         engine_url="",
         logprobs_of=partial.logprobs_of,
+        sampling_mask=partial.sampling_mask,
     )

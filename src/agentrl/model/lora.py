@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
+from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NAME = "default"
-WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = ".base_layer."
 _SIZES = ("r", "lora_alpha")
 
@@ -115,12 +114,12 @@ class Adapter:
         return ((name, value) for name, value in self.model.named_parameters() if ".lora_" in name)
 
     def parts(self) -> Iterator[Part]:
-        """Yield the adapters' weights under the names of peft's files, as a checkpoint holds them."""
+        """Yield the adapters' weights, as a checkpoint holds them."""
         return (Part(name, tensor, tensor.detach) for name, tensor in self.weights().items())
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``tensors``: their names are those in the files."""
-        return tensors
+        """Return ``tensors`` under their names in peft's files."""
+        return {PEFT_PREFIX + name: value for name, value in tensors.items()}
 
     def configuration(self) -> dict[str, bytes]:
         """Return the content of ``adapter_config.json``."""
@@ -146,7 +145,8 @@ class Adapter:
             raise ConfigError(
                 f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
             )
-        weights = load_file(folder / WEIGHTS_FILE)
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+        weights = {name.removeprefix(PEFT_PREFIX): value for name, value in stored.items()}
         expected = self.weights()
         if weights.keys() != expected.keys():
             raise ModelError(
@@ -157,11 +157,20 @@ class Adapter:
         _peft().set_peft_model_state_dict(self.model, weights, adapter_name=NAME)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the adapters' weights under the names of peft's files."""
+        """Return the adapters' weights, by module: peft's files put ``PEFT_PREFIX`` before these names."""
         weights: dict[str, Tensor] = _peft().get_peft_model_state_dict(
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
         return weights
+
+    def served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what engines load of the whole ``weights``: in the dtype that the trainer multiplies.
+
+        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
+        """
+        trained = {name for name, value in weights.items() if ".lora_B." not in name or value.any()}
+        kept = {name for name in trained if name.replace(".lora_A.", ".lora_B.") in trained}
+        return {name: weights[name].to(self.model.dtype) for name in sorted(kept or weights)}
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:

@@ -140,6 +140,8 @@ class PendingCall:
             output_ids=pack_ids(generation.output_ids),
             logprobs=pack_floats(generation.logprobs),
             logprobs_of=generation.logprobs_of,
+            sampling_mask=generation.sampling_mask,
+            routing=generation.routing,
             images=prompt.context_images,
         )
 

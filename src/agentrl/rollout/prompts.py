@@ -66,6 +66,11 @@ class Prompt:
     context_images: tuple[ImageSpan, ...] = ()
     """Of ``context_ids``."""
 
+    @property
+    def routed_from(self) -> int:
+        """Return the first token whose experts the call computes: the parent's last one, if it has one."""
+        return max(0, len(self.ids) - len(self.context_ids) - 1)
+
 
 def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain:
     """Return the conversation of a call, from the call without a parent on. Raises StoreError."""

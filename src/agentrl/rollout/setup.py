@@ -47,6 +47,7 @@ from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.store.selection import Selection
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
+from agentrl.weights.folder import replayed_experts
 
 if TYPE_CHECKING:
     from agentrl.gateway.host import GatewayHost
@@ -87,6 +88,7 @@ def open_router(
         max_model_len=max_model_len(configs[ModelConfig], folder),
         router_url=configs[EngineConfig].router_url,
         outages=outages,
+        experts=replayed_experts(configs[ModelConfig], folder),
     )
 
 

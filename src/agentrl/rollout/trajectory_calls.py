@@ -124,7 +124,9 @@ class TrajectoryCalls:
             images = await images_of(self.images, prompt.images)
             with model_call_span(self.record, params) as span:
                 generation = await self._hold(
-                    lambda: self._engine.generate(prompt.ids, params, progress, images, prompt.encoded)
+                    lambda: self._engine.generate(
+                        prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
+                    )
                 )
                 parsed = parse(self.chat_format, prompt, generation, tools)
                 response = message_of(parsed, f"call{self.turns % 1000:03d}")

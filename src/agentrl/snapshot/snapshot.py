@@ -21,6 +21,7 @@ from agentrl.documents.status import (
     TaskStatus,
     TrainerEnd,
 )
+from agentrl.snapshot.published_versions import LAST_VERSIONS, PublishedVersion, published_versions
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
@@ -62,6 +63,8 @@ class RunSnapshot:
     """Failed attempts by kind, the most frequent first, then groups."""
     rates: Rates
     engines: Sequence[EngineRow]
+    versions: Sequence[PublishedVersion]
+    """The newest published versions, newest first."""
     past_outages: Sequence[Outage]
     """What was down, the latest first."""
     evaluations: Sequence[Evaluation]
@@ -227,12 +230,14 @@ class SnapshotReader:
             "failures": self._cached("failures", counts.failures, _SLOW_SECONDS, _STALE_SECONDS),
             "rates": self._cached("rates", lambda: counts.rates(liveness.at)),
             "engines": self._cached("engines", store.views.engines),
+            "versions": self._cached("versions", lambda: store.policy_versions.published(LAST_VERSIONS)),
             "past_outages": store.outages.past(_PAST_OUTAGES),
             "evaluations": self._cached("evaluations", store.evaluations.all),
             "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
             "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
         }
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)
         return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
 
     async def steps(self) -> list[StepRow]:

@@ -57,6 +57,7 @@ def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Tex
     yield "trainer", _trainer(run)
     yield "samplers", _samplers(run)
     yield from _engines(run)
+    yield from _weights(run)
     for failure in run.failures[:_NAMES_SHOWN]:
         text = Text(f"{failure.kind} {failure.count:,}", style="yellow")
         yield "failed", text.append(f"  {excerpt(failure.message, 100)}", style="dim")
@@ -144,6 +145,18 @@ def _engines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
         yield "engines", Text("more: " + ", ".join(f"{count} {what}" for what, count in rest.items()))
 
 
+def _weights(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
+    if not run.versions:
+        return
+    newest = run.versions[0]
+    text = Text(f"version {newest.version} {newest.encoding} {amount(newest.bytes)}")
+    if newest.seconds_waited is not None:
+        text.append(f", trainer waited {newest.seconds_waited:.1f} s")
+    if newest.seconds_until_served is not None:
+        text.append(f", served by {newest.engines} after {newest.seconds_until_served:.1f} s")
+    yield "weights", text
+
+
 def _disk(run: RunSnapshot, output_free: int | None) -> Text:
     disk = run.disk
     parts = []
@@ -200,6 +213,7 @@ def status_json(run: RunSnapshot, *, output_free: int | None) -> dict[str, Any]:
         "ended": to_json(lease.ended),
         "last_claim": to_json(run.liveness.last_claim),
         "engines": [{**to_json(engine), "alive": run.is_alive(engine)} for engine in engines],
+        "versions": to_json(run.versions),
         "disk": to_json(run.disk),
         "output_free": output_free,
     }

@@ -21,6 +21,8 @@ from agentrl.store.names import OUTAGE, RECORD, SERVICE, TASK
 
 SEEN_SECONDS = 20.0
 """An outage that its process has not refreshed for this long is not known to go on."""
+SERVED_VERSIONS = 20
+"""How many of its last versions the document of an engine names."""
 
 
 class OutageRecords(Repository):
@@ -144,16 +146,20 @@ class Services(Repository):
         self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
         running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
     ) -> None:  # fmt: skip
-        """Send a heartbeat with the engine's state. Raises StoreError if the engine is not registered."""
-        changes = {
-            "$set": {
-                "status": status.value, "policy_version": policy_version,
-                "running_requests": running_requests, "running_tokens": running_tokens,
-                "context_length": context_length, "detail": detail,
-            },
-            "$currentDate": {"heartbeat": True},
+        """Send a heartbeat with the engine's state, and record when its version changes.
+
+        Raises StoreError if the engine is not registered.
+        """
+        version, served = literal(policy_version), {"$ifNull": ["$served", []]}
+        loaded = {"$concatArrays": [served, [{"version": version, "at": "$$NOW"}]]}
+        is_same = {"$or": [{"$eq": [version, None]}, {"$eq": [version, "$policy_version"]}]}
+        fields = {
+            "status": literal(status.value), "policy_version": version,
+            "running_requests": running_requests, "running_tokens": running_tokens,
+            "context_length": context_length, "detail": literal(detail), "heartbeat": "$$NOW",
+            "served": {"$cond": [is_same, served, {"$slice": [loaded, -SERVED_VERSIONS]}]},
         }  # fmt: skip
-        result = await self._collection(SERVICE).update_one({"_id": service_id}, changes)
+        result = await self._collection(SERVICE).update_one({"_id": service_id}, [{"$set": fields}])
         if not result.matched_count:
             raise StoreError(
                 f"engine {service_id} is not registered in this run's database",

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from agentrl.errors import PublishError
-from agentrl.model.lora import WEIGHTS_FILE
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.delta import SUFFIX, encode
+from agentrl.weights.folder import ADAPTER_WEIGHTS
 from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.sharded_writer import Written, join, write_beside, write_share
 from agentrl.weights.snapshot import FILE_BYTES, FilePlan, Snapshot, Snapshots
@@ -91,7 +91,7 @@ class RankWriter:
         if policy.adapter is not None:
             parts = list(policy.adapter.parts())
             size = sum(part.bytes for part in parts)
-            plan = [FilePlan(WEIGHTS_FILE, 0, (tuple(part.name for part in parts),), size)]
+            plan = [FilePlan(ADAPTER_WEIGHTS, 0, (tuple(part.name for part in parts),), size)]
             self._adapter = Snapshots(policy.adapter, plan, self.model.rank)
         self._held: dict[int, Snapshot] = {}
         """By step: those that are being written, and the newest one, from which the next may differ."""

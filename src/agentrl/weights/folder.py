@@ -6,11 +6,13 @@ import json
 import math
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.schema import ModelConfig
-from agentrl.errors import ModelError
+from agentrl.documents.routing import ExpertShape
+from agentrl.errors import ConfigError, ModelError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
@@ -19,6 +21,9 @@ _ARCHITECTURE_KEYS = (
 )  # fmt: skip
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which peft's folder of an adapter is recognized."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""What peft's files put before the name of each module of the model."""
 _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -46,6 +51,36 @@ def stored_dtype(folder: Path) -> str:
             counts[entry["dtype"]] += math.prod(entry["shape"])
     found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
     return found[0] if found else "float32"
+
+
+def replayed_experts(model: ModelConfig, folder: str) -> ExpertShape | None:
+    """Return the shape of the experts in ``folder`` if their routing is replayed; None for a dense model.
+
+    Raises ConfigError if ``--router_replay on`` names a model without experts, or one that cannot be read.
+    """
+    if model.router_replay == "off":
+        return None
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = {}
+    shape = expert_shape(config)
+    if shape is None and model.router_replay == "on":
+        raise ConfigError(
+            f"--router_replay on: {folder} names no experts in a config.json", hint="leave it at auto"
+        )
+    return shape
+
+
+def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
+    """Return the shape of a mixture's experts by its configuration; None for a dense model."""
+    text = config.get("text_config") or config
+    counts = (text.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((count for count in counts if isinstance(count, int) and count > 1), None)
+    layers, top_k = text.get("num_hidden_layers"), text.get("num_experts_per_tok")
+    if experts is None or not isinstance(layers, int) or not isinstance(top_k, int):
+        return None
+    return ExpertShape(layers=layers, top_k=top_k, experts=experts)
 
 
 def stored_bytes(folder: Path) -> int:

@@ -117,6 +117,8 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
     assert "Lowest score" in step
     assert f"{at}/trajectories/{run.TRAINED}/1/1" in step
     assert 'data-chart="staleness"' in step
+    weights = (await page(client, at)).partition('id="weights"')[2]
+    assert '<td class="number">1</td><td class="number">1</td><td>full</td>' in weights
 
     tasks = await page(client, f"{at}/tasks")
     assert "never agrees" in tasks

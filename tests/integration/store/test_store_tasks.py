@@ -70,6 +70,12 @@ async def test_services_live_by_their_heartbeat(store: Store) -> None:
     await store.services.beat("e", status=ServiceStatus.READY, policy_version=3, running_requests=2)
     (live,) = await store.services.live(30)
     assert (live.policy_version, live.running_requests) == (3, 2)
+    await store.services.beat("e", status=ServiceStatus.READY, policy_version=3, running_requests=0)
+    for version in range(4, 24):
+        await store.services.beat("e", status=ServiceStatus.READY, policy_version=version, running_requests=0)
+    (live,) = await store.services.live(30)
+    assert [served.version for served in live.served] == list(range(4, 24))
+    assert live.served[0].at <= live.served[-1].at <= live.heartbeat
     assert await store.services.live(-1) == []
     await store.services.stop("e")
     assert await store.services.live(30) == []

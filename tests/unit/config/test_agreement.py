@@ -119,17 +119,6 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "greedy": (
         ["--preferred_sampling_params", '{"temperature": 0}'], ["temperature 0", "0.01", "agentrl eval"],
     ),
-    "logprobs of another distribution": (
-        ["--preferred_sampling_params", '{"top_p": 0.9, "min_p": 0.1}', "--engine", "sglang"],
-        ["min_p 0.1, top_p 0.9", "--engine sglang", "leave min_p and top_p out", "--engine local"],
-    ),
-    "logprobs of neither distribution": (
-        [
-            "--preferred_sampling_params", '{"top_k": 9, "extra": {"logit_bias": {"5": 1}}}', "--engine",
-            "sglang",
-        ],
-        ["logit_bias {'5': 1}, top_k 9", "no call could be trained"],
-    ),
     "sampling parameters that are no JSON": (["--preferred_sampling_params", "{top_p"], ["give JSON"]),
 }  # fmt: skip
 
@@ -140,6 +129,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
         ("local", '{"temperature": 0.5, "top_p": 0.9, "top_k": 20, "presence_penalty": 1}'),
         ("vllm", '{"top_p": 0.9, "repetition_penalty": 1.1}'),
         ("sglang", '{"temperature": 0.7, "presence_penalty": 1, "extra": {"logit_bias": {"5": 1}}}'),
+        ("sglang", '{"top_k": 9, "top_p": 0.9, "min_p": 0.1, "extra": {"logit_bias": {"5": 1}}}'),
         ("sglang", '{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1, "stop_token_ids": [5]}'),
     ],
 )

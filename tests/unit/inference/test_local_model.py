@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 
+from agentrl.errors import ModelError
 from agentrl.inference.engines.local import model
 from agentrl.inference.engines.local.__main__ import run_local_server
+from agentrl.inference.engines.local.cache import Slot
+from agentrl.inference.engines.local.vision import Chunk
 
 # The check runs again with the weights as they are after loading.
 LOAD = """
@@ -37,7 +43,7 @@ def test_an_ordinary_cpu_holds_weights_in_float32_and_packs_them(folder: Path, d
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["torch.float32", "_PackedLinear"]
+    assert done.stdout.split() == ["torch.float32", "PackedLinear"]
 
 
 @pytest.mark.parametrize(
@@ -49,10 +55,64 @@ def test_the_engine_runs_on_the_gpu_that_it_sees(
     class Loaded(Exception):  # noqa: N818  (it only ends the server's start)
         pass
 
-    def load(folder: str, *, dtype: torch.dtype | None, device: torch.device) -> None:
+    def load(folder: str, *, dtype: torch.dtype | None, device: torch.device, fp8: bool) -> None:
         raise Loaded(device.type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(model, "LocalModel", load)
     with pytest.raises(Loaded, match=device):
         run_local_server("folder", **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same shape with other weights."""
+    return write_tiny_policy(tmp_path_factory.mktemp("model") / "other", hidden_size=256, seed=7)
+
+
+def logits(served: model.LocalModel) -> torch.Tensor:
+    ids = np.arange(5, 17, dtype=np.int32)
+    with torch.inference_mode():
+        return served.forward([Chunk(Slot(ids), 0, ids, True)], served.new_cache(64))
+
+
+@pytest.mark.parametrize("source", ["folder", "tensors"])
+def test_an_updated_model_is_the_model_that_is_loaded_anew(folder: Path, other: Path, source: str) -> None:
+    served = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu"))
+    before = logits(served)
+    if source == "folder":
+        updated = served.updated(str(other))
+    else:
+        updated = served.updated_from(load_file(other / "model.safetensors"))
+    anew = model.LocalModel(str(other), dtype=None, device=torch.device("cpu"))
+    assert torch.equal(logits(updated), logits(anew))
+    assert torch.equal(logits(served), before)
+    assert not torch.equal(logits(updated), before)
+
+
+def test_an_updated_model_reads_nothing_of_its_folder_later(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
+    """A host's copy of the weights is changed in place once the engine has loaded it."""
+    copy = shutil.copytree(other, tmp_path / "copy")
+    updated = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu")).updated(str(copy))
+    before = logits(updated)
+    file = copy / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 4)
+        stream.write(bytes(file.stat().st_size * 3 // 4))
+    assert torch.equal(logits(updated), before)
+    assert str(file) not in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("broken", ["name", "shape"])
+def test_weights_that_do_not_fit_are_refused(folder: Path, broken: str) -> None:
+    served = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu"))
+    before = logits(served)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = weights.pop(name)
+    weights |= {"model.layers.9.weight": tensor} if broken == "name" else {name: tensor[1:]}
+    with pytest.raises(ModelError, match=r"up_proj|cannot be loaded"):
+        served.updated_from(weights)
+    assert torch.equal(logits(served), before)

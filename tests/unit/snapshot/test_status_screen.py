@@ -121,7 +121,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
         "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
-        " disk output_free state findings"
+        " versions disk output_free state findings"
     )
     assert set(value) == set(keys.split())
     assert value["steps"][0]["metrics"] == {"tokens_per_second": 1234.5, "kl_k3": None}

@@ -11,10 +11,13 @@ from typing import Any
 import orjson
 
 from agentrl.documents.images import Image
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
-from agentrl.inference.client import Chunk, EngineClient, version_spans
+from agentrl.inference.client import EngineClient, version_spans
+from agentrl.inference.collector import Chunk
 from agentrl.inference.control import (
     EngineLoad,
+    MemoryPart,
     ModelInfo,
     PauseMode,
     instance_of,
@@ -38,14 +41,20 @@ def engine_client(
     *,
     vocab_size: int | None = None,
     instance: str | None = None,
+    experts: ExpertShape | None = None,
 ) -> EngineClient:
     """Return the client for an engine of this name; the arguments are those of EngineClient."""
-    kind = VllmClient if engine == "vllm" else EngineClient
-    return kind(url, timeout, vocab_size=vocab_size, instance=instance)
+    if engine == "vllm":
+        return VllmClient(url, timeout, vocab_size=vocab_size, instance=instance)
+    return EngineClient(url, timeout, vocab_size=vocab_size, instance=instance, experts=experts)
 
 
 class VllmClient(EngineClient):
     """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
+
+    takes_live_weights = False
+
+    _returns_masks = False
 
     async def health(self) -> bool:
         """Return whether the engine takes requests; vLLM itself reports healthy while it is paused."""
@@ -88,6 +97,14 @@ class VllmClient(EngineClient):
         """Continue after ``pause``."""
         await self._post("/resume", {})
 
+    async def release_memory(self) -> None:
+        """Drop the weights and the KV cache: vLLM's sleep of level 2."""
+        await self._post("/sleep?level=2", {}, self._timeout)
+
+    async def resume_memory(self, part: MemoryPart) -> None:
+        """Allocate a part again; an update then loads the weights."""
+        await self._post(f"/wake_up?tags={part}", {}, self._timeout)
+
     async def flush_cache(self) -> None:
         """Drop every cached prefix; retry, since vLLM frees the cache of a request shortly after its end."""
         for _ in range(_FLUSH_TRIES):
@@ -119,7 +136,12 @@ class VllmClient(EngineClient):
                 await self.resume()
 
     def _request(
-        self, ids_json: bytes, params: SamplingParams, rid: str, images: Sequence[Image] = ()
+        self,
+        ids_json: bytes,
+        params: SamplingParams,
+        rid: str,
+        images: Sequence[Image] = (),
+        routed_from: int | None = None,
     ) -> tuple[str, bytes]:
         if images:
             raise EngineRefusedError(

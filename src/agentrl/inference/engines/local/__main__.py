@@ -23,16 +23,19 @@ def run_local_server(
     port: int = 30000,
     dtype: str = "auto",
     device: str = "auto",
+    quantization: str = "none",
     weight_version: str = "default",
     max_running_requests: int = 32,
     max_total_tokens: int = 65536,
     chunk_tokens: int = 256,
     max_model_len: int | None = None,
+    max_adapters: int = 16,
     instance: str | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
     ``device`` is a torch device; auto: the first GPU that this process sees, or else the CPU.
+    ``quantization`` fp8 rounds the weights to it, and computes in their dtype.
     ``max_total_tokens`` is the size of the KV cache; it, ``max_model_len`` and the model limit the context.
     ``chunk_tokens`` limits the prompt tokens of one forward pass: a larger value is faster, a smaller one
     delays running requests less.
@@ -54,10 +57,7 @@ def run_local_server(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    def load(folder: str) -> LocalModel:
-        return LocalModel(folder, dtype=kinds[dtype], device=torch.device(device))
-
-    model = load(model_path)
+    model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device), fp8=quantization == "fp8")
     try:
         cache = model.new_cache(max_total_tokens)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -66,11 +66,12 @@ def run_local_server(
             hint="lower --max_total_tokens, or serve a smaller model",
         ) from error
     scheduler = Scheduler(
-        model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens
-    )
+        model, cache, version=weight_version, max_running=max_running_requests, chunk_tokens=chunk_tokens,
+        max_adapters=max_adapters,
+    )  # fmt: skip
     context_length = min(max_model_len or model.max_position, model.max_position, max_total_tokens)
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
-    server = LocalServer(Worker(scheduler), model, load, context_length, instance, tokenizer)
+    server = LocalServer(Worker(scheduler), model, context_length, instance, tokenizer)
     uvicorn.run(
         server.app(), host=host, port=port, log_level="warning", access_log=False, http=BoundedProtocol,
         timeout_graceful_shutdown=3,
@@ -93,11 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0"
     )
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8"), help="fp8: round weights as GPU engines do"
+    )
     parser.add_argument("--weight_version", help="name of the initial weights")
     parser.add_argument("--max_running_requests", type=int, help="most sequences in a batch")
     parser.add_argument("--max_total_tokens", type=int, help="size of the KV cache in tokens")
     parser.add_argument("--chunk_tokens", type=int, help="most prompt tokens in a forward pass")
     parser.add_argument("--max_model_len", type=int, help="longest context (default: the model's own)")
+    parser.add_argument("--max_adapters", type=int, help="most LoRA adapters that are loaded at a time")
     parser.add_argument("--instance", help="name in /server_info that identifies this process")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s  %(message)s")

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentrl.inference.engines.local.adapters import LoadedAdapter
+
 _ROUND = 64
 _KEEP = 256
 
@@ -17,6 +19,8 @@ class Slot:
     """One sequence in the cache: rows from ``start`` on hold keys and values of ``tokens[:computed]``."""
 
     tokens: NDArray[np.int32]
+    adapter: LoadedAdapter | None = None
+    """The adapter that computed the rows; no request of another one reuses them."""
     computed: int = 0
     start: int = 0
     capacity: int = 0
@@ -50,17 +54,33 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (max_tokens, num_kv_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._shape = (max_tokens, num_kv_heads, head_dim)
+        self._layers, self._dtype, self._device = num_layers, dtype, device
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
         self.max_tokens = max_tokens
         self._slots: list[Slot] = []
         self._clock = 0
+        self.allocate()
 
-    def match(self, prompt: NDArray[np.int32]) -> PrefixMatch:
-        """Return the slot with the longest computed prefix of ``prompt``, excluding the last token."""
+    def allocate(self) -> None:
+        """Allocate the tensors, unless they are there."""
+        while len(self.keys) < self._layers:
+            for tensors in (self.keys, self.values):
+                tensors.append(torch.empty(self._shape, dtype=self._dtype, device=self._device))
+
+    def free(self) -> None:
+        """Drop the tensors; no sequence may be busy."""
+        self.drop_idle()
+        self.keys.clear()
+        self.values.clear()
+
+    def match(self, prompt: NDArray[np.int32], adapter: LoadedAdapter | None) -> PrefixMatch:
+        """Return the slot of ``adapter`` with the longest computed prefix of ``prompt`` without its end."""
         best, length, pending = None, 0, 0
         for slot in self._slots:
+            if slot.adapter is not adapter:
+                continue
             common = min(_common_prefix(slot.tokens, prompt), len(prompt) - 1)
             pending = max(pending, common)
             ready = min(common, slot.computed)
@@ -68,7 +88,9 @@ class KVCache:
                 best, length = slot, ready
         return PrefixMatch(best, length, pending)
 
-    def acquire(self, prompt: NDArray[np.int32], match: PrefixMatch, rows: int) -> Slot | None:
+    def acquire(
+        self, prompt: NDArray[np.int32], match: PrefixMatch, rows: int, adapter: LoadedAdapter | None
+    ) -> Slot | None:
         """Return a busy slot of ``rows`` rows that holds the match; None if running sequences need the space.
 
         A finished sequence with few tokens beyond the match is continued in place; otherwise the match is
@@ -82,7 +104,7 @@ class KVCache:
             source.busy = False
             source.tokens = prompt[:length]
             return None
-        slot = Slot(prompt)
+        slot = Slot(prompt, adapter)
         if not self._place(slot, rows, keep=source):
             source = None
             if not self._place(slot, rows, keep=None):
@@ -117,9 +139,9 @@ class KVCache:
         if slot.computed == 0 or len(idle) > _KEEP:
             self._slots.remove(min(idle, key=lambda item: (item.computed > 0, item.used_at)))
 
-    def drop_idle(self) -> None:
-        """Drop every idle sequence."""
-        self._slots = [slot for slot in self._slots if slot.busy]
+    def drop_idle(self, adapter: LoadedAdapter | None = None) -> None:
+        """Drop every idle sequence, or those of ``adapter``."""
+        self._slots = [slot for slot in self._slots if slot.busy or adapter not in (None, slot.adapter)]
 
     @property
     def held_tokens(self) -> int:

@@ -29,17 +29,13 @@ class RowSampler:
     rng: np.random.Generator
     counts: dict[int, int] = field(default_factory=dict)
     """{token: how often it was generated}; kept only if a penalty needs it."""
+    kept: list[list[int]] | None = None
+    """The ids that each token was drawn from, if the request asks for them and truncates."""
 
     @property
     def greedy(self) -> bool:
         """Return whether the temperature is 0: the most likely token is chosen."""
         return self.params.temperature == 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """Return whether ``top_k``, ``top_p`` or ``min_p`` excludes tokens."""
-        params = self.params
-        return not self.greedy and (params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
 
     @property
     def penalized(self) -> bool:
@@ -68,8 +64,8 @@ def sample(logits: Tensor, samplers: Sequence[RowSampler]) -> tuple[list[int], l
     logits.div_(temperatures[:, None])
     normalizer = logits.logsumexp(dim=-1)
     tokens = logits.argmax(dim=-1)
-    plain = [row for row, s in enumerate(samplers) if not s.greedy and not s.truncated]
-    cut = [row for row, s in enumerate(samplers) if s.truncated]
+    plain = [row for row, s in enumerate(samplers) if not s.greedy and not s.params.truncates]
+    cut = [row for row, s in enumerate(samplers) if s.params.truncates]
     if plain:
         probs = (_rows(logits, plain) - normalizer[plain, None]).exp_()
         tokens[plain] = _draw(probs, [samplers[row] for row in plain])
@@ -128,8 +124,9 @@ def _invert(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tensor, Tensor]:
     """Draw from what ``top_k``, then ``top_p``, then ``min_p`` leave of ``probs`` [n, vocab].
 
-    Returns the indices [n] and the remaining probability [n]. Sorting the vocabulary is slow and the most
-    likely tokens nearly always suffice, so wider ranges are examined only for the rows that need them.
+    Returns the indices [n] and the remaining probability [n]; adds to each sampler's ``kept``. Sorting the
+    vocabulary is slow and the most likely tokens nearly always suffice, so wider ranges are examined only for
+    the rows that need them.
     """
     vocab = probs.shape[-1]
     tokens = torch.empty(len(probs), dtype=torch.long, device=probs.device)
@@ -146,6 +143,9 @@ def _draw_truncated(probs: Tensor, samplers: Sequence[RowSampler]) -> tuple[Tens
             choice = _draw(kept[enough], ready)
             tokens[open_rows[enough]] = indices[enough].gather(-1, choice[:, None])[:, 0]
             mass[open_rows[enough]] = kept[enough].sum(-1)
+            for row, sampler in zip(enough.nonzero()[:, 0].tolist(), ready, strict=True):
+                if sampler.kept is not None:
+                    sampler.kept.append(indices[row, kept[row] > 0].tolist())
         open_rows = open_rows[~enough]
         if len(open_rows) == 0:
             break

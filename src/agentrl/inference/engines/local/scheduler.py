@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from agentrl.errors import ModelError
+from agentrl.inference.engines.local.adapters import LoadedAdapter
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, sample
@@ -56,6 +57,8 @@ class GenerationRequest:
     slot: Slot | None = None
     retractions: int = 0
     images: RequestImages | None = None
+    adapter: LoadedAdapter | None = None
+    """Every token is sampled with it, also when it is unloaded meanwhile."""
     finish_reason: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +95,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: LocalModel, cache: KVCache, *, version: str, max_running: int, chunk_tokens: int = 256
+        self,
+        model: LocalModel,
+        cache: KVCache,
+        *,
+        version: str,
+        max_running: int,
+        chunk_tokens: int = 256,
+        max_adapters: int = 16,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -101,6 +111,9 @@ class Scheduler:
         self.draining = False
         self._max_running = max_running
         self._chunk_tokens = chunk_tokens
+        self._max_adapters = max_adapters
+        self.adapters: dict[str, LoadedAdapter] = {}
+        """Those that new requests may name."""
         self.waiting: list[GenerationRequest] = []
         self.running: list[GenerationRequest] = []
 
@@ -126,8 +139,22 @@ class Scheduler:
                 self._retract(request)
 
     def resume(self) -> None:
-        """Continue after ``pause``."""
+        """Continue after ``pause``. Raises ModelError while the weights or the KV cache are released."""
+        if not (self.model.is_loaded and self.cache.keys):
+            raise ModelError(
+                "the engine has released its memory",
+                hint="send /resume_memory_occupation, then /update_weights_from_disk",
+            )
         self.paused = False
+
+    def release_memory(self, tags: Collection[str]) -> None:
+        """Drop the KV cache (``kv_cache``) and the weights (``weights``); ModelError while requests run."""
+        if self.running or not self.paused:
+            raise ModelError("memory can be released only while the engine is paused and no request runs")
+        if "kv_cache" in tags:
+            self.cache.free()
+        if "weights" in tags:
+            self.model.unload()
 
     def flush(self) -> bool:
         """Drop cached prefixes; do nothing and return False while requests are running."""
@@ -145,7 +172,29 @@ class Scheduler:
                 "the cache cannot be flushed: requests that are paused in place use it",
                 hint="pause with mode retract, or send flush_cache false",
             )
+        for adapter in {*self.adapters.values(), *(r.adapter for r in (*self.running, *self.waiting))}:
+            if adapter is not None:
+                model.adapt(adapter)
         self.model, self.version = model, version
+
+    def load_adapter(self, adapter: LoadedAdapter) -> None:
+        """Let requests name ``adapter``. Raises ModelError if the name is taken, or too many are loaded."""
+        if adapter.name in self.adapters:
+            raise ModelError(f"an adapter {adapter.name} is already loaded", hint="unload it first")
+        if len(self.adapters) >= self._max_adapters:
+            raise ModelError(
+                f"{len(self.adapters)} adapters are loaded, which is the limit: {', '.join(self.adapters)}",
+                hint="unload one, or start the engine with a larger --max_adapters",
+            )
+        self.model.adapt(adapter)
+        self.adapters[adapter.name] = adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Refuse ``name`` from now on; its requests run to their end. ModelError for an unknown name."""
+        adapter = self.adapters.pop(name, None)
+        if adapter is None:
+            raise ModelError(f"there is no adapter {name}; loaded: {', '.join(self.adapters) or 'none'}")
+        self.cache.drop_idle(adapter)
 
     @property
     def tokens(self) -> int:
@@ -190,11 +239,11 @@ class Scheduler:
             if len(self.running) >= self._max_running:
                 return
             prompt = request.tokens[: request.length]
-            match = self.cache.match(prompt)
+            match = self.cache.match(prompt, request.adapter)
             if match.pending > match.length:
                 continue
             rows = min(request.length + _FIRST_ROWS, len(request.tokens))
-            slot = self.cache.acquire(prompt, match, rows)
+            slot = self.cache.acquire(prompt, match, rows, request.adapter)
             if slot is None:
                 return
             request.slot = slot
@@ -220,6 +269,7 @@ class Scheduler:
             ids = request.tokens[slot.computed : slot.computed + count]
             planned.append((request, Chunk(slot, slot.computed, ids, count == missing, request.images)))
         kept = [(request, chunk) for request, chunk in planned if request.slot is chunk.slot]
+        kept.sort(key=lambda item: "" if item[0].adapter is None else item[0].adapter.name)
         return kept, [request.sampler for request, chunk in kept if chunk.wants_logits]
 
     def _reserve_rows(self, request: GenerationRequest) -> bool:
@@ -246,6 +296,9 @@ class Scheduler:
             self.cache.release(request.slot, request.tokens)
             request.slot = None
             self.running.remove(request)
+            adapter = request.adapter
+            if adapter is not None and self.adapters.get(adapter.name) is not adapter:  # unloaded meanwhile
+                self.cache.drop_idle(adapter)
         else:
             self.waiting.remove(request)
         request.finish(request)
