@@ -27,6 +27,7 @@ from tcp_server import TcpServer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from waiting import until
+from written_adapter import write_served
 
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AdapterConfig, AgentConfig, EngineConfig, ModelConfig
@@ -190,7 +191,7 @@ def save_adapter(base: str, folder: Path, seed: int) -> torch.nn.Module:
         if ".lora_B." in name:
             value.data.normal_(std=0.05)
     folder.mkdir()
-    adapter.write(str(folder), adapter.served(adapter.weights()))
+    write_served(adapter, folder)
     return model
 
 

@@ -13,6 +13,7 @@ import torch
 from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from waiting import until
+from written_adapter import write_served
 
 from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
 from agentrl.documents.model_call import VersionSpan
@@ -28,6 +29,7 @@ from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store
+from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import checksums
 from agentrl.weights.publish import publish_base
 
@@ -96,7 +98,7 @@ def write_adapter(base: Path, folder: Path, seed: int) -> Policy:
     for name, value in policy.adapter.named_parameters():
         if ".lora_B." in name:
             value.data.normal_(std=0.3)
-    policy.adapter.write(str(folder), policy.adapter.served(policy.adapter.weights()))
+    write_served(policy.adapter, folder)
     return policy
 
 
@@ -106,9 +108,12 @@ async def attached(config: RunConfig, served: Served, root: Path) -> AsyncIterat
     engines = EngineConfig(heartbeat_seconds=0.1)
     async with await open_store(config) as store, engine_client("local", served.url, 30.0) as client:
         await publish_base(store, served.folder)
-        version, folder, first = await starting_weights(store, ModelConfig())
-        adapters = ServedAdapters(client, store, run_name=config.run_name, whole=version, is_shared=True)
-        weights = ServedWeights(client, store, adapters)
+        copy = LocalCopy(root / "copy")
+        version, folder, first = await starting_weights(store, ModelConfig(), copy)
+        adapters = ServedAdapters(
+            client, copy, run_name=config.run_name, whole=version, folder=folder, is_shared=True
+        )
+        weights = ServedWeights(client, store, copy, adapters, loaded=version)
         process = await AttachedEngine.find(client, folder, 30.0)
         engine = ServedEngine(
             store, client, process, engines, service_id="e", folder=folder, version=version,

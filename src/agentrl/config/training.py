@@ -177,6 +177,12 @@ class TrainConfig(ParallelConfig):
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    publish: Literal["auto", "full", "adapter"] = flag(
+        "auto",
+        "what a published version holds: whole weights with adapters merged in (full), or the adapter of"
+        " --lora_rank alone (adapter), which an engine without adapters merges itself; auto: the adapter, if"
+        " one is trained",
+    )
     published_versions_kept: int = flag(
         4,
         "versions of published weights kept on disk; at least 2, since engines may still load the older one",

@@ -33,6 +33,7 @@ from agentrl.inference.live_weights import PartlyLoadedError
 from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.weights.local_copy import LocalCopy, weights_dir
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -80,14 +81,15 @@ async def _serve(store: Store, configs: Configs) -> None:
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
-    version, folder, first = await starting_weights(store, model)
+    copy = LocalCopy(weights_dir(run.run_name, config.weights_dir))
+    version, folder, first = await starting_weights(store, model, copy)
     lora = await _adapter_of(store, configs)
     port = config.port or free_port(config.host)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
     client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
     is_shared = config.engine_url is not None
     adapters = ServedAdapters(
-        client, store, run_name=run.run_name, whole=version, is_shared=is_shared,
+        client, copy, run_name=run.run_name, whole=version, folder=folder, is_shared=is_shared,
         why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
     )  # fmt: skip
     service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
@@ -106,7 +108,7 @@ async def _serve(store: Store, configs: Configs) -> None:
         process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     served = ServedEngine(
         store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
-        weights=ServedWeights(client, store, adapters), first=first,
+        weights=ServedWeights(client, store, copy, adapters, loaded=version), first=first,
     )  # fmt: skip
     try:
         await _until_signal(served.run)
@@ -187,6 +189,7 @@ class ServedEngine:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+                self._weights.started()
                 if not isinstance(self._process, AttachedEngine):
                     await self._client.set_version(self._version)
                 if self._fetched is not None:

@@ -13,6 +13,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.errors import EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.inference.engine import adapter_name
+from agentrl.weights.local_copy import LocalCopy, chain_to
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -31,14 +32,15 @@ class ServedAdapters:
     def __init__(
         self,
         client: EngineControl,
-        store: Store,
+        copy: LocalCopy,
         *,
         run_name: str,
         whole: int = 0,
+        folder: str = "",
         why_merged: str | None = None,
         is_shared: bool = False,
     ) -> None:
-        """``why_merged`` says why the engine loads no adapters.
+        """``folder`` has the weights of ``whole``. ``why_merged`` says why the engine loads no adapters.
 
         A shared engine belongs to another process: it gets adapters only.
         """
@@ -47,7 +49,8 @@ class ServedAdapters:
         self.whole: int | None = whole
         """None if the engine has lost its weights."""
         self._client = client
-        self._store = store
+        self._copy = copy
+        self._folders = {whole: folder}
         self._run_name = run_name
         self._why_merged = why_merged
         self._is_shared = is_shared
@@ -60,9 +63,11 @@ class ServedAdapters:
         is_adapter = version.encoding == "adapter" and self._why_merged is None
         return not is_adapter or version.base != self.whole
 
-    async def fetch(self, version: PolicyVersion, folder: str) -> None:
-        """Merge ``version``, in ``folder``, if the engine needs that. Raises PublishError for whole weights
-        that a shared engine would have to load, and ModelError if the adapter cannot be merged.
+    async def fetch(self, store: Store, version: PolicyVersion) -> None:
+        """Merge ``version``, which is in the copy, if the engine needs that.
+
+        Raises PublishError for whole weights that a shared engine would have to load, and ModelError if the
+        adapter cannot be merged.
         """
         from agentrl.weights.merged import merged_model
 
@@ -76,15 +81,19 @@ class ServedAdapters:
             return
         if self._merged is None:
             log.info("adapters are merged into whole weights for this engine: %s", self._why_merged)
-        base = (await self._store.policy_versions.whole(version)).location
-        previous, self._merged = (
-            self._merged, await merged_model(Path(folder), base, _MERGED / self._run_name)
-        )  # fmt: skip
-        if previous not in (None, self._merged):
-            await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
+        base = (await chain_to(store, version))[0]
+        try:
+            folder = Path((await self._copy.hold(store, version))[1])
+            model = self._folders.get(base.id) or base.location
+            merged = await merged_model(folder, model, _MERGED / self._run_name)
+        finally:
+            self._copy.release()
+        if self._merged not in (None, merged):
+            await asyncio.to_thread(shutil.rmtree, self._merged, ignore_errors=True)
+        self._merged = merged
 
-    async def load(self, version: PolicyVersion, folder: str) -> None:
-        """Load the adapter ``version`` from ``folder``, and before it its base if the engine has another one.
+    async def load(self, store: Store, version: PolicyVersion) -> None:
+        """Load the adapter ``version``, and before it its base if the engine has another one.
 
         Running requests keep the adapter that they began with. Raises EngineError.
         """
@@ -92,13 +101,17 @@ class ServedAdapters:
             await self._client.update_weights(str(self._merged), version.id)
             self.whole = version.id
             return
-        base = await self._store.policy_versions.whole(version)
-        if base.id != self.whole:
-            self.name = None
-            await self._client.update_weights(base.location, base.id)
-            self.whole = base.id
+        base = (await chain_to(store, version))[0]
         name = adapter_name(self._run_name, version.id)
-        loaded = await self._client.load_adapter(name, folder)
+        try:
+            if base.id != self.whole:
+                self.name = None
+                folder = self._folders.get(base.id) or (await self._copy.hold(store, base))[1]
+                await self._client.update_weights(folder, base.id)
+                self.whole = base.id
+            loaded = await self._client.load_adapter(name, (await self._copy.hold(store, version))[1])
+        finally:
+            self._copy.release()
         self.name = name
         self._loaded = [*(each for each in self._loaded if each != name), name][-_KEPT:]
         for each in loaded - set(self._loaded):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.inference.live_weights import LiveLoader, PartlyLoadedError, is_reachable
 from agentrl.inference.served_adapters import ServedAdapters
+from agentrl.weights.local_copy import LocalCopy, chain_to
 from agentrl.weights.model_folder import verify
 
 if TYPE_CHECKING:
@@ -25,11 +27,26 @@ log = logging.getLogger(__name__)
 class ServedWeights:
     """The weights of one engine. The engine is paused for ``load`` alone, and not for an adapter."""
 
-    def __init__(self, client: EngineControl, store: Store, adapters: ServedAdapters) -> None:
+    def __init__(
+        self,
+        client: EngineControl,
+        store: Store,
+        copy: LocalCopy,
+        adapters: ServedAdapters,
+        *,
+        loaded: int = 0,
+    ) -> None:
+        """``loaded`` is the version that the engine starts with, in ``copy`` unless it is loaded in place."""
         self.adapters = adapters
         self._client = client
         self._store = store
+        self._copy = copy
+        self._loaded = loaded
         self._live = LiveLoader(client)
+
+    def started(self) -> None:
+        """Let the copy change: the engine has read it."""
+        self._copy.release()
 
     async def fetch(self, version: PolicyVersion) -> None:
         """Make ``version`` ready to be loaded. Raises PublishError if it is damaged, or out of reach."""
@@ -40,17 +57,20 @@ class ServedWeights:
                 "it is only in the memory of a trainer that this engine does not reach; the next stored"
                 " version is loaded"
             )
-        await asyncio.to_thread(verify, version.location, version.files)
-        await self.adapters.fetch(version, version.location)
+        ready = await self._copy.bring(self._store, version)
+        if ready.id <= self._loaded < version.id:
+            raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
+        await self.adapters.fetch(self._store, ready)
 
     async def load(self, version: PolicyVersion) -> int:
         """Load ``version``, which was fetched; return the number of the version that is served then.
 
-        It is an older one after a failure that left the engine with a part of ``version``. Raises
-        PublishError or EngineError; the engine then keeps its weights, unless it is a PartlyLoadedError.
+        It is another one if the copy that this host's engines share holds another one, and after a failure
+        that left the engine with a part of ``version``. Raises PublishError or EngineError; the engine then
+        keeps its weights, unless it is a PartlyLoadedError.
         """
         if version.encoding == "adapter":
-            await self.adapters.load(version, version.location)
+            await self.adapters.load(self._store, version)
             return version.id
         if self._is_live(version):
             try:
@@ -62,17 +82,23 @@ class ServedWeights:
                 if not version.is_stored:
                     raise
                 log.warning("version %d comes from the disk: %s", version.id, error.message)
-                await asyncio.to_thread(verify, version.location, version.files)
+                await self._copy.bring(self._store, version)
             else:
-                self._replaced(version.id)
-                return version.id
-        await self._client.update_weights(version.location, version.id)
-        self._replaced(version.id)
-        return version.id
+                return self._has(version.id)
+        return await self._load_held(*await self._copy.hold(self._store, version))
 
-    def _replaced(self, version: int) -> None:
-        """Record that the engine has the whole weights of ``version``."""
-        self.adapters.whole, self.adapters.name = version, None
+    async def _load_held(self, version: PolicyVersion, folder: str) -> int:
+        try:
+            await self._client.update_weights(folder, version.id)
+        finally:
+            self._copy.release()
+        return self._has(version.id)
+
+    def _has(self, version: int) -> int:
+        """Record that the engine has the whole weights of ``version``; return it."""
+        self._loaded = self.adapters.whole = version
+        self.adapters.name = None
+        return version
 
     def _is_live(self, version: PolicyVersion) -> bool:
         """Return whether ``version`` may come from the trainer's memory."""
@@ -80,34 +106,65 @@ class ServedWeights:
 
     async def _restore(self, error: PartlyLoadedError) -> int:
         """Load the newest stored version in place of a mixture; raise ``error`` if that fails too."""
-        from agentrl.weights.publish import newest_intact_version
-
         try:
-            stored = await newest_intact_version(self._store)
+            stored = await _hold_newest(self._store, self._copy, None)
             if stored is None:
                 raise error
-            await self._client.update_weights(stored.location, stored.id)
-            self._replaced(stored.id)
+            whole, folder, adapter = stored
+            await self._load_held(whole, folder)
+            return whole.id if adapter is None else await self.load(adapter)
         except (PublishError, EngineError) as failure:
             raise error from failure
-        return stored.id
 
 
-async def starting_weights(store: Store, model: ModelConfig) -> tuple[int, str, PolicyVersion | None]:
+async def starting_weights(
+    store: Store, model: ModelConfig, copy: LocalCopy
+) -> tuple[int, str, PolicyVersion | None]:
     """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
 
-    Of an adapter these are its base's, and the third value is its version. Raises PublishError if versions
-    are published and none of them is intact.
+    Of an adapter these are its base's, and the third value is its version. ``copy`` is held if the whole
+    weights are in it. Raises PublishError if versions are published and none of them is intact.
     """
-    from agentrl.weights.publish import newest_intact_version
-
-    version = await newest_intact_version(store)
-    if version is not None:
-        whole = await store.policy_versions.whole(version)
-        return whole.id, whole.location, version if version.encoding == "adapter" else None
-    if model.model_name_or_path is None:
+    base = None if model.model_name_or_path is None else str(Path.cwd() / model.model_name_or_path)
+    found = await _hold_newest(store, copy, base)
+    if found is not None:
+        whole, folder, adapter = found
+        return whole.id, folder, adapter
+    if base is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",
             hint="pass --model_name_or_path",
         )
-    return 0, str(Path.cwd() / model.model_name_or_path), None
+    return 0, base, None
+
+
+async def _hold_newest(
+    store: Store, copy: LocalCopy, base: str | None
+) -> tuple[PolicyVersion, str, PolicyVersion | None] | None:
+    """Hold the newest version that can be had; return its whole weights, their folder, and its adapter.
+
+    The result is None if no version is published. ``base`` replaces the folder of version 0, which may be on
+    the trainer's host alone, if it has its files.
+    """
+    from agentrl.weights.publish import published_versions
+
+    refused: PublishError | None = None
+    async for version in published_versions(store):
+        if not version.is_stored:
+            continue
+        adapter, whole = None, version
+        try:
+            if version.encoding == "adapter":
+                adapter, whole = version, (await chain_to(store, version))[0]
+                await copy.bring(store, adapter)
+            return *await copy.hold(store, await copy.bring(store, whole)), adapter
+        except PublishError as error:
+            if whole.id == 0 and base is not None:
+                with contextlib.suppress(PublishError):
+                    await asyncio.to_thread(verify, base, whole.files)
+                    return whole, base, adapter
+            log.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return None

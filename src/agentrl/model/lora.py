@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter
-from agentrl.weights.sharded_writer import Part, model_parts
+from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of ``model``; a SavableModel that a checkpoint stores in peft's own files."""
+    """The adapters of ``model``; a WeightSource that a checkpoint stores in peft's own files."""
 
     model: PreTrainedModel
     settings: Any
@@ -112,20 +113,22 @@ class Adapter:
         """Yield the adapters' parameters with their names."""
         return ((name, value) for name, value in self.model.named_parameters() if ".lora_" in name)
 
-    def save_pretrained(self, save_directory: str) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json``."""
-        self.write(save_directory, self.weights())
+    def parts(self) -> Iterator[Part]:
+        """Yield the adapters' weights, as a checkpoint holds them."""
+        return (Part(name, tensor, tensor.detach) for name, tensor in self.weights().items())
 
-    def write(self, save_directory: str, weights: Mapping[str, Tensor]) -> None:
-        """Write ``weights``, under the names of ``weights()``, as ``save_pretrained`` does."""
-        from safetensors.torch import save_file
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in peft's files."""
+        return {PEFT_PREFIX + name: value for name, value in tensors.items()}
 
-        content = {PEFT_PREFIX + name: value.detach().contiguous() for name, value in weights.items()}
-        save_file(content, str(Path(save_directory) / ADAPTER_WEIGHTS), metadata={"format": "pt"})
-        self.settings.save_pretrained(save_directory)
+    def configuration(self) -> dict[str, bytes]:
+        """Return the content of ``adapter_config.json``."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.settings.save_pretrained(scratch)
+            return {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
 
     def load(self, folder: Path) -> None:
-        """Load what ``save_pretrained`` wrote; ConfigError for another adapter, or for none."""
+        """Load what a checkpoint holds; ConfigError for another adapter, or for none."""
         from safetensors.torch import load_file
 
         if not is_adapter(folder):
@@ -159,15 +162,6 @@ class Adapter:
             self.model, adapter_name=NAME, save_embedding_layers=False
         )
         return weights
-
-    def served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what engines load of the whole ``weights``: in the dtype that the trainer multiplies.
-
-        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
-        """
-        trained = {name for name, value in weights.items() if ".lora_B." not in name or value.any()}
-        kept = {name for name in trained if name.replace(".lora_A.", ".lora_B.") in trained}
-        return {name: weights[name].to(self.model.dtype) for name in sorted(kept or weights)}
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
@@ -205,6 +199,37 @@ class Adapter:
         if dtype is not None:
             self.rounding.add(delta, merged.to(dtype).float() - weight)
         return merged
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """What engines load of an adapter: a WeightSource in the dtype in which the trainer multiplies it."""
+
+    adapter: Adapter
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the adapter's weights."""
+        dtype = self.adapter.model.dtype
+        for part in self.adapter.parts():
+            like = torch.empty(part.like.shape, dtype=dtype, device="meta")
+            yield Part(part.name, like, partial(_converted, part, dtype))
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in peft's files.
+
+        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
+        """
+        changed = {name for name, value in tensors.items() if ".lora_B." not in name or value.any()}
+        kept = [name for name in tensors if {name, name.replace(".lora_A.", ".lora_B.")} <= changed]
+        return self.adapter.convert({name: tensors[name] for name in kept or tensors})
+
+    def configuration(self) -> dict[str, bytes]:
+        """Return the content of ``adapter_config.json``."""
+        return self.adapter.configuration()
+
+
+def _converted(part: Part, dtype: torch.dtype) -> Tensor:
+    return part.make().to(dtype)
 
 
 def _peft() -> ModuleType:

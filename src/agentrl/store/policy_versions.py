@@ -94,20 +94,6 @@ class PolicyVersions(Repository):
         """Return the version with this number, in any status; None if there is none."""
         return await self._one(PolicyVersion, VERSION, {"_id": version})
 
-    async def whole(self, version: PolicyVersion) -> PolicyVersion:
-        """Return the version with the config, the tokenizer and the weights on which ``version`` builds.
-
-        Whole weights build on none but their own. Raises StoreError if a base is not in the database.
-        """
-        while version.encoding != "full":
-            base = None if version.base is None else await self.get(version.base)
-            if base is None or base.id >= version.id:
-                raise StoreError(
-                    f"policy version {version.id} builds on {version.base}, which does not exist"
-                )
-            version = base
-        return version
-
     @database_call
     async def newest_id(self) -> int | None:
         """Return the highest version number in any status; None if there are no versions."""
@@ -173,25 +159,24 @@ class PolicyVersions(Repository):
         return await fenced(self._connection, attempt, write)
 
     @database_call
-    async def reinstate(
-        self, version: int, *, train_step: str | None, location: str, attempt: int | None = None
-    ) -> None:
-        """Publish a withdrawn version again, for ``train_step``, which has the same weights at ``location``.
+    async def reinstate(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        """Publish a withdrawn version again, for another ``train_step`` that ended with the same weights.
 
-        Idempotent. Raises StoreError if the version does not exist.
+        They may be in other files now. Idempotent. Raises StoreError if the version does not exist.
         """
         allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
-        again = {
-            "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
-            "pruned_at": None,
-        }  # fmt: skip
+        content = version.to_document()
+        fields = ("train_step", "location", "files", "encoding", "base")
+        again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
+            name: content[name] for name in fields
+        }
 
         async def write(session: AsyncClientSession) -> None:
             result = await self._collection(VERSION).update_one(
-                {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
+                {"_id": version.id, "status": {"$in": allowed}}, {"$set": again}, session=session
             )
             if result.matched_count == 0:
-                raise StoreError(f"policy version {version} cannot be published again: it does not exist")
+                raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
 
         await fenced(self._connection, attempt, write)
 

@@ -96,6 +96,11 @@ def build_trainer(
     set_seed(configs[RunConfig].seed)
     is_shared = world.size > 1
     policy = load_policy(flags, weights, adapter, precision, is_empty=is_shared)
+    if train.publish == "adapter" and policy.adapter is None:
+        raise ConfigError("--publish adapter needs an adapter", hint="give --lora_rank, or leave it out")
+    policy = replace(policy, publishes_adapter=policy.adapter is not None and train.publish != "full")
+    if policy.publishes_adapter:
+        logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
     if policy.pixels is not None and is_shared:
         raise ConfigError(
             f"a vision model in {world.size} processes: images are trained in one",
