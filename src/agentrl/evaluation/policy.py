@@ -70,7 +70,7 @@ async def find_version(store: Store, version: int, base: str | None) -> Policy:
 
 def of_published(version: PolicyVersion) -> Policy:
     """Return the policy of a version; its folder is None if it is deleted or on another machine."""
-    is_there = version.pruned_at is None and Path(version.location).is_dir()
+    is_there = version.pruned_at is None and version.is_stored and Path(version.location).is_dir()
     return Policy(version=version.id, step=version.step, folder=version.location if is_there else None)
 
 
