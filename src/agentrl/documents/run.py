@@ -225,7 +225,7 @@ class PolicyVersion(Root):
     @property
     def is_stored(self) -> bool:
         """Whether it has files, which outlive the trainer."""
-        return bool(self.files)
+        return bool(self.location)
 
     @property
     def is_full(self) -> bool:

@@ -64,9 +64,7 @@ async def roll_back(
     withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
     if withdrawn:
         logger.info(
-            "%d policy versions after step %d, or lost with the trainer's memory, are withdrawn",
-            withdrawn,
-            step,
+            "%d policy versions after step %d, or lost with a trainer, are withdrawn", withdrawn, step
         )
     reverted = await store.steps.revert_after(step, attempt=attempt)
     if reverted:

@@ -184,7 +184,9 @@ class Publisher:
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
         try:
-            live = None if publication.live is None else await asyncio.wrap_future(publication.live)
+            live: LiveWeights | None = None
+            if publication.live is not None:
+                live = await asyncio.wrap_future(publication.live)
             if publication.write is not None:
                 published = await self._publish_stored(publication, live)
             else:
@@ -206,7 +208,8 @@ class Publisher:
     async def _publish_stored(self, publication: Publication, live: LiveWeights | None) -> PolicyVersion:
         """Publish a version whose files are being written; PublishError if that fails."""
         checkpoint: Unfinished | None = None
-        assert publication.temporary is not None and publication.write is not None
+        assert publication.temporary is not None
+        assert publication.write is not None
         try:
             with explain_write_errors(publication.temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(publication.write)

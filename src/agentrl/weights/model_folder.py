@@ -20,7 +20,7 @@ from agentrl.errors import PublishError
 from agentrl.weights.tensor_checksums import TensorChecksum
 
 CHAT_TEMPLATE = "chat_template.jinja"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
 _READABLE = 0o644
 """Engines may run as another user, and safetensors writes files that only their owner can read."""
@@ -119,7 +119,7 @@ def link_files(source: Path, folder: Path) -> None:
 def _accompanies_weights(path: Path) -> bool:
     name = path.name
     hidden = name.startswith(".") or name == MANIFEST
-    return path.is_file() and not hidden and not name.endswith(_WEIGHT_SUFFIXES)
+    return path.is_file() and not hidden and not name.endswith(WEIGHT_SUFFIXES)
 
 
 def _reflink(source: Path, target: Path) -> bool:

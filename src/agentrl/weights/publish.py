@@ -277,27 +277,6 @@ def delete_folders(root: Path, names: Iterable[str]) -> None:
         shutil.rmtree(root / name, ignore_errors=True)
 
 
-async def newest_intact_version(store: Store) -> PolicyVersion | None:
-    """Return the newest stored version whose files match their checksums; None if none is published.
-
-    Raises PublishError if versions are published and none of them is intact.
-    """
-    refused: PublishError | None = None
-    async for version in _published(store):
-        if not version.is_stored:
-            continue
-        try:
-            await asyncio.to_thread(verify, version.location, version.files)
-        except PublishError as error:
-            logger.error("version %d refused: %s", version.id, error.message)
-            refused = refused or error
-        else:
-            return version
-    if refused is not None:
-        raise refused
-    return None
-
-
 async def newer_versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:
     """Yield the newest published version whenever it is newer than ``after`` and than the last one yielded.
 
@@ -313,7 +292,7 @@ async def newer_versions(store: Store, after: int, poll_seconds: float) -> Async
             await store.wait_for_change("PolicyVersion", timeout=poll_seconds)
 
 
-async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
+async def published_versions(store: Store) -> AsyncIterator[PolicyVersion]:
     """Yield every published version, newest first; read them a page at a time."""
     below: int | None = None
     while page := await store.policy_versions.published(_PAGE, below=below):
