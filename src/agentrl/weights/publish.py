@@ -101,7 +101,7 @@ async def publish(
 
 
 async def publish_live(
-    store: Store, live: LiveWeights, *, attempt: int, step: int, train_step_id: str | None
+    store: Store, live: LiveWeights, *, attempt: int | None, step: int, train_step_id: str | None
 ) -> PolicyVersion:
     """Publish the weights of ``step``, which are in the trainer's memory alone, as the next PolicyVersion.
 
