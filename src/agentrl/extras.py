@@ -8,10 +8,13 @@ from agentrl.errors import ConfigError
 
 _EXTRAS = {
     "accelerate": "trainer",
+    "aiohttp": "buckets",
+    "gcsfs": "gcs",
     "gguf": "trainer",
     "math_verify": "math",
     "matplotlib": "plots",
     "peft": "trainer",
+    "s3fs": "buckets",
     "safetensors": "trainer",
     "torch": "trainer",
     "transformers": "trainer",

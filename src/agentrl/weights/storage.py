@@ -1,0 +1,231 @@
+"""Write, read, list and delete the folders of versions: a local folder, or a bucket or server through fsspec.
+
+A location is an absolute path, or a URL whose scheme is in ``SCHEMES``. Credentials and endpoints come from
+the environment or fsspec's configuration, never from the URL: the database and the logs have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from agentrl.documents.run import FileChecksum
+from agentrl.errors import ConfigError, PublishError
+from agentrl.extras import require
+from agentrl.weights.model_folder import MANIFEST
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+"""Schemes of URLs, and the package that each needs beside fsspec."""
+OUTAGE_SECONDS = 300.0
+"""How long a call is repeated while the storage does not answer."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
+_CALL_SECONDS = 60.0
+_LEAST_BYTES_PER_SECOND = 1 << 20
+_PART_BYTES = 16 << 20
+_PARALLEL = 4
+"""Files at a time, and parts of a file at a time."""
+
+
+def is_remote(location: str) -> bool:
+    """Return whether a location is a URL; else it is a path."""
+    return "://" in location
+
+
+def require_storage(location: str) -> None:
+    """Raise ConfigError unless versions can be published to ``location``. Connects to nothing."""
+    if not is_remote(location):
+        return
+    parts = urlsplit(location)
+    if parts.scheme not in SCHEMES:
+        raise ConfigError(
+            f"{parts.scheme}:// is no storage of weights", hint=f"give a folder, or {', '.join(SCHEMES)}"
+        )
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            f"the URL of {parts.scheme}://{parts.hostname} holds credentials or parameters, and it is stored",
+            hint="give them in the environment, such as AWS_ACCESS_KEY_ID, or in fsspec's configuration",
+        )
+    if not parts.hostname:
+        raise ConfigError(f"{location} names no bucket or host", hint=f"give {parts.scheme}://NAME/FOLDER")
+    require("fsspec", location)
+    require(SCHEMES[parts.scheme], location)
+
+
+async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> None:
+    """Copy the files of ``folder`` to a URL, several at a time, and its manifest last.
+
+    Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
+    """
+    options = {"method": "put"} if location.startswith("http") else {}
+
+    async def put(name: str) -> None:
+        source, target = folder / name, f"{location}/{name}"
+        seconds = _CALL_SECONDS + source.stat().st_size / _LEAST_BYTES_PER_SECOND
+        await _retried(
+            target, lambda: _call(target, "_put_file", str(source), target, seconds=seconds, **options)
+        )
+
+    await _parallel([lambda name=file.name: put(name) for file in files])  # type: ignore[misc]
+    await put(MANIFEST)
+
+
+async def download(location: str, files: Sequence[FileChecksum], folder: Path) -> None:
+    """Copy files of a location into ``folder``, each complete and with its checksum, or absent.
+
+    Raises PublishError if one is missing, differs from its checksum, or cannot be read, after
+    ``OUTAGE_SECONDS`` where that may be temporary. Raises OSError if ``folder`` cannot be written.
+    """
+    await _parallel([lambda file=file: _download(location, file, folder) for file in files])  # type: ignore[misc]
+
+
+async def _download(location: str, file: FileChecksum, folder: Path) -> None:
+    if Path(file.name).name != file.name:
+        raise PublishError(f"{location} lists a file {file.name!r}, which is no plain name")
+    source, partial = f"{location}/{file.name}", folder / f".{file.name}.part"
+    digest = hashlib.sha256()
+    parts = [(start, min(start + _PART_BYTES, file.bytes)) for start in range(0, file.bytes, _PART_BYTES)]
+    with partial.open("wb") as stream:
+
+        def keep(data: bytes) -> None:
+            digest.update(data)
+            stream.write(data)
+
+        for first in range(0, len(parts), _PARALLEL):
+            batch = (read(source, start, end) for start, end in parts[first : first + _PARALLEL])
+            for data in await asyncio.gather(*batch):
+                await asyncio.to_thread(keep, data)
+    if digest.hexdigest() != file.sha256:
+        raise PublishError(f"{source} has the sha256 {digest.hexdigest()} instead of {file.sha256}")
+    partial.replace(folder / file.name)
+
+
+async def read(location: str, start: int | None = None, end: int | None = None) -> bytes:
+    """Return the bytes from ``start`` to ``end`` of the file at ``location``; all of them without both."""
+    if not is_remote(location):
+        return await _retried(location, lambda: _read_local(Path(location), start or 0, end))
+    data: bytes = await _retried(
+        location, lambda: _call(location, "_cat_file", location, start=start, end=end)
+    )
+    if start is not None and end is not None and len(data) != end - start:
+        raise PublishError(
+            f"{location} has {len(data)} bytes from byte {start} on instead of {end - start}",
+            hint="a server of weights has to answer Range requests",
+        )
+    return data
+
+
+def _read_local(path: Path, start: int, end: int | None) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(start)
+        return stream.read(-1 if end is None else end - start)
+
+
+async def folder_names(root: str) -> list[str]:
+    """Return the names of what ``root`` holds; none for a web server, which lists nothing."""
+    if not is_remote(root):
+        return await asyncio.to_thread(lambda: os.listdir(root) if os.path.isdir(root) else [])
+    if root.startswith("http"):
+        return []
+    try:
+        found = await _retried(root, lambda: _call(root, "_ls", root, detail=False))
+    except PublishError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return []
+        raise
+    return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+
+async def delete(location: str, files: Sequence[FileChecksum]) -> None:
+    """Delete the folder of a version; ``files`` are those that a web server is told to delete.
+
+    What is left is logged: the version counts as deleted already.
+    """
+    if not is_remote(location):
+        await asyncio.to_thread(shutil.rmtree, location, ignore_errors=True)
+        return
+    try:
+        if location.startswith("http"):
+            for name in (MANIFEST, *(file.name for file in files)):
+                await asyncio.to_thread(_delete_from_server, f"{location}/{name}")
+        else:
+            await asyncio.to_thread(_call, location, "_rm", location, recursive=True)
+    except FileNotFoundError:
+        return
+    except Exception as error:  # noqa: BLE001 - see _retried
+        log.warning("%s is not deleted: %s", location, error)
+
+
+async def _parallel(calls: Sequence[Callable[[], Any]]) -> None:
+    limit = asyncio.Semaphore(_PARALLEL)
+
+    async def bounded(call: Callable[[], Any]) -> None:
+        async with limit:
+            await call()
+
+    await asyncio.gather(*(bounded(call) for call in calls))
+
+
+async def _retried(location: str, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns in a thread; repeat it while the storage does not answer."""
+    deadline, pause = time.monotonic() + OUTAGE_SECONDS, _FIRST_PAUSE
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except (FileNotFoundError, PermissionError) as error:
+            raise PublishError(
+                f"{location}: {error}", hint="does the URL exist, and may this user?"
+            ) from error
+        except (TypeError, AttributeError, NotImplementedError):
+            raise  # a defect here or in the package, not an outage
+        except Exception as error:  # packages of storages have no common error
+            reason = str(error) or type(error).__name__
+            if time.monotonic() + pause > deadline:
+                raise PublishError(
+                    f"{location} did not answer for {OUTAGE_SECONDS:g} s: {reason}",
+                    hint="is the storage up, and are the endpoint and the credentials right?",
+                ) from error
+            if pause == _FIRST_PAUSE:
+                log.warning("%s does not answer, retrying for %g s: %s", location, OUTAGE_SECONDS, reason)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _call(location: str, method: str, /, *args: Any, seconds: float = _CALL_SECONDS, **options: Any) -> Any:
+    """Call an async method of the file system of ``location``, and cancel it after ``seconds``."""
+    from fsspec.asyn import sync
+
+    system = _file_system(urlsplit(location).scheme)
+    return sync(system.loop, getattr(system, method), *args, timeout=seconds, **options)
+
+
+@cache
+def _file_system(scheme: str) -> Any:
+    import fsspec
+
+    return fsspec.filesystem(scheme, use_listings_cache=False)
+
+
+def _delete_from_server(url: str) -> None:
+    from fsspec.asyn import sync
+
+    system = _file_system(urlsplit(url).scheme)
+
+    async def remove() -> None:
+        session = await system.set_session()
+        async with session.delete(system.encode_url(url)) as response:
+            if response.status not in (404, 410):
+                response.raise_for_status()
+
+    sync(system.loop, remove, timeout=_CALL_SECONDS)

@@ -1,0 +1,176 @@
+"""The storage of versions: a folder, an S3 bucket and a web server behave alike; outages are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ConfigError, PublishError
+from agentrl.weights import storage
+from agentrl.weights.model_folder import MANIFEST, checksums, write_manifest
+from agentrl.weights.storage import delete, download, folder_names, read, require_storage, upload
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """A folder that can be written, as a WebDAV server serves it."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_PUT(self) -> None:
+        path = Path(self.translate_path(self.path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = b""
+        while size := int(self.rfile.readline(), 16):
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        path.write_bytes(data)
+        self.send_response(201)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_DELETE(self) -> None:
+        Path(self.translate_path(self.path)).unlink(missing_ok=True)
+        self.send_response(204)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        path = Path(self.translate_path(self.path))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        wanted = self.headers.get("Range")
+        if wanted:
+            first, last = wanted.removeprefix("bytes=").split("-")
+            data = data[int(first) : int(last) + 1]
+        self.send_response(206 if wanted else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def web_root(tmp_path: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(tmp_path / "web")))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/run"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def s3_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    storage._file_system.cache_clear()
+    import fsspec
+
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(f"weights-{port}")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield f"s3://weights-{port}/run"
+    storage._file_system.cache_clear()
+    server.stop()
+
+
+@pytest.fixture(params=["folder", "s3", "http"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "published")
+    return str(request.getfixturevalue({"s3": "s3_root", "http": "web_root"}[request.param]))
+
+
+def _version(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (folder / "empty.json").write_bytes(b"")
+    write_manifest(folder, version=7)
+    return folder
+
+
+async def test_a_version_returns_bit_by_bit(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_PART_BYTES", 1000)
+    local = root.startswith("/")
+    source = _version(Path(root) / "v000007" if local else tmp_path / "v000007")
+    files, location = checksums(source), f"{root}/v000007"
+    if not local:
+        await upload(source, location, files)
+    target = tmp_path / "copy"
+    target.mkdir()
+    await download(location, files, target)
+    assert checksums(target) == files
+    assert not list(target.glob(".*"))
+    assert await read(f"{location}/{MANIFEST}") == (source / MANIFEST).read_bytes()
+    assert await folder_names(root) == ([] if root.startswith("http") else ["v000007"])
+    await delete(location, files)
+    assert await folder_names(root) == []
+    with pytest.raises(PublishError, match=r"model\.safetensors"):
+        await download(location, files, target)
+    assert checksums(target) == files
+
+
+async def test_a_file_with_other_bytes_is_not_kept(root: str, tmp_path: Path) -> None:
+    local = root.startswith("/")
+    source = _version(Path(root) / "v000007" if local else tmp_path / "v000007")
+    files = checksums(source)
+    (source / "model.safetensors").write_bytes(b"x" * 256 * 40)
+    if not local:
+        await upload(source, f"{root}/v000007", files)
+    target = tmp_path / "copy"
+    target.mkdir()
+    with pytest.raises(PublishError, match="instead of"):
+        await download(f"{root}/v000007", files, target)
+    assert not (target / "model.safetensors").exists()
+
+
+async def test_an_outage_is_bridged_and_its_end_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(storage, "_LONGEST_PAUSE", 0.05)
+    answers = [OSError("refused"), TimeoutError(), b"x"]
+
+    def call(*args: object, **options: object) -> bytes:
+        answer = answers.pop(0) if answers else OSError("refused")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(storage, "_call", call)
+    assert await read("s3://weights/x") == b"x"
+    monkeypatch.setattr(storage, "OUTAGE_SECONDS", 0.2)
+    async with asyncio.timeout(5):
+        with pytest.raises(PublishError, match=r"did not answer for 0\.2 s: refused"):
+            await read("s3://weights/x")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://me:secret@host/x", "https://h/x?X-Amz-Signature=secret", "ftp://host/x", "s3:///x"]
+)
+def test_a_url_with_credentials_or_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_storage(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_storage("/a/folder")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gcsfs" else object())
+    with pytest.raises(ConfigError) as refused:
+        require_storage("gs://bucket/run")
+    assert refused.value.hint == "pip install 'agentrl[gcs]'"
