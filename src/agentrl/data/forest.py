@@ -153,9 +153,10 @@ def forest_from_data(
     """Pack trajectories into one forest, depth first; trajectory i is row i.
 
     ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all ages are 0. With
-    ``experts``, tokens have the routing of that shape. Raises ForestError, with the document's id, for nodes that do not tile the
-    tokens or whose parent does not come first, spans that overlap or lie outside, a trainable root, lengths
-    that disagree, values that are not finite, ids outside [0, ``vocab_size``), and versions without an age.
+    ``experts``, tokens have the routing of that shape. Raises ForestError, with the document's id, for nodes
+    that do not tile the tokens or whose parent does not come first, spans that overlap or lie outside, a
+    trainable root, lengths that disagree, values that are not finite, ids outside [0, ``vocab_size``), and
+    versions without an age.
     """
     if not data:
         raise ForestError("a forest needs at least one trajectory; none was given", hint="give at least one")

@@ -1,4 +1,4 @@
-"""The routing of a forest's tokens: read from training data, joined with its trees, merged with its prefixes."""
+"""The routing of a forest's tokens: read from training data, joined with trees, merged with prefixes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class ForestRouting:
     """Tokens with experts of their own that prefix merging has replaced by an equal token."""
     differing: int = 0
     """Those of them whose experts were others."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens with experts."""
+        return int((self.experts[:, 0, 0] >= 0).sum())
 
     def select(self, tokens: Ints | NDArray[np.bool_]) -> ForestRouting:
         """Return the routing of ``tokens``; counts stay with the whole forest."""
@@ -64,7 +69,7 @@ def routing_of(data: DBRecordData, shape: ExpertShape | None, new_index: Ints) -
     try:
         stored = unpack_routing(data.routing, shape)
         if len(stored) != data.tokens:
-            raise ValueError(f"a routing of {len(stored)} tokens for {data.tokens}")  # noqa: TRY301
+            raise ValueError(f"a routing of {len(stored)} tokens for {data.tokens}")
     except ValueError as error:
         logger.warning("training data %s are trained with the trainer's own routing: %s", data.id, error)
         return None

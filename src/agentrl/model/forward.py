@@ -118,7 +118,7 @@ def check_replay(model: Any, shape: ExpertShape) -> None:
     build_executor(small, trains=False)(forest)
     if replay.choices != forest.tokens * len(find_routers(small)):
         raise ModelError(
-            f"{type(model).__name__} does not pass the arguments of its decoder to the attention of each layer",
+            f"{type(model).__name__} does not pass its decoder's arguments to the attention of each layer",
             hint="set --router_replay off",
         )
 

@@ -7,7 +7,6 @@ become weights, their normalization, and the gradient that reaches the router th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,20 +25,16 @@ ARGUMENT = "expert_routing"
 An argument, and not the state of a module, is right for recomputed layers and for interleaved micro-batches.
 """
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-
 
 def find_routers(model: Any) -> dict[int, nn.Module]:
     """Return the router of each sparse layer of a causal LM, by the number of the layer; empty if dense."""
-    found: dict[int, nn.Module] = {}
-    for name, module in model.get_decoder().named_modules():
-        if (layer := _LAYER.search(f"{name}.")) is not None and _is_router(module):
-            found[int(layer[1])] = module
-    return found
+    layers = getattr(model.get_decoder(), "layers", None)
+    numbered = enumerate(layers) if isinstance(layers, nn.ModuleList) else ()
+    return {number: each for number, layer in numbered for each in layer.modules() if _is_router(each)}
 
 
 def _is_router(module: nn.Module) -> bool:
-    """Return whether ``module`` scores the experts itself: it holds a weight [experts, H] and none of theirs."""
+    """Return whether ``module`` scores experts: it holds a weight [experts, H], and none of theirs."""
     count, chosen = getattr(module, "num_experts", None), getattr(module, "top_k", None)
     own = list(module.parameters())
     return (
@@ -48,6 +43,23 @@ def _is_router(module: nn.Module) -> bool:
         and all(parameter.dim() < 3 for parameter in own)
         and any(parameter.dim() == 2 and len(parameter) == count for parameter in own)
     )
+
+
+def record_choices(model: Any) -> dict[int, Tensor]:
+    """Return a dict {layer: experts int64[tokens, k]} that each forward of ``model`` fills; {} if dense."""
+    chosen: dict[int, Tensor] = {}
+    for layer, router in find_routers(model).items():
+        chosen[layer] = torch.empty(0)
+        router.register_forward_hook(_recorder(chosen, layer))
+    return chosen
+
+
+def _recorder(chosen: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def hook(_: nn.Module, args: Any, result: Any) -> None:
+        if isinstance(result, tuple):  # (logits, weights, experts), as transformers' routers return them
+            chosen[layer] = result[2]
+
+    return hook
 
 
 def routing_input(
@@ -73,7 +85,7 @@ class RouterReplay:
 
     shape: ExpertShape
     choices: int = 0
-    """Choices that a router has made since the last ``take_share``: tokens × sparse layers."""
+    """Choices that routers have made: tokens × sparse layers."""
     _differing: list[Tensor] = field(default_factory=list)
     """Per router call: how many replayed choices differ from the router's own, and how many there are."""
 
@@ -86,23 +98,18 @@ class RouterReplay:
                 f"{type(model).__name__} has no routers whose choice of experts can be replayed",
                 hint="set --router_replay off",
             )
-        for number, layer in enumerate(model.get_decoder().layers):
-            if (router := routers.get(number)) is None:
-                continue
-            current = _Current()
+        for number, router in routers.items():
+            layer, current = model.get_decoder().layers[number], _Current()
             for mixer in (child for child in layer.children() if hasattr(child, "layer_idx")):
                 mixer.register_forward_pre_hook(current.receive(number), with_kwargs=True)
-            router.forward = replay._replaying(router, current)  # type: ignore[method-assign]
+            router.forward = replay._replaying(router, current)
         return replay
 
-    def take_share(self) -> dict[str, float]:
-        """Return which share of the choices was replayed, and which share of these differs; start anew."""
+    def take_differing(self) -> float:
+        """Return the share of choices since the last call that the router would have made otherwise."""
         differing, replayed = torch.stack(self._differing).sum(0).tolist() if self._differing else (0, 0)
-        shares = {
-            "router_replayed": replayed / max(self.choices, 1), "router_differs": differing / max(replayed, 1)
-        }  # fmt: skip
-        self.choices, self._differing = 0, []
-        return shares
+        self._differing = []
+        return float(differing / max(replayed, 1))
 
     def _replaying(self, router: Any, current: _Current) -> Callable[..., Any]:
         """Return the forward of ``router`` under the choice that its layer has received."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -306,6 +307,7 @@ class LocalServer:
             stop_strings=stop_strings,
             progress=report if body.get("stream") else None,
             progress_tokens=STREAM_INTERVAL,
+            routed_from=_routed_from(body, len(ids)),
             adapter=adapter,
         )
 
@@ -344,6 +346,8 @@ class LocalServer:
             "weight_versions": [dict(span) for span in generation.spans],
             "num_retractions": generation.retractions,
         }
+        if reason is not None and generation.routing is not None:
+            meta["routed_experts"] = base64.b64encode(generation.routing.tobytes()).decode()
         if body.get("return_logprob"):
             rows = zip(generation.logprobs[first:], ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
@@ -356,6 +360,16 @@ class LocalServer:
 
 class _BadRequestError(Exception):
     """The request is not valid; the answer has status 400."""
+
+
+def _routed_from(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
+    """Return the first token whose experts are wanted; None if none are."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= prompt_tokens:
+        raise _BadRequestError(f"routed_experts_start_len is {start!r}, outside [0, {prompt_tokens}]")
+    return start
 
 
 async def _bad_request(_: Request, error: Exception) -> JSONResponse:
