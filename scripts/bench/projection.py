@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from harness import Row, add_quick, finish
 
-from agentrl.model.logprobs import OutputHead, token_logprobs
+from agentrl.model.logprobs import token_logprobs
+from agentrl.model.output_head import OutputHead
 
 BASELINE = "one number"
 LIMITS = {"a tensor, all equal": 1.05, "a tensor, uneven": 1.1, "gradient of the entropy": 1.2}

@@ -22,6 +22,7 @@ from engine_policy import (
     sampled_logprobs,
     save_model,
 )
+from safetensors.torch import load_file
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
 from waiting import until
@@ -29,11 +30,11 @@ from waiting import until
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.run import InferenceService
+from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ENGINES, ConfigError, EngineError
+from agentrl.errors import ENGINES, ConfigError, EngineError, PublishError
 from agentrl.gateway.answers import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
@@ -41,8 +42,12 @@ from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError,
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
+from agentrl.processes import identify
 from agentrl.rollout.prompts import Budget
+from agentrl.weights.memory_file import open_memory_file, write_memory_file
+from agentrl.weights.weight_group import WeightSender
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -345,6 +350,43 @@ async def test_a_request_in_flight_carries_both_versions(served: Served, engine:
     )
     assert_logprobs(served.first, prompt(15), made, end=switch)
     assert_logprobs(served.second, prompt(15), made, start=switch)
+
+
+async def test_weights_from_the_trainers_memory_answer_under_their_version(
+    served: Served, engine: EngineClient
+) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM takes versions from a disk")
+    trainer = identify(os.getpid())
+    assert trainer is not None
+    descriptor = write_memory_file(load_file(Path(served.second) / "model.safetensors"))
+    file = f"/proc/{os.getpid()}/fd/{descriptor}"
+    weights = open_memory_file(file)
+    sender = WeightSender({9: weights, 11: weights}.get, torch.device("cpu"))
+    shared = LiveWeights(kind="tensor", host="here", process=trainer, file=file)
+    sent = LiveWeights(kind="distributed", host="here", process=trainer, port=sender.port)
+    loader = LiveLoader(engine)
+    try:
+        for number, live in ((8, shared), (9, sent), (10, shared), (11, sent)):
+            await engine.update_weights(served.first, 0)
+            await engine.pause("retract")
+            await loader.load(live_version(number, live))
+            await engine.resume()
+            made = await engine.generate(prompt(14), SHORT, f"live-{number}")
+            assert made.versions == (VersionSpan(version=number, start=0, end=12),)
+            assert_logprobs(served.second, prompt(14), made)
+        await engine.pause("retract")
+        with pytest.raises(PublishError, match="version 12 is not held any more"):
+            await loader.load(live_version(12, sent))
+        await engine.resume()
+        assert_logprobs(served.second, prompt(14), await engine.generate(prompt(14), SHORT, "live-11"))
+    finally:
+        sender.close()
+        os.close(descriptor)
+
+
+def live_version(number: int, live: LiveWeights) -> PolicyVersion:
+    return PolicyVersion(id=number, step=number, location="", files=(), train_step=None, live=live)
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.data.depth_first import depth_first
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
 from agentrl.data.forest_routing import ForestRouting, concatenate_routing, routing_of
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.routing import ExpertShape
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
-from agentrl.errors import ForestError
+from agentrl.errors import ForestError, StoreError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -73,6 +75,8 @@ class TokenForest:
     """float32[T], logprobs of the reference model."""
     images: ForestImages | None = None
     """The images among the tokens; None without any."""
+    sampling_mask: SamplingMask | None = None
+    """Of the T trainable tokens: the softmax of each is over the ids that it keeps. None without any."""
     routing: ForestRouting | None = None
     """The experts that engines chose for the tokens; None: all route freely."""
 
@@ -132,6 +136,15 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         trajectory=np.concatenate([forest.trajectory + first for forest, _, first in placed]),
         images=concatenate_images([each.images for each in forests], [each.tokens for each in forests]),
         routing=concatenate_routing([each.routing for each in forests], [each.tokens for each in forests]),
+        sampling_mask=_joined_masks(forests),
+    )
+
+
+def _joined_masks(forests: Sequence[TokenForest]) -> SamplingMask | None:
+    if all(forest.sampling_mask is None for forest in forests):
+        return None
+    return SamplingMask.join(
+        [forest.sampling_mask or SamplingMask.unpack(b"", forest.trainable_tokens) for forest in forests]
     )
 
 
@@ -232,7 +245,7 @@ def _one_trajectory(
         _require(-1 <= node.parent < index, data.id, f"{where} has parent {node.parent}, not an earlier node")
         end = node.end
     _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
-    new_index, parent, position, subtree_end = _depth_first(data.nodes)
+    new_index, parent, position, subtree_end = depth_first(data.nodes)
     target = _targets(data)
     per_span = np.array([span.end - span.start for span in data.spans], np.int64)
     advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
@@ -269,6 +282,7 @@ def _one_trajectory(
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
         images=_images(data, target, new_index),
+        sampling_mask=_sampling_mask(data, ids[target], vocab_size),
         routing=routing_of(data, experts, new_index),
     )
 
@@ -283,6 +297,19 @@ def _images(data: DBRecordData, target: Ints, index: Ints) -> ForestImages | Non
         trained = target[images.image[index[target]] >= 0]
         _require(trained.size == 0, data.id, f"token {trained[:1]} of an image is trainable")
     return images
+
+
+def _sampling_mask(data: DBRecordData, targets: Ints, vocab_size: int | None) -> SamplingMask | None:
+    """Return the mask of a trajectory's trainable tokens, each of which is among the ids that it keeps."""
+    if not data.sampling_mask:
+        return None
+    try:
+        mask = SamplingMask.unpack(data.sampling_mask, len(targets))
+    except StoreError as error:
+        raise ForestError(f"training data {data.id}: {error.message}", hint=_MISMATCH) from error
+    _check_vocabulary(data.id, mask.ids, vocab_size)
+    _require(mask.keeps(targets), data.id, "a token is not among the ids of its sampling mask")
+    return mask
 
 
 def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
@@ -307,40 +334,3 @@ def _targets(data: DBRecordData) -> Ints:
     target = np.concatenate(pieces)
     _require(len(np.unique(target)) == len(target), data.id, "spans overlap")
     return target
-
-
-def _depth_first(nodes: Sequence[Node]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Put nodes in depth-first order, children in their stored order.
-
-    Returns the new index of each stored token, and in the new order (parent, position, subtree_end).
-    """
-    children: list[list[int]] = [[] for _ in nodes]
-    for index, node in enumerate(nodes):
-        if node.parent >= 0:
-            children[node.parent].append(index)
-    stack = [index for index, node in reversed(list(enumerate(nodes))) if node.parent < 0]
-    first, size = np.zeros(len(nodes), np.int64), np.array([node.end - node.start for node in nodes])
-    cursor = 0
-    while stack:
-        index = stack.pop()
-        first[index] = cursor
-        cursor += size[index]
-        stack.extend(reversed(children[index]))
-    subtree = size.copy()
-    for index in range(len(nodes) - 1, -1, -1):
-        if nodes[index].parent >= 0:
-            subtree[nodes[index].parent] += subtree[index]
-    new_index = np.concatenate(
-        [np.arange(start, start + length) for start, length in zip(first, size, strict=True)]
-    )
-    parent, position, subtree_end = (np.zeros(cursor, np.int64) for _ in range(3))
-    for index, node in enumerate(nodes):
-        start, length = first[index], size[index]
-        before = first[node.parent] + size[node.parent] - 1 if node.parent >= 0 else -1
-        depth = position[before] + 1 if before >= 0 else 0
-        here = slice(start, start + length)
-        parent[here] = np.arange(start - 1, start + length - 1)
-        parent[start] = before
-        position[here] = np.arange(depth, depth + length)
-        subtree_end[here] = start + subtree[index]
-    return new_index, parent, position, subtree_end

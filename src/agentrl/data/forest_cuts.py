@@ -39,6 +39,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         trajectory=forest.trajectory[rows],
         row_tokens=forest.row_tokens[rows],
         images=None if forest.images is None else forest.images.select(kept),
+        sampling_mask=None if forest.sampling_mask is None else forest.sampling_mask.select(labels),
         routing=None if forest.routing is None else forest.routing.select(kept),
     )
 

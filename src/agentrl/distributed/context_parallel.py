@@ -21,7 +21,7 @@ from agentrl.model.attention.executor import MaskLimits, check_compatibility
 from agentrl.model.attention.flex import BLOCK, block_attention, forest_block_mask, has_flex
 from agentrl.model.attention.sdpa import Segment, segment_mask, set_attention, split_segments
 from agentrl.model.forward import ForwardOptions, forest_logprobs
-from agentrl.model.logprobs import OutputHead
+from agentrl.model.output_head import OutputHead
 from agentrl.model.routing import routing_input
 
 IMPLEMENTATION = "agentrl_context_parallel"

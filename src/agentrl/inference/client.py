@@ -104,6 +104,8 @@ class EngineClient(EngineControl):
             self._unverified = self._instance  # the address may belong to another server by the next call
             if masked and _NO_MASKS.search(error.message):
                 self._stop_asking(error.message)
+                if (part := collector.partial(time.monotonic() - start)) is not None:
+                    raise EngineInterruptedError(error.message, part) from error
                 return await self.generate(
                     input_ids, params, rid, encoded=encoded, routing_key=routing_key, images=images,
                     keep=keep, progress=progress, routed_from=routed_from,

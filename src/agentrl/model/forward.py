@@ -18,15 +18,10 @@ from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.kept_ids import KeptIds
 from agentrl.model.load import allocate, compute_buffers, disable_dropout, is_empty
-from agentrl.model.logprobs import (
-    DEFAULT_CHUNK,
-    DEFAULT_VOCAB_CHUNK,
-    OutputHead,
-    Projection,
-    output_head,
-    token_logprobs,
-)
+from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, token_logprobs
+from agentrl.model.output_head import OutputHead, Projection, output_head
 from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.model.vision import reads_images
 
@@ -59,19 +54,24 @@ def forest_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return logprob (float32[T], with gradient) and entropy (float32[T]) of trainable tokens.
 
-    Both are of softmax(logits / temperature), at the temperature that each token was sampled with.
+    Both are of softmax(logits / temperature), at the temperature that each token was sampled with and over
+    the ids that it was sampled from.
     ``hidden`` [N, H] has a row per token of ``forest``. For a part of the tokens, ``chosen`` (int64[t])
     selects trainable tokens, and ``parent`` (int64[t]) is the row of ``hidden`` that predicts each one.
     """
     target = forest.target if chosen is None else forest.target[chosen]
     temperature = forest.temperature if chosen is None else forest.temperature[chosen]
     rows = forest.parent[target] if parent is None else parent
+    mask = forest.sampling_mask
+    if mask is not None and chosen is not None:
+        mask = mask.select(chosen)
     return token_logprobs(
         hidden,
         head,
         torch.from_numpy(rows).to(hidden.device),
         torch.from_numpy(forest.input_ids[target]).to(hidden.device),
         temperature=torch.from_numpy(temperature),
+        kept=None if mask is None else KeptIds.of(mask, hidden.device),
         entropy_gradient=options.entropy_gradient,
         chunk_size=options.chunk_size,
         vocab_chunk_size=options.vocab_chunk_size,

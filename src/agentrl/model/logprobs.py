@@ -1,4 +1,4 @@
-"""The output head of a causal LM; logprobs and entropy of tokens without the [T, V] logits in memory."""
+"""Compute logprobs and entropies of tokens without the [T, V] logits in memory."""
 
 from __future__ import annotations
 
@@ -7,90 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from agentrl.errors import ModelError
+from agentrl.model.kept_ids import LOWEST, KeptIds
+from agentrl.model.output_head import OutputHead, Projection, rows_of
 
 DEFAULT_VOCAB_CHUNK = 8192
 """Vocabulary entries per block of logits."""
 DEFAULT_CHUNK = 1024
 """Tokens per chunk of the projection."""
-_LOWEST = -1e30
 _STRIPES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """The last layer of a causal LM: logits = softcap·tanh(scale·(hidden @ weightᵀ + bias)/softcap)."""
-
-    weight: Tensor
-    """[V, H]; the embedding itself if the model ties them."""
-    bias: Tensor | None = None
-    """[V]."""
-    scale: float = 1.0
-    softcap: float | None = None
-    group: distributed.ProcessGroup | None = None
-    """Tensor-parallel ranks, each of which holds a slice of the vocabulary as ``weight`` and ``bias``."""
-    first: int = 0
-    """The token id of the slice's first row."""
-
-
-def output_head(model: nn.Module) -> OutputHead:
-    """Return the head of a Hugging Face causal LM, with the logit scaling that its config declares.
-
-    Raises ModelError for a head that is not a linear layer. ``check_output_head`` compares it with the model.
-    """
-    layer = model.get_output_embeddings()  # type: ignore[operator]
-    if not isinstance(layer, nn.Linear):
-        raise ModelError(
-            f"{type(model).__name__} ends in {type(layer).__name__}, not a linear layer",
-            hint="use a causal language model with an lm_head",
-        )
-    config: Any = model.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    return OutputHead(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
-
-
-class Projection:
-    """Computes float32 logits / temperature a block at a time, in one buffer that each block overwrites."""
-
-    def __init__(self, head: OutputHead, width: int) -> None:
-        self._head = head
-        self._width = min(width, len(head.weight))
-        self._buffer: Tensor | None = None
-
-    def blocks(self, states: Tensor, divisor: Tensor | float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (vocabulary slice, float32[n, width]) of ``states`` [n, H]; ``divisor``: see ``rows_of``."""
-        for start in range(0, len(self._head.weight), self._width):
-            here = slice(start, min(start + self._width, len(self._head.weight)))
-            yield here, self._block(states, divisor, here)
-
-    def _block(self, states: Tensor, divisor: Tensor | float, here: slice) -> Tensor:
-        head, weight = self._head, self._head.weight[here]
-        if states.is_cuda and states.dtype == weight.dtype != torch.float32:
-            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
-        else:
-            logits = torch.mm(states.float(), weight.float().T, out=self._block_buffer(states, here))
-        if head.bias is not None:
-            logits += head.bias[here].float()
-        if head.softcap is not None:
-            logits.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / divisor)
-        elif isinstance(divisor, Tensor) or head.scale != divisor:
-            logits.mul_(head.scale / divisor)
-        return logits
-
-    def _block_buffer(self, states: Tensor, here: slice) -> Tensor:
-        rows, width = len(states), here.stop - here.start
-        if self._buffer is None or len(self._buffer) < rows * width:
-            self._buffer = states.new_empty(rows * width, dtype=torch.float32)
-        return self._buffer[: rows * width].view(rows, width)
-
-
-def rows_of(divisor: Tensor | float, rows: slice) -> Tensor | float:
-    """Return the divisor of ``rows``; ``divisor`` is one number or float32[n, 1]."""
-    return divisor[rows] if isinstance(divisor, Tensor) else divisor
 
 
 def token_logprobs(
@@ -100,6 +26,7 @@ def token_logprobs(
     target_ids: Tensor,
     *,
     temperature: Tensor | float = 1.0,
+    kept: KeptIds | None = None,
     entropy_gradient: bool = False,
     chunk_size: int = DEFAULT_CHUNK,
     vocab_chunk_size: int = DEFAULT_VOCAB_CHUNK,
@@ -110,7 +37,7 @@ def token_logprobs(
     int64[T]; temperature above 0, one number or float32[T] (keep a tensor on the CPU: checking it then does
     not wait for the accelerator). Returns logprobs float32[T], with gradient to hidden, weight and bias, and
     entropy float32[T], with gradient if ``entropy_gradient``. Logits are float32 for every dtype of the
-    weights.
+    weights. With ``kept``, the softmax of each token is over its kept ids, of which the target is one.
 
     Projects only the T positions, [chunk_size, vocab_chunk_size] logits at a time with a running log-sum-exp
     (arXiv 1805.02867), and recomputes them in the backward. Besides the gradients, memory holds one block, an
@@ -126,7 +53,7 @@ def token_logprobs(
             raise ValueError(f"{name} is {size}, expected 1 or more")
     logprobs, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, parent, target_ids,
-        head, divisor, entropy_gradient, (chunk_size, vocab_chunk_size),
+        head, divisor, kept, entropy_gradient, (chunk_size, vocab_chunk_size),
     )  # fmt: skip
     return logprobs, entropy
 
@@ -163,7 +90,7 @@ class _RunningSoftmax:
     @classmethod
     def start(cls, like: Tensor) -> _RunningSoftmax:
         zeros = [like.new_zeros(len(like), dtype=torch.float32) for _ in range(3)]
-        return cls(torch.full_like(zeros[0], _LOWEST), *zeros)
+        return cls(torch.full_like(zeros[0], LOWEST), *zeros)
 
     def add(self, logits: Tensor, target: Tensor) -> None:
         """Add a block of columns, overwriting it; ``target`` counts from its first, and may lie outside."""
@@ -211,6 +138,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         target_ids: Tensor,
         head: OutputHead,
         divisor: Tensor | float,
+        kept: KeptIds | None,
         entropy_gradient: bool,
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
@@ -220,12 +148,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for here in _chunks(len(target_ids), sizes[0]):
             softmax = _RunningSoftmax.start(target_ids[here])
             for columns, logits in projection.blocks(hidden[parent[here]], rows_of(divisor, here)):
+                if kept is not None:
+                    kept.apply(logits, here, head.first + columns.start)
                 softmax.add(logits, target_ids[here] - head.first - columns.start)
             if head.group is not None:
                 softmax.join(head.group)
             logprobs[here], entropy[here], normalizer[here] = softmax.results()
         ctx.save_for_backward(hidden, weight, bias, parent, target_ids, normalizer, entropy)
-        ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, sizes)
+        ctx.others = (head.scale, head.softcap, head.group, head.first, divisor, kept, sizes)
         ctx.set_materialize_grads(False)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -234,7 +164,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, parent, target_ids, normalizer, entropy = ctx.saved_tensors
-        scale, softcap, group, first, divisor, sizes = ctx.others
+        scale, softcap, group, first, divisor, kept, sizes = ctx.others
         head = OutputHead(weight, bias, scale, softcap, group, first)
         upstream = _Upstream.of(grads, scale / divisor, divisor, normalizer, entropy)
         needs = ctx.needs_input_grad
@@ -246,6 +176,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             states = hidden[parent[here]]
             grad_states = torch.zeros_like(states, dtype=torch.float32)
             for columns, logits in projection.blocks(states, rows_of(divisor, here)):
+                if kept is not None:
+                    kept.apply(logits, here, first + columns.start)
                 target = target_ids[here] - first - columns.start
                 _to_gradient(logits, head, upstream.rows(here), target)
                 if grad_hidden is not None:
@@ -262,7 +194,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            None, None, None, None, None, None,
+            None, None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -311,7 +243,7 @@ def _to_gradient(logits: Tensor, head: OutputHead, upstream: _Upstream, target: 
         stripe, here = logits[rows], upstream.rows(rows)
         capped = None
         if head.softcap is not None:
-            capped = 1 - (stripe * (here.divisor / head.softcap)).square()
+            capped = 1 - (stripe * (here.divisor / head.softcap)).clamp_(-1, 1).square()
         stripe.sub_(here.normalizer[:, None])
         if here.entropy is None:
             stripe.exp_().mul_(-here.logprob[:, None])

@@ -8,6 +8,7 @@ import numpy as np
 from tiny_models import VOCABULARY, trajectory
 
 from agentrl.documents.model_call import pack_ids, unpack_ids
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData
 
 MAX_TOKENS = 48
@@ -47,7 +48,17 @@ def _reset(rng: np.random.Generator, name: str) -> DBRecordData:
 
 
 def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
-    """Return ``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``."""
+    """Return ``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``.
+
+    Those with an even number were sampled with top-k: each token is one of the 20 ids around it.
+    """
     ids = unpack_ids(item.input_ids).copy()
     ids[: len(prompt)] = prompt
-    return replace(item, task=task, input_ids=pack_ids(ids.tolist()))
+    trained = np.concatenate([ids[span.start : span.end] for span in item.spans])
+    kept = (
+        (trained[:, None] + np.arange(-10, 10)) % VOCABULARY
+        if item.id[-1] in "024"
+        else trained[:, None][:, :0]
+    )
+    mask = SamplingMask.of(kept.reshape(len(trained), -1).tolist()).pack()
+    return replace(item, task=task, input_ids=pack_ids(ids.tolist()), sampling_mask=mask)

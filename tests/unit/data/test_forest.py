@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agentrl.data.forest import TokenForest, concatenate, forest_from_data, forest_from_sequences
 from agentrl.data.forest_cuts import restrict
 from agentrl.documents.model_call import pack_floats, pack_ids
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError
 
@@ -157,6 +158,9 @@ GOOD = training_data([1, 2, 3, 4], [(0, 4, -1)], [(1, 2), (3, 4)])
         (training_data([1, 2], [(0, 2, -1)], [(0, 2)]), "trainable and a root"),
         (replace(GOOD, behavior_logprobs=pack_floats([-0.1])), "logprobs 1"),
         (replace(GOOD, behavior_logprobs=pack_floats([-0.1, float("nan")])), "logprob is not finite"),
+        (replace(GOOD, sampling_mask=SamplingMask.of([[2], [3]]).pack()), "not among the ids"),
+        (replace(GOOD, sampling_mask=SamplingMask.of([[2]]).pack()), "not one of 2 tokens"),
+        (replace(GOOD, sampling_mask=SamplingMask.of([[2, 9], [4]]).pack()), "token id 9 is outside"),
         (replace(GOOD, input_ids=pack_ids([1, 2, 3, 9])), "token id 9 is outside the vocabulary of 9 ids"),
         (replace(GOOD, input_ids=pack_ids([1, -2, 3, 4])), "token id -2 is outside"),
     ],

@@ -13,7 +13,8 @@ from training_data import group
 
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness, choose_groups
-from agentrl.documents.model_call import pack_floats
+from agentrl.documents.model_call import pack_floats, unpack_ids
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import reduce_losses, token_losses
@@ -58,6 +59,11 @@ def test_masked_tokens_are_context() -> None:
     assert (forest.tokens, forest.trainable_tokens) == (10, 5)
     assert forest.behavior_logprob.tolist() == pytest.approx([-0.3, -0.4, -0.5, -0.6, -0.7])
     assert count_step([forest]).tokens == 5
+    ids = unpack_ids(trajectory().input_ids)[[2, 3, 4, 5, 6, 8, 9]]
+    truncated = replace(trajectory(), sampling_mask=SamplingMask.of([[int(id)] for id in ids]).pack())
+    mask = forest_from_data([fresh("mask").weigh(truncated, ages(4))]).sampling_mask
+    assert mask is not None
+    assert mask.ids.tolist() == ids[2:].tolist()
     assert set(forest.version.tolist()) == {2, 4}
 
 

@@ -21,9 +21,11 @@ from agentrl.documents.model_call import (
 )
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
+from agentrl.errors import StoreError
 
 TASK = Task(
     id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q",
@@ -108,6 +110,22 @@ def test_logprobs_of_the_sampled_distribution_are_trained() -> None:
     greedy = replace(call(0, temperature=0.0), logprobs_of="sampled")
     assert mask_reason(greedy) == "temperature 0.0"
     assert call_temperature(greedy) is None
+
+
+def test_a_truncated_call_brings_the_ids_that_its_tokens_were_sampled_from() -> None:
+    mask = SamplingMask.of([[10, 3], [11]])
+    calls = (
+        call(0), replace(call(1, top_p=0.9), logprobs_of="truncated", sampling_mask=mask.pack()), call(2)
+    )  # fmt: skip
+    data = convert(*calls)
+    assert data is not None
+    found = SamplingMask.unpack(data.sampling_mask, data.trainable_tokens)
+    assert found.counts.tolist() == [0, 0, 2, 1, 0, 0]
+    assert explain_difference(data, calls, CONFIG) is None
+    assert "sampling_mask" in str(explain_difference(replace(data, sampling_mask=b""), calls, CONFIG))
+    assert convert(*calls, supervised=True).sampling_mask == b""  # type: ignore[union-attr]
+    with pytest.raises(StoreError, match="not one of 2 tokens"):
+        convert(replace(calls[1], index=0, parent=None, sampling_mask=mask.select(slice(1)).pack()))
 
 
 def test_supervised_data_take_every_call_at_temperature_1() -> None:

@@ -1,0 +1,40 @@
+"""Read the JSON requests of the local engine, and answer those that are not valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+
+class BadRequestError(Exception):
+    """The request is not valid; the answer has status 400."""
+
+
+async def bad_request(_: Request, error: Exception) -> JSONResponse:
+    """Answer a BadRequestError."""
+    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """Return the body, a JSON object. Raises BadRequestError."""
+    try:
+        body = orjson.loads(await request.body())
+    except ValueError as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequestError("the body must be a JSON object")
+    return body
+
+
+def read_routed_from(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
+    """Return the first token whose experts are wanted; None if none are."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= prompt_tokens:
+        raise BadRequestError(f"routed_experts_start_len is {start!r}, outside [0, {prompt_tokens}]")
+    return start
