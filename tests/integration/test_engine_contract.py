@@ -44,10 +44,8 @@ from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
-from agentrl.processes import identify
 from agentrl.rollout.prompts import Budget
-from agentrl.weights.memory_file import open_memory_file, write_memory_file
-from agentrl.weights.weight_group import WeightSender
+from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -325,6 +323,22 @@ async def test_pause_and_resume_change_nothing(served: Served, engine: EngineCli
     assert_logprobs(served.first, prompt(13), made)
 
 
+async def test_an_engine_gives_its_memory_back_and_goes_on(served: Served, engine: EngineClient) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM gives memory back on GPUs only")
+    greedy = SHORT.replace(temperature=0.0)
+    before = await engine.generate(prompt(3), greedy, "before")
+    await engine.pause("abort")
+    await engine.release_memory()
+    late = asyncio.create_task(engine.generate(prompt(3), greedy, "late"))
+    await engine.resume_memory("weights")
+    await engine.update_weights(served.first, 0)
+    await engine.resume_memory("kv_cache")
+    assert not late.done()
+    await engine.resume()
+    assert (await late).output_ids == before.output_ids
+
+
 async def test_new_weights_answer_under_their_version(served: Served, engine: EngineClient) -> None:
     await engine.update_weights(served.second, 5)
     assert (await engine.model_info()).version == 5
@@ -357,32 +371,32 @@ async def test_weights_from_the_trainers_memory_answer_under_their_version(
 ) -> None:
     if served.kind == "vllm":
         pytest.skip("vLLM takes versions from a disk")
-    trainer = identify(os.getpid())
-    assert trainer is not None
-    descriptor = write_memory_file(load_file(Path(served.second) / "model.safetensors"))
-    file = f"/proc/{os.getpid()}/fd/{descriptor}"
-    weights = open_memory_file(file)
-    sender = WeightSender({9: weights, 11: weights}.get, torch.device("cpu"))
-    shared = LiveWeights(kind="tensor", host="here", process=trainer, file=file)
-    sent = LiveWeights(kind="distributed", host="here", process=trainer, port=sender.port)
+    tensors = load_file(Path(served.second) / "model.safetensors")
+    half = {name: tensors.pop(name) for name in sorted(tensors)[::2]}
+    cpu = torch.device("cpu")
+    shared, sent = (LiveHolder(kind, cpu) for kind in ("tensor", "distributed"))
     loader = LiveLoader(engine)
     try:
-        for number, live in ((8, shared), (9, sent), (10, shared), (11, sent)):
+        for number, holder in ((8, shared), (9, sent), (10, shared), (11, sent)):
             await engine.update_weights(served.first, 0)
+            live = holder.join([holder.hold(tensors), holder.hold(half)])
             await engine.pause("retract")
             await loader.load(live_version(number, live))
             await engine.resume()
             made = await engine.generate(prompt(14), SHORT, f"live-{number}")
             assert made.versions == (VersionSpan(version=number, start=0, end=12),)
             assert_logprobs(served.second, prompt(14), made)
+        forgotten = sent.join([sent.hold(tensors)])
+        for _ in range(2):
+            sent.hold(half)
         await engine.pause("retract")
-        with pytest.raises(PublishError, match="version 12 is not held any more"):
-            await loader.load(live_version(12, sent))
+        with pytest.raises(PublishError, match="not held any more"):
+            await loader.load(live_version(12, forgotten))
         await engine.resume()
         assert_logprobs(served.second, prompt(14), await engine.generate(prompt(14), SHORT, "live-11"))
     finally:
-        sender.close()
-        os.close(descriptor)
+        shared.close()
+        sent.close()
 
 
 def live_version(number: int, live: LiveWeights) -> PolicyVersion:

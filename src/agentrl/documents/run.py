@@ -171,20 +171,28 @@ class FileChecksum(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveShare(Document):
+    """The tensors of a version that one rank of the trainer holds in memory."""
+
+    name: str
+    """No other share has it."""
+    host: str
+    process: ProcessIdentity
+    file: str | None = None
+    """``tensor``: the memory file, for processes of the same user, host and container."""
+    port: int | None = None
+    """``distributed``: where the rank takes requests for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveWeights(Document):
     """How engines take a version from the trainer's memory, while the trainer holds it."""
 
     kind: Literal["tensor", "distributed"]
-    host: str
-    """Where the trainer runs."""
-    process: ProcessIdentity
-    """The trainer."""
-    file: str | None = None
-    """``tensor``: the memory file, for processes of the same user, host and container."""
-    port: int | None = None
-    """``distributed``: where the trainer takes requests for it."""
+    shares: tuple[LiveShare, ...]
+    """One of each rank that holds tensors; together they are the version."""
     nccl: bool = False
-    """``distributed``: the trainer has a GPU, and sends over NCCL to engines that have one too."""
+    """``distributed``: the trainer has GPUs, and sends over NCCL to engines that have one too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryPart = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,14 @@ class EngineControl:
         """Continue after ``pause``."""
         await self._post("/continue_generation", {})
 
+    async def release_memory(self) -> None:
+        """Give the memory of the weights and the KV cache back; the engine is paused and runs no request."""
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, self._timeout)
+
+    async def resume_memory(self, part: MemoryPart) -> None:
+        """Allocate a part again: ``weights``, whose values an update then loads, and then ``kv_cache``."""
+        await self._post("/resume_memory_occupation", {"tags": [part]}, self._timeout)
+
     async def flush_cache(self) -> None:
         """Drop every cached prefix. Raises EngineRefusedError while requests are running."""
         await self._post("/flush_cache", {})
@@ -191,9 +200,9 @@ class EngineControl:
         """Serve what has arrived since ``begin_update``."""
         await self._update_call("/end_weight_update", {}, self._timeout)
 
-    async def load_memory(self, file: str, version: int) -> None:
-        """Add the weights in the trainer's memory file ``file`` to an update; for the local engine."""
-        body = {"file": file, "weight_version": str(version)}
+    async def load_memory(self, file: str, name: str, version: int) -> None:
+        """Add the weights in a memory file of the trainer to an update; for the local engine."""
+        body = {"file": file, "name": name, "weight_version": str(version)}
         await self._update_call("/update_weights_from_tensor", body, self._timeout)
 
     async def load_pickled(self, bucket: bytes, ranks: int, version: int, count: int) -> None:

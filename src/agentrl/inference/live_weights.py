@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable
 from typing import TYPE_CHECKING
 
-from agentrl.documents.run import LiveWeights, PolicyVersion
-from agentrl.errors import EngineError
+from agentrl.documents.run import LiveShare, LiveWeights, PolicyVersion
+from agentrl.errors import EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.processes import has_ended, is_observable
 
 if TYPE_CHECKING:
-    from agentrl.weights.memory_file import MemoryFile, StoredTensor
     from agentrl.weights.weight_group import GroupBackend, WeightRequests
-
-Call = Callable[[], Awaitable[None]]
 
 
 class PartlyLoadedError(EngineError):
@@ -29,7 +25,8 @@ class LiveLoader:
 
     def __init__(self, client: EngineControl) -> None:
         self._client = client
-        self._requests: WeightRequests | None = None
+        self._requests: dict[tuple[str, int], WeightRequests] = {}
+        """By the address of a rank of the trainer."""
 
     async def load(self, version: PolicyVersion) -> None:
         """Load ``version``.
@@ -40,67 +37,66 @@ class LiveLoader:
         live = version.live
         assert live is not None
         info = await self._client.server_info()
-        is_local = info.get("engine") == "local"
-        if live.kind == "distributed":
-            calls = await self._calls_over_group(version.id, live, str(info.get("device")))
-        elif is_local:
-            calls = [partial(self._client.load_memory, str(live.file), version.id)]
-        else:
-            calls = await self._calls_with_buckets(version.id, live, int(info.get("tp_size") or 1))
+        is_local, is_changed = info.get("engine") == "local", False
         await self._client.begin_update()
         try:
-            for call in calls:
-                await call()
+            for share in live.shares:
+                if live.kind == "distributed":
+                    nccl = live.nccl and str(info.get("device")).startswith("cuda")
+                    calls = self._receive(version.id, share, "nccl" if nccl else "gloo")
+                elif is_local:
+                    calls = self._load_memory(version.id, share)
+                else:
+                    calls = self._load_pickled(version.id, share, int(info.get("tp_size") or 1))
+                async for call in calls:
+                    is_changed = not is_local
+                    await call
             await self._client.end_update()
-        except EngineError as error:
-            self._requests = None  # the next version gets a group of its own
-            if is_local:
-                raise
-            with contextlib.suppress(EngineError):
-                await self._client.end_update()
-            raise PartlyLoadedError(error.message) from error
+        except (EngineError, PublishError) as error:
+            self._requests.clear()  # the next version gets groups of its own
+            if not is_local:
+                with contextlib.suppress(EngineError):
+                    await self._client.end_update()
+            if is_changed:
+                raise PartlyLoadedError(error.message) from error
+            raise
 
-    async def _calls_over_group(self, version: int, live: LiveWeights, device: str) -> list[Call]:
-        """Ask the trainer for ``version`` and join its group; return the calls that receive the buckets."""
+    async def _receive(
+        self, version: int, share: LiveShare, backend: GroupBackend
+    ) -> AsyncIterator[Awaitable[None]]:
+        """Ask a rank for its share and join its group; yield the calls that receive the buckets."""
         from agentrl.weights.weight_group import WeightRequests
 
-        host = "127.0.0.1" if is_observable(live.process) else live.host
-        port = int(live.port or 0)
-        requests = self._requests
-        if requests is None or requests.address != (host, port):
-            backend: GroupBackend = "nccl" if live.nccl and device.startswith("cuda") else "gloo"
-            requests = await asyncio.to_thread(WeightRequests, host, port, backend)
-            self._requests = requests
-        try:
-            transfer = await asyncio.to_thread(requests.ask, version)
-            if transfer.is_new:
-                await self._client.join_group(transfer.group, host, port, requests.backend)
-        except BaseException:
-            self._requests = None
-            raise
-        return [partial(self._client.receive, transfer.group, bucket, version) for bucket in transfer.buckets]
+        host = "127.0.0.1" if is_observable(share.process) else share.host
+        address = (host, int(share.port or 0))
+        if (requests := self._requests.get(address)) is None:
+            requests = await asyncio.to_thread(WeightRequests, *address, backend)
+            self._requests = {**self._requests, address: requests}
+        transfer = await asyncio.to_thread(requests.ask, share.name)
+        if transfer.is_new:
+            await self._client.join_group(transfer.group, *address, backend)
+        for bucket in transfer.buckets:
+            yield self._client.receive(transfer.group, bucket, version)
 
-    async def _calls_with_buckets(self, version: int, live: LiveWeights, ranks: int) -> list[Call]:
+    async def _load_memory(self, version: int, share: LiveShare) -> AsyncIterator[Awaitable[None]]:
+        yield self._client.load_memory(str(share.file), share.name, version)
+
+    async def _load_pickled(
+        self, version: int, share: LiveShare, ranks: int
+    ) -> AsyncIterator[Awaitable[None]]:
         from agentrl.weights.memory_file import open_memory_file
+        from agentrl.weights.pickled_bucket import pickled_bucket
         from agentrl.weights.weight_group import BUCKET_BYTES
 
-        weights = await asyncio.to_thread(open_memory_file, str(live.file))
-        return [
-            partial(self._load_bucket, weights, bucket, ranks, version)
-            for bucket in weights.buckets(BUCKET_BYTES)
-        ]
-
-    async def _load_bucket(
-        self, weights: MemoryFile, bucket: tuple[StoredTensor, ...], ranks: int, version: int
-    ) -> None:
-        from agentrl.weights.pickled_bucket import pickled_bucket
-
-        shared, pickled = await asyncio.to_thread(pickled_bucket, weights, bucket)
-        await self._client.load_pickled(pickled, ranks, version, len(shared))
+        weights = await asyncio.to_thread(open_memory_file, str(share.file), share.name)
+        for bucket in weights.buckets(BUCKET_BYTES):
+            shared, pickled = await asyncio.to_thread(pickled_bucket, weights, bucket)
+            yield self._client.load_pickled(pickled, ranks, version, len(shared))
 
 
 def is_reachable(live: LiveWeights) -> bool:
     """Return whether this process may load ``live``; its trainer is not asked."""
-    if live.kind == "tensor" and not is_observable(live.process):
-        return False
-    return not has_ended(live.process)
+    return not any(
+        has_ended(share.process) or (live.kind == "tensor" and not is_observable(share.process))
+        for share in live.shares
+    )

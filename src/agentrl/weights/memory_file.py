@@ -23,7 +23,8 @@ from torch import Tensor
 from agentrl.errors import PublishError
 from agentrl.weights.folder import read_header
 
-_NAME = "agentrl-weights"
+PREFIX = "agentrl-weights-"
+"""Of the names of memory files, as /proc shows them."""
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _ALIGNED = 64
@@ -75,21 +76,21 @@ def unflatten(item: StoredTensor, flat: Tensor) -> Tensor:
     return flat.view(item.dtype).view(item.shape)
 
 
-def write_memory_file(tensors: Mapping[str, Tensor]) -> int:
+def write_memory_file(name: str, tensors: Mapping[str, Tensor]) -> int:
     """Write ``tensors``, on the CPU, into a new memory file and seal it; return its descriptor.
 
     Larger dtypes come first, so that every tensor is aligned. Raises PublishError if memory is short.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header, end = {}, 0
-    for name, tensor in ordered:
+    for key, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
+        header[key] = {
             "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
         }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNED)
-    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as stream:
             stream.write(struct.pack("<Q", len(text)) + text)
@@ -105,10 +106,11 @@ def write_memory_file(tensors: Mapping[str, Tensor]) -> int:
     return descriptor
 
 
-def open_memory_file(path: str) -> MemoryFile:
-    """Map a memory file. Raises PublishError if it is gone, or is no sealed file of this user's weights.
+def open_memory_file(path: str, name: str) -> MemoryFile:
+    """Map the memory file ``name``. Raises PublishError if it is gone, or not a sealed file of this user.
 
-    Another path is refused, so that a caller can make an engine read nothing else.
+    The number of a descriptor is used again, the name is not. Another path is refused, so that a caller can
+    make an engine read nothing else.
     """
     try:
         if not _PATH.fullmatch(path):
@@ -118,8 +120,9 @@ def open_memory_file(path: str) -> MemoryFile:
         raise _unusable(path, error) from error
     try:
         own = f"/proc/self/fd/{descriptor}"
-        if not os.readlink(own).startswith(f"/memfd:{_NAME}") or os.fstat(descriptor).st_uid != os.geteuid():
-            raise ValueError("it does not hold weights of this user")
+        is_own = os.fstat(descriptor).st_uid == os.geteuid()
+        if os.readlink(own) != f"/memfd:{PREFIX}{name} (deleted)" or not is_own:
+            raise ValueError(f"it does not hold the weights {name} of this user any more")
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ValueError("it can still be written")
         header = read_header(Path(own))

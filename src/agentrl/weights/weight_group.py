@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,8 +69,10 @@ def connect(host: str, port: int) -> Any:
     """Return a client of the trainer's store. Raises PublishError if it cannot be reached."""
     limit = timedelta(seconds=_ANSWER_SECONDS)
     try:
+        # A store tries again for the whole time where nobody listens.
+        socket.create_connection((host, port), _ANSWER_SECONDS).close()
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise PublishError(f"the trainer's weights at {host}:{port} cannot be reached: {error}") from error
 
 
@@ -82,10 +85,10 @@ def broadcast(group: Any, flat: Tensor) -> None:
 
 @dataclass
 class WeightSender:
-    """The trainer's end: answers requests for the held versions and sends them, in threads."""
+    """The end of a rank of the trainer: answers requests for what it holds and sends it, in threads."""
 
-    held: Callable[[int], MemoryFile | None]
-    """Return the weights of a version; None if they are not held any more."""
+    held: Callable[[str], MemoryFile | None]
+    """Return the weights of a name; None if they are not held any more."""
     device: torch.device
     """With a GPU, weights are sent from it over NCCL to engines that ask for it."""
     port: int = field(init=False)
@@ -102,6 +105,8 @@ class WeightSender:
         """Answer no more requests."""
         self._stopped.set()
         self._thread.join(_ANSWER_SECONDS)
+        self._groups.clear()
+        del self._store  # its port is free then
 
     def _run(self) -> None:
         number = 1
@@ -118,12 +123,12 @@ class WeightSender:
         """Answer one request, then join its group if it is new, and send."""
         try:
             asked = json.loads(request)
-            name, version, backend = str(asked["group"]), int(asked["version"]), asked["backend"]
+            name, wanted, backend = str(asked["group"]), str(asked["name"]), asked["backend"]
         except (ValueError, KeyError, TypeError):
             return
-        weights = self.held(version)
+        weights = self.held(wanted)
         if weights is None:
-            self._answer(number, error=f"version {version} is not held any more")
+            self._answer(number, error="it is not held any more")
         elif not _GROUP.fullmatch(name) or backend not in ("gloo", "nccl"):
             self._answer(number, error="the group or its backend is malformed")
         else:
@@ -138,7 +143,7 @@ class WeightSender:
                     group = join_group(connect("localhost", self.port), name, 0, backend)
                 self._send(group, weights, backend)
             except (RuntimeError, PublishError) as error:
-                logger.warning("an engine did not receive version %d: %s", version, str(error).split("\n")[0])
+                logger.warning("an engine did not receive the weights: %s", str(error).split("\n")[0])
             else:
                 self._groups[name] = group
                 for oldest in list(self._groups)[:-_MOST_GROUPS]:
@@ -165,7 +170,7 @@ class Transfer:
 
 
 class WeightRequests:
-    """The end of ``agentrl serve``: asks one trainer for versions on behalf of one engine."""
+    """The end of ``agentrl serve``: asks one rank of a trainer for weights on behalf of one engine."""
 
     def __init__(self, host: str, port: int, backend: GroupBackend) -> None:
         self.address = (host, port)
@@ -173,11 +178,11 @@ class WeightRequests:
         self._store = connect(host, port)
         self.group = uuid4().hex
 
-    def ask(self, version: int) -> Transfer:
-        """Ask for ``version``; the trainer then waits in the group. Raises PublishError if it does not."""
+    def ask(self, name: str) -> Transfer:
+        """Ask for the weights ``name``; the trainer then waits in the group. Raises PublishError."""
         try:
             number = self._store.add("requests", 1)
-            asked = {"group": self.group, "version": version, "backend": self.backend}
+            asked = {"group": self.group, "name": name, "backend": self.backend}
             self._store.set(f"request/{number}", json.dumps(asked))
             answer: Mapping[str, Any] = json.loads(self._store.get(f"answer/{number}"))
             self._store.delete_key(f"answer/{number}")
@@ -186,5 +191,5 @@ class WeightRequests:
                 f"the trainer at {self.address[0]}:{self.address[1]} does not answer: {error}"
             ) from error
         if "error" in answer:
-            raise PublishError(f"the trainer does not send version {version}: {answer['error']}")
+            raise PublishError(f"the trainer does not send the weights {name}: {answer['error']}")
         return Transfer(self.group, answer["is_new"], answer["buckets"])
