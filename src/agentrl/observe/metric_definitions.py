@@ -85,6 +85,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("seconds_forward_backward", "seconds_forward + seconds_backward", "s", "most of the step"),
         _("seconds_optimizer", "clipping and the optimizer", "s", "below a tenth of the step"),
         _("seconds_publish", "publishing the last version", "s", "below a tenth of the step"),
+        _("seconds_device", "with --colocate: waiting until the engine gives the device, and moving weights and moments", "s", "below a tenth of the step"),
     ),
 }  # fmt: skip
 """The definitions by section, in the order of the page."""

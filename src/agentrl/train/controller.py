@@ -18,6 +18,7 @@ from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
+from agentrl.train.offload import to_device, to_host
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.model_folder import SavableModel
 from agentrl.weights.sharded_writer import FILE_BYTES, Part
@@ -43,6 +44,16 @@ class Controller:
         """Run ``PolicyTrainer.train`` on all ranks."""
         self._broadcast("train", tuple(data), ages, images)
         return self.trainer.train(data, ages, images)
+
+    def to_host(self) -> None:
+        """Move weights and moments to the host's memory on all ranks."""
+        self._broadcast("to_host")
+        to_host(self.trainer)
+
+    def to_device(self) -> None:
+        """Move weights and moments to the device on all ranks."""
+        self._broadcast("to_device")
+        to_device(self.trainer, self.world.device)
 
     def save_optimizer(self, folder: Path) -> None:
         """Write the optimizer's state and the weights that publication rounds; each rank writes its part."""
@@ -92,6 +103,8 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     inventory = take_inventory(trainer.policy)
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,
+        "to_host": partial(to_host, trainer),
+        "to_device": partial(to_device, trainer, world.device),
         "save_optimizer": trainer.save_optimizer,
         "send_weights": inventory.send,
     }

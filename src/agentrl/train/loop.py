@@ -20,6 +20,7 @@ from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.saving import Progress, Saver
@@ -57,6 +58,7 @@ class Trainer:
     stream: DataStream
     progress: Progress
     lease: TrainerLease
+    turns: DeviceTurns
     stop: asyncio.Event
     view: StepView
     tracker: Tracker
@@ -74,15 +76,18 @@ class Trainer:
             await self.saver.publish_if_due()
             while not self._is_done():
                 started = time.perf_counter()
+                await self.turns.end()
                 batch = await self._next_data()
                 if batch is None:
                     break
-                await self._train(batch, time.perf_counter() - started)
+                await self._train(batch, time.perf_counter() - started - self.turns.seconds)
         except PublishError as error:
+            await self.turns.begin()
             raise await self.saver.keep(error) from error
         finally:
             await self.stream.close()
             await self.token_writer.close()
+        await self.turns.begin()
         await self.saver.finish()
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
@@ -109,7 +114,7 @@ class Trainer:
 
     async def _next_data(self) -> StepData | None:
         """Return the next step's data; None at the end of the data or on ``stop``."""
-        take = asyncio.create_task(self.stream.take(self.progress.step + 1))
+        take = asyncio.create_task(self._take())
         stopped = asyncio.create_task(self.stop.wait())
         lost = asyncio.create_task(self.lease.lost.wait())
         try:
@@ -123,6 +128,13 @@ class Trainer:
             await asyncio.gather(take, stopped, lost, return_exceptions=True)
         if batch is None and not self.stop.is_set() and self.progress.step:
             logger.info("the end of the data: every group is sampled, and trained or abandoned")
+        return batch
+
+    async def _take(self) -> StepData | None:
+        """Wait for the step's data, and then for the device."""
+        batch = await self.stream.take(self.progress.step + 1)
+        if batch is not None:
+            await self.turns.lock()
         return batch
 
     async def _train(self, batch: StepData, seconds_data: float) -> None:
@@ -145,6 +157,7 @@ class Trainer:
             self.stream.prefetch(plan.step + 1)
         named = {image.sha256 for item in batch.data for image in item.images}
         images = await self.store.images.get(named) if named else {}
+        await self.turns.begin()
         began = time.time()
         result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
         trace_updates(span, began, result.metrics)
@@ -163,6 +176,8 @@ class Trainer:
             "seconds_data": seconds_data,
             "seconds_publish": self.saver.seconds_publish,
         }
+        if self.turns.lease is not None:
+            metrics["seconds_device"] = self.turns.seconds
         if self.saver.published_share is not None:
             metrics["published_adapter_share"] = self.saver.published_share
         with tracer().span("commit"):
