@@ -134,17 +134,24 @@ class PolicyVersions(Repository):
     async def withdraw_after(self, step: int, *, attempt: int | None = None) -> int:
         """Withdraw every version of a step above ``step``, which has been reverted; return how many.
 
-        Each transaction withdraws a few hundred, oldest first. After an interruption, call it again.
+        Also withdraws those above the newest stored version: they were in the memory of a trainer that has
+        ended. Each transaction withdraws a few hundred, oldest first. After an interruption, call it again.
         """
+        kept = {
+            "status": VersionStatus.PUBLISHED.value, "location": {"$ne": ""}, "step": {"$lte": step},
+        }  # fmt: skip
+        stored = await self._one(PolicyVersion, VERSION, kept, sort=[("_id", DESCENDING)])
+        lost: Json = {"location": "", "_id": {"$gt": -1 if stored is None else stored.id}}
+        later: Json = {
+            "$or": [{"step": {"$gt": step}}, lost],
+            "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)},
+        }
         withdrawn = 0
-        while count := await self._withdraw_some(step, attempt):
+        while count := await self._withdraw_some(later, attempt):
             withdrawn += count
         return withdrawn
 
-    async def _withdraw_some(self, step: int, attempt: int | None) -> int:
-        later: Json = {
-            "step": {"$gt": step}, "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)},
-        }  # fmt: skip
+    async def _withdraw_some(self, later: Json, attempt: int | None) -> int:
 
         async def write(session: AsyncClientSession) -> int:
             cursor = self._collection(VERSION).find(
@@ -159,25 +166,24 @@ class PolicyVersions(Repository):
         return await fenced(self._connection, attempt, write)
 
     @database_call
-    async def reinstate(
-        self, version: int, *, train_step: str | None, location: str, attempt: int | None = None
-    ) -> None:
-        """Publish a withdrawn version again, for ``train_step``, which has the same weights at ``location``.
+    async def reinstate(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        """Publish a withdrawn version again, for another ``train_step`` that ended with the same weights.
 
-        Idempotent. Raises StoreError if the version does not exist.
+        They may be in other files now. Idempotent. Raises StoreError if the version does not exist.
         """
         allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
-        again = {
-            "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
-            "pruned_at": None,
-        }  # fmt: skip
+        content = version.to_document()
+        fields = ("train_step", "location", "files", "encoding", "base", "live")
+        again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
+            name: content[name] for name in fields
+        }
 
         async def write(session: AsyncClientSession) -> None:
             result = await self._collection(VERSION).update_one(
-                {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
+                {"_id": version.id, "status": {"$in": allowed}}, {"$set": again}, session=session
             )
             if result.matched_count == 0:
-                raise StoreError(f"policy version {version} cannot be published again: it does not exist")
+                raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
 
         await fenced(self._connection, attempt, write)
 

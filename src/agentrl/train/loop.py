@@ -23,7 +23,8 @@ from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
-from agentrl.train.saving import Progress, Saver
+from agentrl.train.progress import Progress
+from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -73,21 +74,23 @@ class Trainer:
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
-            await self.saver.publish_if_due()
+            await self.saver.publisher.begin()
             while not self._is_done():
-                started = time.perf_counter()
+                started, moving = time.perf_counter(), self.turns.seconds
                 await self.turns.end()
                 batch = await self._next_data()
                 if batch is None:
                     break
-                await self._train(batch, time.perf_counter() - started - self.turns.seconds)
+                moving = self.turns.seconds - moving
+                await self._train(batch, time.perf_counter() - started - moving)
         except PublishError as error:
-            await self.turns.begin()
             raise await self.saver.keep(error) from error
+        except BaseException:
+            await self.saver.close()
+            raise
         finally:
             await self.stream.close()
             await self.token_writer.close()
-        await self.turns.begin()
         await self.saver.finish()
         if self.progress.step == 0 and not self._is_done():
             raise await self._nothing_trained()
@@ -114,11 +117,20 @@ class Trainer:
 
     async def _next_data(self) -> StepData | None:
         """Return the next step's data; None at the end of the data or on ``stop``."""
-        take = asyncio.create_task(self._take())
+        take = asyncio.create_task(self.stream.take(self.progress.step + 1))
         stopped = asyncio.create_task(self.stop.wait())
         lost = asyncio.create_task(self.lease.lost.wait())
         try:
-            await asyncio.wait((take, stopped, lost), return_when=asyncio.FIRST_COMPLETED)
+            waits = (take, stopped, lost)
+            while not any(task.done() for task in waits):
+                # Newer weights than those in flight are published here if no step does it before.
+                publisher = self.saver.publisher
+                flight = publisher.flight if publisher.is_behind else None
+                also = () if flight is None else (flight.task,)
+                await asyncio.wait((*waits, *also), return_when=asyncio.FIRST_COMPLETED)
+                if flight is not None and flight.task.done() and not take.done():
+                    await publisher.begin()
+                    await self.turns.end()
             if lost.done():
                 await self.lease.check()
             batch = take.result() if take.done() else None
@@ -128,13 +140,6 @@ class Trainer:
             await asyncio.gather(take, stopped, lost, return_exceptions=True)
         if batch is None and not self.stop.is_set() and self.progress.step:
             logger.info("the end of the data: every group is sampled, and trained or abandoned")
-        return batch
-
-    async def _take(self) -> StepData | None:
-        """Wait for the step's data, and then for the device."""
-        batch = await self.stream.take(self.progress.step + 1)
-        if batch is not None:
-            await self.turns.lock()
         return batch
 
     async def _train(self, batch: StepData, seconds_data: float) -> None:
@@ -174,12 +179,10 @@ class Trainer:
             "groups_open": await self.store.groups.count_open(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1),
             "seconds_data": seconds_data,
-            "seconds_publish": self.saver.seconds_publish,
+            **self.saver.publisher.metrics,
         }
         if self.turns.lease is not None:
-            metrics["seconds_device"] = self.turns.seconds
-        if self.saver.published_share is not None:
-            metrics["published_adapter_share"] = self.saver.published_share
+            metrics["seconds_device"] = self.turns.take_seconds()
         with tracer().span("commit"):
             await self._commit(plan, metrics, window.tasks)
         self.token_writer.start(plan, result.tokens)

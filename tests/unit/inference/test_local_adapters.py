@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import write_tiny_policy
+from written_adapter import write_adapter
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.documents.sampling import SamplingParams
@@ -19,6 +20,7 @@ from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
+from agentrl.weights.sharded_writer import write_alone
 
 PROMPT = [n * 7919 % 200 for n in range(40)]
 
@@ -61,7 +63,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
             if ".lora_B." in parameter_name and (name != "one@3" or ".layers.1." in parameter_name):
                 value.data.normal_(std=0.3)
         folder = tmp_path_factory.mktemp("adapter")
-        policy.adapter.write(str(folder), policy.adapter.served(policy.adapter.weights()))
+        write_adapter(policy.adapter, folder, policy.adapter.served(policy.adapter.weights()))
         made[name] = Trained(policy, folder)
     return made
 
@@ -122,7 +124,7 @@ def test_rows_of_several_adapters_and_of_none_have_the_trainers_logprobs(
             assert (wanted - logprobs(plain, request)).abs().max() > 0.05
     # The first request of each adapter computes the prompt; the second one reuses it, and no other does.
     assert [request.cached_tokens for request in made] == [0] * 3 + [len(PROMPT) - 1] * 3
-    trained["one@3"].policy.published.save_pretrained(str(tmp_path))
+    write_alone(trained["one@3"].policy.published, tmp_path)
     merged = load_policy(ModelConfig(model_name_or_path=str(base)), tmp_path).model
     torch.testing.assert_close(torch.tensor(made[0].logprobs), logprobs(merged, made[0]), atol=1e-4, rtol=0)
 
