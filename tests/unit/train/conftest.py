@@ -79,7 +79,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         turns = DeviceTurns(lease=device, controller=controller)
         publisher = Publisher(
             store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
-            turns=turns, output=output, max_staleness=max_staleness, stop=stop,
+            turns=turns, output=output, root=str(output / "weights"), max_staleness=max_staleness, stop=stop,
         )  # fmt: skip
         saver = Saver(
             run_name="run", config=config, controller=controller, progress=progress, lease=lease,
