@@ -176,7 +176,24 @@ class TrainConfig(ParallelConfig):
     )
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
+    weight_sync: Literal["disk", "tensor", "distributed"] = flag(
+        "disk",
+        "how versions reach engines: disk: as files; tensor: from the trainer's memory, on its own host;"
+        " distributed: over the network, without a disk",
+    )
+    full_every: int = flag(
+        10,
+        "with --weight_sync tensor or distributed, also store every N-th version as files, for engines that"
+        " join later",
+        within="[1, inf)",
+        unit="versions",
+    )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    publish_to: str | None = flag(
+        None,
+        "where published weights are stored, in a subfolder of the run's name: a folder, or a URL with s3://,"
+        " gs://, http:// or https:// (default: the folder weights in --output_dir)",
+    )
     published_versions_kept: int = flag(
         4,
         "versions of published weights kept on disk; at least 2, since engines may still load the older one",
