@@ -46,6 +46,9 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("kl_k1", "mean of log μ/πθ: estimates KL(μ‖πθ)", "nats a token", "around 0, may be negative"),
         _("kl_k3", "mean of πθ/μ − 1 − log πθ/μ: estimates KL(μ‖πθ), never below 0", "nats a token", "below 0.01; above 0.1, sampler and trainer disagree (`agentrl parity`)"),
         _("kl_reference", "k3 estimate of KL(πθ‖π_ref), with a reference model", "nats a token", "grows slowly"),
+        _("router_replayed", "of a mixture: share of rank 0's tokens with the experts that the engine chose (--router_replay)", "0–1", "near 1; the rest routes freely: last tokens, engines without routing"),
+        _("router_differs", "share of those choices, by token and layer, that the trainer's router would make otherwise", "0–1", "below 0.1 at staleness 0; grows with staleness"),
+        _("router_merge_differs", "share of merged prefix tokens whose trajectory had other experts than the one that is kept", "0–1", "near 0: one engine, one version; higher with several"),
         _("entropy", "mean entropy of πθ at trainable tokens", "nats a token", "falls slowly; near 0, exploration is over"),
         _("effective_sample_size", "(Σω)² / (n·Σω²) of ω = πθ/μ", "0–1", "above 0.9"),
         _("published_adapter_share", "share of what a LoRA adapter changes that rounding leaves in the last published version", "0–1", "above 0.9; below it, engines sample another policy than the one that is trained"),
@@ -87,6 +90,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("seconds_publish", "waiting for the publication of the step before", "s", "near 0"),
         _("seconds_publish_background", "writing the newest version, beside training", "s", "below the step"),
         _("published_bytes", "bytes of the newest version's files", "bytes", "few: whole weights are most"),
+        _("seconds_device", "with --colocate: waiting until the engine gives the device, and moving weights and moments", "s", "below a tenth of the step"),
     ),
 }  # fmt: skip
 """The definitions by section, in the order of the page."""
