@@ -63,20 +63,19 @@ class ServedAdapters:
         is_adapter = version.encoding == "adapter" and self._why_merged is None
         return not is_adapter or version.base != self.whole
 
-    async def fetch(self, store: Store, version: PolicyVersion) -> None:
-        """Merge ``version``, which is in the copy, if the engine needs that.
-
-        Raises PublishError for whole weights that a shared engine would have to load, and ModelError if the
-        adapter cannot be merged.
-        """
-        from agentrl.weights.merged import merged_model
-
+    def check(self, version: PolicyVersion) -> None:
+        """Raise PublishError for whole weights that a shared engine would have to load."""
         if self._is_shared and self.pauses(version):
             raise PublishError(
                 "it has other whole weights than the engine, which other runs may use",
                 hint="train an adapter of the engine's model (--lora_rank), or serve this run without"
                 " --engine_url",
             )
+
+    async def fetch(self, store: Store, version: PolicyVersion) -> None:
+        """Merge ``version``, which is in the copy, if the engine needs that. Raises ModelError."""
+        from agentrl.weights.merged import merged_model
+
         if version.encoding != "adapter" or self._why_merged is None:
             return
         if self._merged is None:
