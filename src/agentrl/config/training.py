@@ -177,6 +177,17 @@ class TrainConfig(ParallelConfig):
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    publish: Literal["auto", "full", "delta"] = flag(
+        "auto",
+        "what a version holds: full, the whole weights; delta, the elements that differ from the version"
+        " before; auto, a delta where it has less than half of the bytes",
+    )
+    full_every: int = flag(
+        20,
+        "interval of whole weights among deltas; an engine that starts reads those since",
+        within="[1, inf)",
+        unit="versions",
+    )
     published_versions_kept: int = flag(
         4,
         "versions of published weights kept on disk; at least 2, since engines may still load the older one",

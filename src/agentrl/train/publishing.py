@@ -35,7 +35,8 @@ LEAST_SHARE = 0.9
 WRITE_SECONDS = 3600.0
 """How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-_REPORT_SECONDS = 30.0
+REPORT_SECONDS = 30.0
+"""Interval of the lines about such a wait."""
 
 
 @dataclass(kw_only=True)
@@ -46,6 +47,8 @@ class Publication:
     train_step: str | None
     temporary: Path
     write: Future[Written]
+    base: int | None
+    """The version from which it differs; None for whole weights."""
     checkpoint: asyncio.Future[Unfinished | None]
     """The checkpoint of the same step that links its files; it is published after that."""
     task: asyncio.Task[PublishError | None] = field(init=False)
@@ -78,6 +81,11 @@ class Publisher:
     """The publication in flight, or an ended one whose result was not looked at yet."""
     failure: PublishError | None = None
     """Why the last publication failed."""
+    _base: PolicyVersion | None = None
+    """The version from which the next one may differ: every rank holds its weights."""
+    _versions_since_full: int = 0
+    _deltas_from: int = 0
+    """The version from which deltas are tried again, after one that was not small."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to publish the weights of ``step``.
@@ -101,6 +109,8 @@ class Publisher:
         while (ahead := progress.step - progress.published_step) > self.max_staleness:
             if self.flight is not None:
                 await self.end()
+                if self.failure is None:
+                    await self.begin()
                 continue
             if self.failure is not None:
                 left = deadline - time.monotonic()
@@ -144,14 +154,15 @@ class Publisher:
 
     async def _copy(self, links: bool) -> None:
         progress, policy = self.progress, self.controller.policy
-        step, needed = progress.step, self.controller.writer.model.bytes
+        step, needed, base = progress.step, self.controller.writer.model.bytes, self._choose_base()
         target = self.output / "weights" / f"step-{step:06d}"
 
         def copy() -> tuple[Path, Future[Written]]:
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
-            return temporary, self.controller.write_version(step, temporary)
+            since = None if base is None else base.step
+            return temporary, self.controller.write_version(step, temporary, since)
 
         began = time.perf_counter()
         temporary, write = await asyncio.to_thread(copy)
@@ -160,15 +171,28 @@ class Publisher:
             train_step=progress.train_steps[-1] if progress.train_steps else None,
             temporary=temporary,
             write=write,
+            base=None if base is None else base.id,
             checkpoint=asyncio.get_running_loop().create_future(),
             began=began,
         )
-        if not links:
+        if not links or base is not None:
             publication.checkpoint.set_result(None)
         if policy.adapter is not None:
             self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
         publication.task = asyncio.create_task(self._publish(publication))
         self.flight = publication
+
+    def _choose_base(self) -> PolicyVersion | None:
+        """Return the version from which the next one is to differ; None for whole weights.
+
+        A trainer that resumes begins with whole weights, and so does each interval of ``--full_every``.
+        """
+        base, self._base = self._base, None
+        is_full = self.config.publish == "full" or self._versions_since_full + 1 >= self.config.full_every
+        if base is None or is_full or (self.config.publish == "auto" and base.id < self._deltas_from):
+            return None  # the ranks use the memory of the base's snapshot again
+        self._base = base
+        return base
 
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
@@ -187,7 +211,7 @@ class Publisher:
             )
             published = await publish(
                 self.store, publication.temporary, written, target,
-                step=publication.step, train_step_id=publication.train_step,
+                step=publication.step, train_step_id=publication.train_step, base=publication.base,
             )  # fmt: skip
         except PublishError as error:
             return error
@@ -196,7 +220,11 @@ class Publisher:
             if checkpoint is not None and not checkpoint.model.done():
                 checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
             await asyncio.to_thread(discard_folder, publication.temporary)
-        self.published, progress = published, self.progress
+        self.published, self._base, progress = published, published, self.progress
+        is_delta = publication.base is not None
+        self._versions_since_full = self._versions_since_full + 1 if is_delta else 0
+        if is_delta and 2 * written.bytes > self.controller.writer.model.bytes:
+            self._deltas_from = published.id + self.config.full_every
         progress.version, progress.published_step = published.id, publication.step
         progress.is_overdue = False
         self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
@@ -246,8 +274,8 @@ async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> 
 
     Raises PublishError if it takes longer than ``WRITE_SECONDS``.
     """
-    for _ in range(math.ceil(WRITE_SECONDS / _REPORT_SECONDS)):
-        if (await asyncio.wait([task], timeout=_REPORT_SECONDS))[0]:
+    for _ in range(math.ceil(WRITE_SECONDS / REPORT_SECONDS)):
+        if (await asyncio.wait([task], timeout=REPORT_SECONDS))[0]:
             return task.result()
         logger.info("waiting until %s is written", what)
     raise PublishError(
