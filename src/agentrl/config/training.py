@@ -176,17 +176,23 @@ class TrainConfig(ParallelConfig):
     )
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
+    weight_sync: Literal["disk", "tensor", "distributed"] = flag(
+        "disk",
+        "how versions reach engines: disk: as files; tensor: from the trainer's memory, on its own host;"
+        " distributed: over the network, without a disk",
+    )
+    full_every: int = flag(
+        20,
+        "store whole weights at least every N-th version, between deltas or beside --weight_sync tensor or"
+        " distributed; an engine that starts reads them and the deltas since",
+        within="[1, inf)",
+        unit="versions",
+    )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
     publish: Literal["auto", "full", "delta"] = flag(
         "auto",
         "what a version holds: full, the whole weights; delta, the elements that differ from the version"
         " before; auto, a delta where it has less than half of the bytes",
-    )
-    full_every: int = flag(
-        20,
-        "interval of whole weights among deltas; an engine that starts reads those since",
-        within="[1, inf)",
-        unit="versions",
     )
     published_versions_kept: int = flag(
         4,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import begin_folder, discard_folder
 from agentrl.config.schema import TrainConfig
-from agentrl.documents.run import PolicyVersion
+from agentrl.documents.run import LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.spans import tracer
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
-from agentrl.weights.publish import PublishTarget, publish
+from agentrl.weights.publish import PublishTarget, publish, publish_live
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +45,12 @@ class Publication:
 
     step: int
     train_step: str | None
-    temporary: Path
-    write: Future[Written]
-    base: int | None
+    temporary: Path | None
+    write: Future[Written] | None
+    """What is stored in ``temporary``; both are None if it is in the trainer's memory alone."""
+    base: PolicyVersion | None
     """The version from which it differs; None for whole weights."""
+    live: Future[LiveWeights] | None
     checkpoint: asyncio.Future[Unfinished | None]
     """The checkpoint of the same step that links its files; it is published after that."""
     task: asyncio.Task[PublishError | None] = field(init=False)
@@ -81,9 +83,12 @@ class Publisher:
     """The publication in flight, or an ended one whose result was not looked at yet."""
     failure: PublishError | None = None
     """Why the last publication failed."""
+    unstored: int = 0
+    """Versions since the last stored one that were in the trainer's memory alone."""
     _base: PolicyVersion | None = None
     """The version from which the next one may differ: every rank holds its weights."""
-    _versions_since_full: int = 0
+    _deltas: int = 0
+    """Versions since the last whole weights."""
     _deltas_from: int = 0
     """The version from which deltas are tried again, after one that was not small."""
 
@@ -143,39 +148,46 @@ class Publisher:
                 return
             await self.end()
             self._log_unpublished()
-        if progress.is_published or not (is_last or self.is_due(progress.step) or progress.is_overdue):
+        if progress.is_published and not (is_last and self.unstored):
+            return
+        if not (is_last or self.is_due(progress.step) or progress.is_overdue):
             return
         await self.lease.check()
         try:
             with tracer().span("publish"):
-                await self._copy(links)
+                await self._copy(links, is_last)
         except PublishError as error:
             await self._failed(error)
 
-    async def _copy(self, links: bool) -> None:
-        progress, policy = self.progress, self.controller.policy
+    async def _copy(self, links: bool, is_last: bool) -> None:
+        progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
+        is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
         step, needed, base = progress.step, self.controller.writer.model.bytes, self._choose_base()
         target = self.output / "weights" / f"step-{step:06d}"
 
-        def copy() -> tuple[Path, Future[Written]]:
+        def copy() -> tuple[Path | None, Future[Written] | None, Future[LiveWeights] | None]:
+            live = None if sync == "disk" else self.controller.hold_version(step, sync)
+            if not is_stored:
+                return None, None, live
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
             since = None if base is None else base.step
-            return temporary, self.controller.write_version(step, temporary, since)
+            return temporary, self.controller.write_version(step, temporary, since), live
 
         began = time.perf_counter()
-        temporary, write = await asyncio.to_thread(copy)
+        temporary, write, live = await asyncio.to_thread(copy)
         publication = Publication(
             step=step,
             train_step=progress.train_steps[-1] if progress.train_steps else None,
             temporary=temporary,
             write=write,
-            base=None if base is None else base.id,
+            base=base,
+            live=live,
             checkpoint=asyncio.get_running_loop().create_future(),
             began=began,
         )
-        if not links or base is not None:
+        if not links or not is_stored or base is not None:
             publication.checkpoint.set_result(None)
         if policy.adapter is not None:
             self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
@@ -185,18 +197,54 @@ class Publisher:
     def _choose_base(self) -> PolicyVersion | None:
         """Return the version from which the next one is to differ; None for whole weights.
 
-        A trainer that resumes begins with whole weights, and so does each interval of ``--full_every``.
+        These begin a trainer and each interval of ``--full_every``, and are stored beside ``--weight_sync``.
         """
-        base, self._base = self._base, None
-        is_full = self.config.publish == "full" or self._versions_since_full + 1 >= self.config.full_every
-        if base is None or is_full or (self.config.publish == "auto" and base.id < self._deltas_from):
+        config, base, self._base = self.config, self._base, None
+        is_due = config.weight_sync != "disk" or self._deltas + 1 >= config.full_every
+        if (
+            base is None
+            or is_due
+            or config.publish == "full"
+            or (config.publish == "auto" and base.id < self._deltas_from)
+        ):
             return None  # the ranks use the memory of the base's snapshot again
         self._base = base
         return base
 
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
+        try:
+            live: LiveWeights | None = None
+            if publication.live is not None:
+                live = await asyncio.wrap_future(publication.live)
+            if publication.write is not None:
+                published = await self._publish_stored(publication, live)
+            else:
+                assert live is not None
+                published = await publish_live(
+                    self.store, live, attempt=self.progress.attempt,
+                    step=publication.step, train_step_id=publication.train_step,
+                )  # fmt: skip
+        except PublishError as error:
+            return error
+        self.unstored = 0 if published.is_stored else self.unstored + 1
+        if published.is_stored:
+            self._base = published
+        self._deltas = self._deltas + 1 if publication.base is not None else 0
+        if publication.base is not None and 2 * published.bytes > self.controller.writer.model.bytes:
+            self._deltas_from = published.id + self.config.full_every
+        self.published, progress = published, self.progress
+        progress.version, progress.published_step = published.id, publication.step
+        progress.is_overdue = False
+        self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
+        self.metrics["published_bytes"] = published.bytes
+        return None
+
+    async def _publish_stored(self, publication: Publication, live: LiveWeights | None) -> PolicyVersion:
+        """Publish a version whose files are being written; PublishError if that fails."""
         checkpoint: Unfinished | None = None
+        assert publication.temporary is not None
+        assert publication.write is not None
         try:
             with explain_write_errors(publication.temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(publication.write)
@@ -209,27 +257,16 @@ class Publisher:
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
             )
-            published = await publish(
+            return await publish(
                 self.store, publication.temporary, written, target,
-                step=publication.step, train_step_id=publication.train_step, base=publication.base,
+                step=publication.step, train_step_id=publication.train_step, live=live,
+                base=publication.base.id if publication.base is not None else None,
             )  # fmt: skip
-        except PublishError as error:
-            return error
         finally:
             checkpoint = checkpoint or await publication.checkpoint
             if checkpoint is not None and not checkpoint.model.done():
                 checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
             await asyncio.to_thread(discard_folder, publication.temporary)
-        self.published, self._base, progress = published, published, self.progress
-        is_delta = publication.base is not None
-        self._versions_since_full = self._versions_since_full + 1 if is_delta else 0
-        if is_delta and 2 * written.bytes > self.controller.writer.model.bytes:
-            self._deltas_from = published.id + self.config.full_every
-        progress.version, progress.published_step = published.id, publication.step
-        progress.is_overdue = False
-        self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
-        self.metrics["published_bytes"] = published.bytes
-        return None
 
     async def end(self) -> None:
         """Wait for the publication in flight, if any; keep why it failed in ``failure``."""

@@ -155,8 +155,9 @@ class Saver:
             attempt=progress.attempt,
         )
         version = self.publisher.published
-        can_link = policy.adapter is None and version is not None and version.step == state.step
-        linked = Path(version.location) if version and can_link and is_in_place(version) else None
+        is_same = version is not None and version.step == state.step and version.is_full
+        can_link = is_same and policy.adapter is None and is_in_place(version)
+        linked = Path(version.location) if version is not None and can_link else None
 
         def begin() -> Unfinished:
             unfinished = checkpoint.begin(
