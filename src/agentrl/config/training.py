@@ -194,6 +194,11 @@ class TrainConfig(ParallelConfig):
         "what a version holds: full, the whole weights; delta, the elements that differ from the version"
         " before; auto, a delta where it has less than half of the bytes",
     )
+    publish_to: str | None = flag(
+        None,
+        "where published weights are stored, in a subfolder of the run's name: a folder, or a URL with s3://,"
+        " gs://, http:// or https:// (default: the folder weights in --output_dir)",
+    )
     published_versions_kept: int = flag(
         4,
         "versions of published weights kept on disk; at least 2, since engines may still load the older one",

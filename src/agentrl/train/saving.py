@@ -61,6 +61,7 @@ class Saver:
         waited = time.perf_counter() - began
         if saves:
             self._log_unsaved(await self._begin_saving(*self._roots))
+        await self.publisher.turns.end()  # what is written now lies in the host's memory
         began = time.perf_counter()
         await self.publisher.wait_for_bound()
         self.publisher.metrics["seconds_publish"] = waited + time.perf_counter() - began
@@ -155,9 +156,9 @@ class Saver:
             attempt=progress.attempt,
         )
         version = self.publisher.published
-        is_same = version is not None and version.step == state.step and version.is_full
-        can_link = is_same and policy.adapter is None and is_in_place(version)
-        linked = Path(version.location) if version is not None and can_link else None
+        linked = None
+        if version is not None and version.step == state.step and version.is_full and policy.adapter is None:
+            linked = Path(version.location) if is_in_place(version) else None
 
         def begin() -> Unfinished:
             unfinished = checkpoint.begin(
@@ -168,6 +169,7 @@ class Saver:
                 unfinished.link_model(linked)
             return unfinished
 
+        await self.publisher.turns.begin()
         try:
             return await asyncio.to_thread(begin)
         except PublishError as error:

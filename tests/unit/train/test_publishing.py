@@ -179,7 +179,7 @@ async def test_deltas_lead_to_the_trained_weights(
 
 async def test_deltas_that_are_not_small_are_not_written_by_default(store: FakeStore, start: Start) -> None:
     """A tiny model in float32 at a high learning rate: almost every element changes."""
-    await (await start()).run()
+    await (await start(publish="auto")).run()
     encodings = [version.encoding for _, version in sorted(store.versions.items())]
     assert encodings == ["full", "full", "delta", "full"]
 
