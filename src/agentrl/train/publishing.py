@@ -209,9 +209,10 @@ class Publisher:
         """
         config, base, self._base = self.config, self._base, None
         is_due = config.weight_sync != "disk" or self._deltas + 1 >= config.full_every
-        if base is not None and not is_due and config.publish != "full":
-            if config.publish == "delta" or base.id >= self._deltas_from:
-                self._base = base  # else the ranks use the memory of its snapshot again
+        if base is None or is_due or config.publish == "full":
+            return None  # the ranks use the memory of the base's snapshot again
+        if config.publish == "delta" or base.id >= self._deltas_from:
+            self._base = base
         return self._base
 
     async def _publish(self, publication: Publication) -> PublishError | None:

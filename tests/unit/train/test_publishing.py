@@ -164,7 +164,7 @@ async def test_deltas_lead_to_the_trained_weights(
     """Every third version is whole; a checkpoint holds whole weights in any case."""
     for name in "ghijkl":
         store.add(*group(name))
-    trainer = await start(publish="delta", full_every=3, save_steps=saves, published_versions_kept=9)
+    trainer = await start(publish="delta", full_every=3, save_steps=saves, published_versions_kept=2)
     await trainer.run()
     kinds = [(version.encoding, version.base) for _, version in sorted(store.versions.items())]
     whole = ("full", None)
