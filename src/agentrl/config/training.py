@@ -182,18 +182,19 @@ class TrainConfig(ParallelConfig):
         " distributed: over the network, without a disk",
     )
     full_every: int = flag(
-        10,
-        "with --weight_sync tensor or distributed, also store every N-th version as files, for engines that"
-        " join later",
+        20,
+        "store whole weights at least every N-th version, between deltas or beside --weight_sync tensor or"
+        " distributed; an engine that starts reads them and the deltas since",
         within="[1, inf)",
         unit="versions",
     )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
-    publish: Literal["auto", "full", "adapter"] = flag(
+    publish: Literal["auto", "full", "delta", "adapter"] = flag(
         "auto",
-        "what a published version holds: whole weights with adapters merged in (full), or the adapter of"
-        " --lora_rank alone (adapter), which an engine without adapters merges itself; auto: the adapter, if"
-        " one is trained",
+        "what a version holds: full, the whole weights, with adapters merged in; delta, the elements that"
+        " differ from the version before; adapter, that of --lora_rank alone, which an engine without"
+        " adapters merges itself; auto, the adapter where one is trained, else a delta where it has less"
+        " than half of the bytes",
     )
     publish_to: str | None = flag(
         None,

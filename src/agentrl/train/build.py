@@ -102,8 +102,8 @@ def build_trainer(
             "--publish adapter needs an adapter, and --weight_sync disk",
             hint="give --lora_rank; an adapter is so small that it needs no other way to the engines",
         )
-    publishes_adapter = policy.adapter is not None and train.publish != "full" and train.weight_sync == "disk"
-    policy = replace(policy, publishes_adapter=publishes_adapter)
+    wants_adapter = train.publish in ("auto", "adapter") and train.weight_sync == "disk"
+    policy = replace(policy, publishes_adapter=policy.adapter is not None and wants_adapter)
     if policy.publishes_adapter:
         logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
     if policy.pixels is not None and is_shared:
