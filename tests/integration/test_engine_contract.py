@@ -22,6 +22,7 @@ from engine_policy import (
     sampled_logprobs,
     save_model,
 )
+from safetensors.torch import load_file
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
 from waiting import until
@@ -29,11 +30,11 @@ from waiting import until
 from agentrl.chat.parsers.reasoning import THINK
 from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
-from agentrl.documents.run import InferenceService
+from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import ENGINES, ConfigError, EngineError
+from agentrl.errors import ENGINES, ConfigError, EngineError, PublishError
 from agentrl.gateway.answers import CallShape, grammar_of
 from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
@@ -41,8 +42,10 @@ from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError,
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
+from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.prompts import Budget
+from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -345,6 +348,43 @@ async def test_a_request_in_flight_carries_both_versions(served: Served, engine:
     )
     assert_logprobs(served.first, prompt(15), made, end=switch)
     assert_logprobs(served.second, prompt(15), made, start=switch)
+
+
+async def test_weights_from_the_trainers_memory_answer_under_their_version(
+    served: Served, engine: EngineClient
+) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM takes versions from a disk")
+    tensors = load_file(Path(served.second) / "model.safetensors")
+    half = {name: tensors.pop(name) for name in sorted(tensors)[::2]}
+    cpu = torch.device("cpu")
+    shared, sent = (LiveHolder(kind, cpu) for kind in ("tensor", "distributed"))
+    loader = LiveLoader(engine)
+    try:
+        for number, holder in ((8, shared), (9, sent), (10, shared), (11, sent)):
+            await engine.update_weights(served.first, 0)
+            live = holder.join([holder.hold(tensors), holder.hold(half)])
+            await engine.pause("retract")
+            await loader.load(live_version(number, live))
+            await engine.resume()
+            made = await engine.generate(prompt(14), SHORT, f"live-{number}")
+            assert made.versions == (VersionSpan(version=number, start=0, end=12),)
+            assert_logprobs(served.second, prompt(14), made)
+        forgotten = sent.join([sent.hold(tensors)])
+        for _ in range(2):
+            sent.hold(half)
+        await engine.pause("retract")
+        with pytest.raises(PublishError, match="not held any more"):
+            await loader.load(live_version(12, forgotten))
+        await engine.resume()
+        assert_logprobs(served.second, prompt(14), await engine.generate(prompt(14), SHORT, "live-11"))
+    finally:
+        shared.close()
+        sent.close()
+
+
+def live_version(number: int, live: LiveWeights) -> PolicyVersion:
+    return PolicyVersion(id=number, step=number, location="", files=(), train_step=None, live=live)
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(

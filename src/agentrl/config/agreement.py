@@ -16,6 +16,7 @@ from agentrl.config.schema import (
     GROUPS,
     AdapterConfig,
     AgentConfig,
+    EngineConfig,
     GroupConfig,
     LossConfig,
     RunConfig,
@@ -56,12 +57,18 @@ def sampler_settings(configs: Configs) -> AgreedSettings:
 def trainer_settings(configs: Configs, loss: LossConfig) -> AgreedSettings:
     """Return the settings of training: the loss, with its defaults filled in, and the adapters."""
     return {
+        **engine_settings(configs),
         "loss": {
             **dataclasses.asdict(loss),
             "advantage_whitening": configs[TrainConfig].advantage_whitening,
         },
         "adapter": dataclasses.asdict(configs[AdapterConfig]),
     }
+
+
+def engine_settings(configs: Configs) -> AgreedSettings:
+    """Return what the trainer must know of the engines: the correction of its loss depends on it."""
+    return {"rollouts": {"rollout_quantization": configs[EngineConfig].rollout_quantization}}
 
 
 def model_settings(folder: Path) -> dict[str, Any]:

@@ -189,6 +189,11 @@ class EngineConfig(EngineListConfig):
     section = "inference"
 
     engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
+    rollout_quantization: Literal["none", "fp8"] = flag(
+        "none",
+        "weights that engines sample with: as published (none), or rounded to fp8 when they are loaded, on a"
+        " GPU or by the local engine; the trainer's stay in their dtype",
+    )
     host: str = flag("127.0.0.1", "address that the engine binds to", per_process=True)
     port: int = flag(0, "port of the engine (0: any free one)", within="[0, 65535]", per_process=True)
     inf_tp_size: int = flag(

@@ -24,7 +24,9 @@ ADMISSION: Final = "admission"
 TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
 
-SETTINGS: Final = ("tasks", "model", "chat", "sampling", "temperature", "groups", "loss", "adapter")
+SETTINGS: Final = (
+    "tasks", "model", "chat", "sampling", "temperature", "groups", "rollouts", "loss", "adapter",
+)  # fmt: skip
 """Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
 
 FLAGS: Final = ("sample", "train", "serve")
@@ -32,7 +34,6 @@ FLAGS: Final = ("sample", "train", "serve")
 
 
 WeightEncoding = Literal["full", "delta", "adapter"]
-
 _FLAGS_PREFIX: Final = "flags/"
 
 
@@ -170,6 +171,31 @@ class FileChecksum(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveShare(Document):
+    """The tensors of a version that one rank of the trainer holds in memory."""
+
+    name: str
+    """No other share has it."""
+    host: str
+    process: ProcessIdentity
+    file: str | None = None
+    """``tensor``: the memory file, for processes of the same user, host and container."""
+    port: int | None = None
+    """``distributed``: where the rank takes requests for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveWeights(Document):
+    """How engines take a version from the trainer's memory, while the trainer holds it."""
+
+    kind: Literal["tensor", "distributed"]
+    shares: tuple[LiveShare, ...]
+    """One of each rank that holds tensors; together they are the version."""
+    nccl: bool = False
+    """``distributed``: the trainer has GPUs, and sends over NCCL to engines that have one too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion(Root):
     """One published set of weights. Version 0 is the model that the run starts from."""
 
@@ -177,9 +203,11 @@ class PolicyVersion(Root):
     step: int
     status: VersionStatus = VersionStatus.PUBLISHED
     location: str
-    """Absolute path of a Hugging Face folder that every engine can read."""
+    """Absolute path of a Hugging Face folder that every engine can read; empty if it is not stored."""
     files: tuple[FileChecksum, ...]
-    """The files in ``location``."""
+    """The files in ``location``; none if it is not stored."""
+    live: LiveWeights | None = None
+    """How engines take it from the trainer's memory; None if they cannot."""
     encoding: WeightEncoding = "full"
     """What they hold: whole weights, the elements that differ from ``base``, or an adapter of ``base``."""
     base: int | None = None
@@ -192,6 +220,11 @@ class PolicyVersion(Root):
     """The attempt of the trainer that reserved the number; None without a reservation."""
     pruned_at: datetime | None = None
     """When the folder was marked for deletion."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has files, which outlive the trainer."""
+        return bool(self.files)
 
     @property
     def bytes(self) -> int:

@@ -25,6 +25,7 @@ from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
+from agentrl.inference.live_weights import PartlyLoadedError
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
@@ -61,10 +62,11 @@ async def serve(configs: Configs) -> None:
 
 
 async def _serve(store: Store, configs: Configs) -> None:
+    from agentrl.config.agreement import engine_settings
     from agentrl.observe.begin_run import begin_model, begin_run
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    await begin_run(store, configs, "serve", {})
+    await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
     version, folder = await starting_weights(store, model)
     port = config.port or free_port(config.host)
@@ -99,7 +101,7 @@ class ServedEngine:
     ) -> None:
         self._store = store
         self._client = client
-        self._weights = ServedWeights(client)
+        self._weights = ServedWeights(client, store)
         self._process = process
         self._config = config
         self._id = service_id
@@ -199,21 +201,26 @@ class ServedEngine:
         """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
         try:
             await self._weights.fetch(version)
-            await self._switch(version)
+            self._version = await self._switch(version)
         except (PublishError, EngineError) as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
         else:
-            self._version, self._detail = version.id, None
-            log.info("serving version %d", version.id)
+            self._detail = None
+            log.info("serving version %d", self._version)
         await self._report()
 
-    async def _switch(self, version: PolicyVersion) -> None:
+    async def _switch(self, version: PolicyVersion) -> int:
+        """Load ``version`` while the engine is paused; return the version that it serves then."""
         await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
-            await self._weights.load(version)
+            return await self._weights.load(version)
+        except PartlyLoadedError:
+            log.error("the engine holds a mixture of two versions; it ends now")
+            await self._process.stop()
+            raise
         finally:
             await self._resume()
             self._status = ServiceStatus.READY

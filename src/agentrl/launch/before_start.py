@@ -15,7 +15,6 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     EngineConfig,
-    LossConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
@@ -131,7 +130,7 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
         require_extensions(configs)
         agreed |= sampler_settings(configs)
     if "train" in roles:
-        agreed |= trainer_settings(configs, LossSettings.of(configs[LossConfig]))
+        agreed |= trainer_settings(configs, LossSettings.of_run(configs))
     return agreed
 
 

@@ -13,9 +13,12 @@ from typing import Any
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
-from agentrl.config.schema import OptimConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.loss import LOSSES, Loss
+
+FOR_QUANTIZED = {"old_logprobs": "recompute", "importance_correction": "tis:2"}
+"""Flags for rollouts with quantized weights, whose μ differs from the trainer's policy at any age."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,24 @@ class LossSettings(LossConfig):
     def of(cls, config: LossConfig) -> LossSettings:
         """Return the settings of a run with the flags ``config``."""
         return cls(**dataclasses.asdict(config))
+
+    @classmethod
+    def of_run(cls, configs: Configs) -> LossSettings:
+        """Return the settings of a run, which correct for quantized rollouts unless a correction is given.
+
+        ``FOR_QUANTIZED`` is left out where the loss samples no policy or reads no π_old, and where a clip is
+        given that would bound nothing with it.
+        """
+        config, training, optim = configs[LossConfig], configs[TrainConfig], configs[OptimConfig]
+        settings = cls.of(config)
+        is_free = not configs.given & FOR_QUANTIZED.keys()
+        if configs[EngineConfig].rollout_quantization == "none" or not is_free:
+            return settings
+        if not settings.loss.from_policy or settings.loss.compares_behavior:
+            return settings
+        corrected = cls(**{**dataclasses.asdict(config), **FOR_QUANTIZED})
+        updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
+        return settings if unclipped_flags(configs.given, corrected, updates) else corrected
 
     @property
     def loss(self) -> Loss:
@@ -109,7 +130,7 @@ class LossSettings(LossConfig):
 def check_loss(configs: Configs) -> None:
     """Raise ConfigError for flags of the loss that are invalid, alone or with the other flags of the run."""
     loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
-    settings = LossSettings.of(loss)
+    settings = LossSettings.of_run(configs)
     usual = {field.name: field.default for field in dataclasses.fields(LossConfig)}
     given = (name for name, default in usual.items() if getattr(loss, name) != default)
     updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)

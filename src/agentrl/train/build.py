@@ -81,10 +81,10 @@ def build_trainer(
     Raises ModelError and ConfigError.
     """
     world = world or single_process()
-    flags, loss, optim = configs[ModelConfig], configs[LossConfig], configs[OptimConfig]
+    flags, optim = configs[ModelConfig], configs[OptimConfig]
     train, adapter, memory = configs[TrainConfig], configs[AdapterConfig], configs[MemoryConfig]
     precision = precision or step_precision(flags, train, world)
-    settings = LossSettings.of(loss)
+    settings = LossSettings.of_run(configs)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if world.size == 1 and launched > 1:
         raise ConfigError(
@@ -139,9 +139,9 @@ def build_trainer(
         prefix_merging=train.prefix_merging,
         max_grad_norm=optim.max_grad_norm,
         frozen=FrozenLogprobs(
-            start=updates > 1 and loss.old_logprobs != "behavior",
+            start=updates > 1 and settings.old_logprobs != "behavior",
             reference=build_reference(
-                loss,
+                settings,
                 flags,
                 policy,
                 mesh,

@@ -184,7 +184,14 @@ def _trainer(
 async def _join(configs: Configs) -> Store:
     """Open the run's store; ConfigError if these flags contradict those that the run was begun with."""
     base_folder(configs[ModelConfig])
-    settings = trainer_settings(configs, LossSettings.of(configs[LossConfig]))
+    loss = LossSettings.of_run(configs)
+    if loss.importance_correction != configs[LossConfig].importance_correction:
+        logger.info(
+            "rollouts are quantized to %s: the loss corrects for it by --old_logprobs %s"
+            " --importance_correction %s, unless either flag is given",
+            configs[EngineConfig].rollout_quantization, loss.old_logprobs, loss.importance_correction,
+        )  # fmt: skip
+    settings = trainer_settings(configs, loss)
     store = await open_store(configs[RunConfig])
     try:
         resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}

@@ -267,12 +267,14 @@ def delete_folders(root: Path, names: Iterable[str]) -> None:
 
 
 async def newest_intact_version(store: Store) -> PolicyVersion | None:
-    """Return the newest published version whose files match their checksums; None if none is published.
+    """Return the newest stored version whose files match their checksums; None if none is published.
 
     Raises PublishError if versions are published and none of them is intact.
     """
     refused: PublishError | None = None
     async for version in _published(store):
+        if not version.is_stored:
+            continue
         try:
             await asyncio.to_thread(verify, version.location, version.files)
         except PublishError as error:

@@ -93,7 +93,7 @@ async def download(location: str, files: Sequence[FileChecksum], folder: Path) -
 async def _download(location: str, file: FileChecksum, folder: Path) -> None:
     if Path(file.name).name != file.name:
         raise PublishError(f"{location} lists a file {file.name!r}, which is no plain name")
-    source, partial = f"{location}/{file.name}", folder / f".{file.name}.part"
+    source, partial = f"{location}/{file.name}", folder / f".{file.name}.{os.getpid()}.part"
     digest = hashlib.sha256()
     parts = [(start, min(start + _PART_BYTES, file.bytes)) for start in range(0, file.bytes, _PART_BYTES)]
     with partial.open("wb") as stream:

@@ -65,6 +65,7 @@ async def test_an_evaluation_takes_the_runs_threshold(store: Store) -> None:
     [
         ("train", ["--loss_calculater", "GRPO"], ["--loss_calculater", "GSPO"], "--loss_calculater is"),
         ("train", [], ["--epsilon", "0.3"], "--epsilon is 0.3, and the run has 0.2"),
+        ("train", [], ["--rollout_quantization", "fp8"], "--rollout_quantization is 'fp8'"),
         ("train", [], ["--lora_rank", "8"], "--lora_rank is 8"),
         ("train", [], ["--advantage_whitening", "batch"], "--advantage_whitening is 'batch', and the run"),
         ("sample", [], ["--tool_call_parser", "qwen"], "--tool_call_parser is 'qwen'"),

@@ -81,6 +81,19 @@ def test_limits_on_a_gpu(
         monkeypatch.delenv(name)
 
 
+def test_engines_quantize_weights_and_load_new_ones_into_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sglang = told(folder, "sglang", rollout_quantization="fp8")
+    assert (sglang["--quantization"], sglang["--load-format"]) == ("fp8", "flash_rl")
+    assert told(folder, "vllm", rollout_quantization="fp8")["--quantization"] == "fp8"
+    assert "--quantization" not in {**told(folder, "sglang"), **told(folder, "vllm")}
+    monkeypatch.setattr(commands, "has_gpu", lambda: False)
+    assert told(folder, "local", rollout_quantization="fp8")["--quantization"] == "fp8"
+    with pytest.raises(ConfigError, match="--rollout_quantization fp8 needs a GPU with --engine sglang"):
+        told(folder, "sglang", rollout_quantization="fp8")
+
+
 def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a model folder: the dtype of its weights cannot be read"):
         told(tmp_path, "local")

@@ -43,7 +43,7 @@ def test_an_ordinary_cpu_holds_weights_in_float32_and_packs_them(folder: Path, d
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["torch.float32", "_PackedLinear"]
+    assert done.stdout.split() == ["torch.float32", "PackedLinear"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_engine_runs_on_the_gpu_that_it_sees(
     class Loaded(Exception):  # noqa: N818  (it only ends the server's start)
         pass
 
-    def load(folder: str, *, dtype: torch.dtype | None, device: torch.device) -> None:
+    def load(folder: str, *, dtype: torch.dtype | None, device: torch.device, fp8: bool) -> None:
         raise Loaded(device.type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)

@@ -51,6 +51,8 @@ def engine_client(
 class VllmClient(EngineClient):
     """The client of a vLLM server that runs in development mode and with ``--enable-scale-out``."""
 
+    takes_live_weights = False
+
     _returns_masks = False
 
     async def health(self) -> bool:

@@ -59,6 +59,12 @@ def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: 
         raise ConfigError(
             f"--inf_tp_size {config.inf_tp_size} needs GPUs, and there are none here", hint="set it to 1"
         )
+    if config.rollout_quantization != "none" and not has_gpu():
+        raise ConfigError(
+            f"--rollout_quantization {config.rollout_quantization} needs a GPU with --engine {config.engine},"
+            " and there is none here",
+            hint="use --engine local, which rounds the weights as a GPU engine does",
+        )
     command = _sglang_command if config.engine == "sglang" else _vllm_command
     return command(folder, model, config, port=port, instance=instance)
 
@@ -102,6 +108,7 @@ def _local_command(
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
         *("--dtype", _dtype(model_path), "--instance", instance),
+        *("--quantization", config.rollout_quantization),
         *("--max_running_requests", str(config.max_running_requests or CPU_RUNNING_REQUESTS)),
         *("--max_total_tokens", str(config.max_total_tokens)),
         *_context("--max_model_len", model),
@@ -132,6 +139,8 @@ def _sglang_command(
         dtype = _dtype(model_path)
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
         argv += ["--dtype", dtype]
+        if config.rollout_quantization == "fp8":  # flash_rl: loads new weights into the quantized ones
+            argv += ["--quantization", "fp8", "--load-format", "flash_rl"]
         if dtype == "float32":  # FlashAttention and FlashInfer, its defaults, have no float32
             argv += ["--attention-backend", "triton"]
         return EngineCommand([*argv, *further], dict(_SGLANG_ENV), instance, model_path)
@@ -172,6 +181,7 @@ def _vllm_command(
     if has_gpu():
         argv += ["--tensor-parallel-size", str(config.inf_tp_size)]
         argv += ["--dtype", _dtype(model_path)]
+        argv += ["--quantization", "fp8"] if config.rollout_quantization == "fp8" else []
         argv += _limit("--gpu-memory-utilization", _memory_fraction(config))
     else:
         worker = deploy_files() / "vllm" / "packing_worker.py"

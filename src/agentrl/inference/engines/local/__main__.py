@@ -23,6 +23,7 @@ def run_local_server(
     port: int = 30000,
     dtype: str = "auto",
     device: str = "auto",
+    quantization: str = "none",
     weight_version: str = "default",
     max_running_requests: int = 32,
     max_total_tokens: int = 65536,
@@ -34,6 +35,7 @@ def run_local_server(
     """Serve until SIGTERM or SIGINT.
 
     ``device`` is a torch device; auto: the first GPU that this process sees, or else the CPU.
+    ``quantization`` fp8 rounds the weights to it, and computes in their dtype.
     ``max_total_tokens`` is the size of the KV cache; it, ``max_model_len`` and the model limit the context.
     ``chunk_tokens`` limits the prompt tokens of one forward pass: a larger value is faster, a smaller one
     delays running requests less.
@@ -55,7 +57,7 @@ def run_local_server(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device))
+    model = LocalModel(model_path, dtype=kinds[dtype], device=torch.device(device), fp8=quantization == "fp8")
     try:
         cache = model.new_cache(max_total_tokens)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -91,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--device", help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0"
+    )
+    parser.add_argument(
+        "--quantization", choices=("none", "fp8"), help="fp8: round weights as GPU engines do"
     )
     parser.add_argument("--weight_version", help="name of the initial weights")
     parser.add_argument("--max_running_requests", type=int, help="most sequences in a batch")

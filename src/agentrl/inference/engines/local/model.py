@@ -21,6 +21,7 @@ from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, read_adapter
 from agentrl.inference.engines.local.cache import KVCache, Slot
+from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
@@ -54,13 +55,16 @@ class _Batch:
 class LocalModel:
     """A causal language model with full attention, loaded for inference."""
 
-    def __init__(self, folder: str, *, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self, folder: str, *, dtype: torch.dtype | None, device: torch.device, fp8: bool = False
+    ) -> None:
         """Load ``folder``; ModelError if it is not a model folder or its attention is not supported.
 
-        The weights have ``dtype``; None: the one that the folder names.
+        The weights have ``dtype``; None: the one that the folder names. With ``fp8`` they are rounded to it.
         """
         self._config = config = load_config(folder)
         self._rounded_to = dtype
+        self._fp8 = fp8
         dtype = dtype or getattr(torch, stored_dtype(Path(folder)))
         self.folder = folder
         self.device = device
@@ -87,7 +91,7 @@ class LocalModel:
         the checks of a new model.
         """
         if _content(load_config(folder)) != _content(self._config):
-            model = LocalModel(folder, dtype=self._rounded_to, device=self.device)
+            model = LocalModel(folder, dtype=self._rounded_to, device=self.device, fp8=self._fp8)
             self._check_same_shape(model)
             return model
         return self._with(folder, self._rounded_to or getattr(torch, stored_dtype(Path(folder))))
@@ -105,10 +109,12 @@ class LocalModel:
         return model
 
     def _settle(self) -> None:
-        """On a CPU, pack the linear layers, and copy what still lies in a file: files may change later."""
+        """Round to fp8. On a CPU, pack linear layers, and copy what lies in a file: it may change later."""
+        if self._fp8:
+            round_to_fp8(self._model)
         if self.device.type != "cpu":
             return
-        _pack_linears(self._model, self.dtype)
+        pack_linears(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = tensor.data.clone()
 
@@ -184,7 +190,7 @@ class LocalModel:
         return {
             name.removesuffix(".base"): (module.out_features, module.in_features)
             for name, module in self._model.named_modules()
-            if isinstance(module, nn.Linear | _PackedLinear) and module is not head
+            if isinstance(module, nn.Linear | PackedLinear) and module is not head
         }
 
     def _segment(self, chunk: Chunk, end: int) -> _Segment:
@@ -340,27 +346,3 @@ def _slot_attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _slot_attention)
-
-
-class _PackedLinear(nn.Module):
-    """A linear layer with its weight in the layout of oneDNN: up to three times faster on a CPU."""
-
-    def __init__(self, linear: nn.Linear, rows: int) -> None:
-        super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
-        self.bias = linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast("Tensor", torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], ""))
-
-
-def _pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every linear layer by one with a packed weight, if this CPU multiplies those of ``dtype``."""
-    mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not mkldnn or (dtype != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, _PackedLinear(module, rows=32))

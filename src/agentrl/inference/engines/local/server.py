@@ -20,9 +20,11 @@ from agentrl.documents.images import image_of_url
 from agentrl.documents.sampling import logprobs_of
 from agentrl.errors import AgentRLError, ImageError
 from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.requests import BadRequestError, bad_request, read_json
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, read_params, read_stops
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler, Worker
 from agentrl.inference.engines.local.vision import read_request_images
+from agentrl.inference.engines.local.weights import LoadedWeights
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -47,11 +49,10 @@ class LocalServer:
         """``tokenizer`` is called for requests with stop strings only."""
         self._worker = worker
         self._scheduler = worker.scheduler
-        self._model = model
+        self._weights = LoadedWeights(worker, model)
         self._context_length = context_length
         self._instance = instance
         self._tokenizer = tokenizer
-        self._updating = asyncio.Lock()
 
     def app(self) -> Starlette:
         """Return the application; the worker starts and stops with it."""
@@ -66,12 +67,9 @@ class LocalServer:
             Route("/pause_generation", self.pause, methods=["POST"]),
             Route("/continue_generation", self.resume, methods=["POST"]),
             Route("/abort_request", self.abort, methods=["POST"]),
-            Route("/update_weights_from_disk", self.update_weights, methods=["POST"]),
-            Route("/update_weight_version", self.update_weight_version, methods=["POST"]),
-            Route("/load_lora_adapter", self.load_adapter, methods=["POST"]),
-            Route("/unload_lora_adapter", self.unload_adapter, methods=["POST"]),
+            *self._weights.routes(),
         ]
-        handlers: Any = {_BadRequestError: _bad_request}
+        handlers: Any = {BadRequestError: bad_request}
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     @asynccontextmanager
@@ -79,6 +77,7 @@ class LocalServer:
         self._worker.start()
         yield
         await asyncio.to_thread(self._worker.stop)
+        self._weights.close()
 
     async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
         """Return what ``function`` returns between two steps of the scheduler."""
@@ -86,7 +85,7 @@ class LocalServer:
 
     async def generate(self, request: Request) -> Response:
         """Generate, with ``stream`` as events; abort the request if the client disconnects."""
-        body = await _json(request)
+        body = await read_json(request)
         loop = asyncio.get_running_loop()
         parts: asyncio.Queue[Json] = asyncio.Queue()
 
@@ -141,10 +140,10 @@ class LocalServer:
         """Return the served model."""
         return JSONResponse(
             {
-                "model_path": self._model.folder,
+                "model_path": self._weights.model.folder,
                 "is_generation": True,
                 "weight_version": self._scheduler.version,
-                "vocab_size": self._model.vocab_size,
+                "vocab_size": self._weights.model.vocab_size,
             }
         )
 
@@ -154,10 +153,10 @@ class LocalServer:
             {
                 "engine": "local",
                 "instance": self._instance,
-                "model_path": self._model.folder,
+                "model_path": self._weights.model.folder,
                 "weight_version": self._scheduler.version,
-                "dtype": str(self._model.dtype).removeprefix("torch."),
-                "device": str(self._model.device),
+                "dtype": str(self._weights.model.dtype).removeprefix("torch."),
+                "device": str(self._weights.model.device),
                 "context_length": self._context_length,
                 "paused": self._scheduler.paused,
                 "running_requests": len(self._scheduler.running),
@@ -184,9 +183,9 @@ class LocalServer:
 
     async def pause(self, request: Request) -> Response:
         """Pause in one of the three modes."""
-        mode = (await _json(request)).get("mode", "abort")
+        mode = (await read_json(request)).get("mode", "abort")
         if mode not in _PAUSE_MODES:
-            raise _BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
+            raise BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
         await self._in_thread(lambda scheduler: scheduler.pause(mode))
         return JSONResponse({"status": "ok", "message": "Generation is paused."})
 
@@ -197,84 +196,24 @@ class LocalServer:
 
     async def abort(self, request: Request) -> Response:
         """End one request or all."""
-        body = await _json(request)
+        body = await read_json(request)
         rid = body.get("rid")
         if not body.get("abort_all") and not rid:
-            raise _BadRequestError("abort_request needs rid, or abort_all true")
+            raise BadRequestError("abort_request needs rid, or abort_all true")
         chosen = None if body.get("abort_all") else str(rid)
         await self._in_thread(lambda scheduler: scheduler.abort(chosen))
         return Response(status_code=200)
 
-    async def update_weights(self, request: Request) -> JSONResponse:
-        """Load other weights of the same shape; if they cannot be used, return 400 and keep the old ones."""
-        body = await _json(request)
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str):
-            raise _BadRequestError("update_weights_from_disk needs model_path")
-        flush = bool(body.get("flush_cache", True))
-        async with self._updating:
-            try:
-                model = await asyncio.to_thread(self._model.updated, path)
-                if body.get("abort_all_requests"):
-                    await self._in_thread(lambda scheduler: scheduler.abort(None))
-                name = self._scheduler.version if version is None else str(version)
-                await asyncio.wrap_future(self._worker.swap(model, name, flush=flush))
-            except AgentRLError as error:
-                answer = {"success": False, "message": str(error), "num_paused_requests": 0}
-                return JSONResponse(answer, status_code=400)
-            self._model = model
-        paused = len(self._scheduler.running) + len(self._scheduler.waiting) if self._scheduler.paused else 0
-        return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
-
-    async def update_weight_version(self, request: Request) -> Response:
-        """Set the version of the served weights."""
-        version = (await _json(request)).get("new_version")
-        if not isinstance(version, str):
-            raise _BadRequestError("update_weight_version needs new_version, a string")
-        await self._in_thread(lambda scheduler: setattr(scheduler, "version", version))
-        message = f"Weight version is {version}."
-        return JSONResponse({"success": True, "message": message, "new_version": version})
-
-    async def load_adapter(self, request: Request) -> JSONResponse:
-        """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
-        body = await _json(request)
-        name, path = body.get("lora_name"), body.get("lora_path")
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise _BadRequestError("load_lora_adapter needs lora_name and lora_path")
-        async with self._updating:
-            try:
-                adapter = await asyncio.to_thread(self._model.read_adapter, name, path)
-                await self._in_thread(lambda scheduler: scheduler.load_adapter(adapter))
-            except AgentRLError as error:
-                return self._adapters(str(error))
-        return self._adapters()
-
-    async def unload_adapter(self, request: Request) -> JSONResponse:
-        """Refuse requests that name ``lora_name`` from now on; those that run finish with it."""
-        name = str((await _json(request)).get("lora_name"))
-        try:
-            await self._in_thread(lambda scheduler: scheduler.unload_adapter(name))
-        except AgentRLError as error:
-            return self._adapters(str(error))
-        return self._adapters()
-
-    def _adapters(self, error: str | None = None) -> JSONResponse:
-        loaded = {adapter.name: adapter.path for adapter in self._scheduler.adapters.values()}
-        answer: Json = {"success": error is None, "loaded_adapters": loaded}
-        if error is not None:
-            answer["error_message"] = error
-        return JSONResponse(answer, status_code=200 if error is None else 400)
-
     def _generation(
         self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
     ) -> GenerationRequest:
-        ids = body.get("input_ids")
+        model, ids = self._weights.model, body.get("input_ids")
         if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
-            raise _BadRequestError("generate needs input_ids: a list of at least one integer")
-        if min(ids) < 0 or max(ids) >= self._model.vocab_size:
-            raise _BadRequestError(f"input_ids are outside the vocabulary of {self._model.vocab_size} ids")
+            raise BadRequestError("generate needs input_ids: a list of at least one integer")
+        if min(ids) < 0 or max(ids) >= model.vocab_size:
+            raise BadRequestError(f"input_ids are outside the vocabulary of {model.vocab_size} ids")
         if len(ids) >= self._context_length:
-            raise _BadRequestError(
+            raise BadRequestError(
                 f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
             )
         adapter = None
@@ -282,7 +221,7 @@ class LocalServer:
             adapter = self._scheduler.adapters.get(lora) if isinstance(lora, str) else None
             if adapter is None:
                 loaded = ", ".join(self._scheduler.adapters) or "none"
-                raise _BadRequestError(f"lora_path {lora!r} names no loaded adapter; loaded: {loaded}")
+                raise BadRequestError(f"lora_path {lora!r} names no loaded adapter; loaded: {loaded}")
         try:
             params, options = read_params(body.get("sampling_params") or {})
             stops = read_stops(options["stop"])
@@ -290,12 +229,12 @@ class LocalServer:
                 raise ValueError("the local engine has no tokenizer for the sampling parameter stop")
             stop_strings = StopStrings(self._tokenizer(), stops) if stops and self._tokenizer else None
         except (ValueError, TypeError, AgentRLError) as error:
-            raise _BadRequestError(str(error)) from error
+            raise BadRequestError(str(error)) from error
         limit = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
         kept: list[list[int]] | None = [] if body.get("return_sampling_mask") and params.truncates else None
-        stop_ids = frozenset() if options["ignore_eos"] else self._model.eos_ids | set(params.stop_token_ids)
+        stop_ids = frozenset() if options["ignore_eos"] else model.eos_ids | set(params.stop_token_ids)
         return GenerationRequest(
             rid=str(body.get("rid") or uuid.uuid4().hex),
             tokens=tokens,
@@ -311,18 +250,18 @@ class LocalServer:
 
     def _add_images(self, generation: GenerationRequest, data: Any) -> None:
         """Read the images of a request: a list of ``data:`` URLs, one for each run of image tokens."""
-        vision, reader = self._model.vision, self._model.pixels
+        vision, reader = self._weights.model.vision, self._weights.model.pixels
         if vision is None or reader is None:
-            raise _BadRequestError("image_data: the served model reads text only")
+            raise BadRequestError("image_data: the served model reads text only")
         if not isinstance(data, list) or not all(isinstance(url, str) for url in data):
-            raise _BadRequestError("image_data must be a list of data: URLs")
+            raise BadRequestError("image_data must be a list of data: URLs")
         count = generation.prompt_tokens
         try:
             images = [image_of_url(url, where=f"image_data[{i}]") for i, url in enumerate(data)]
             prompt = generation.tokens[:count].tolist()
             generation.tokens[:count], generation.images = read_request_images(prompt, images, vision, reader)
         except ImageError as error:
-            raise _BadRequestError(str(error)) from error
+            raise BadRequestError(str(error)) from error
 
     def _answer(self, generation: GenerationRequest, body: Json) -> Json:
         """Return the tokens since the last part, and what holds for the whole generation."""
@@ -352,24 +291,6 @@ class LocalServer:
             meta["output_token_sampling_mask"] = kept[first : generation.reported]
             meta["output_token_sampling_logprobs"] = generation.logprobs[first : generation.reported]
         return {"output_ids": ids, "meta_info": meta}
-
-
-class _BadRequestError(Exception):
-    """The request is not valid; the answer has status 400."""
-
-
-async def _bad_request(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"error": {"message": str(error)}}, status_code=400)
-
-
-async def _json(request: Request) -> dict[str, Any]:
-    try:
-        body = orjson.loads(await request.body())
-    except ValueError as error:
-        raise _BadRequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise _BadRequestError("the body must be a JSON object")
-    return body
 
 
 async def _disconnected(request: Request) -> None:

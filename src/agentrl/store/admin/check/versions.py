@@ -33,7 +33,7 @@ class Versions(Whole):
     async def _files(self, versions: Sequence[Json], findings: Findings) -> None:
         published = [version for version in versions if version["status"] == VersionStatus.PUBLISHED]
         for version in published:
-            if version.get("pruned_at") is not None:
+            if version.get("pruned_at") is not None or not version["location"]:
                 continue
             folder = Path(version["location"])
             if await asyncio.to_thread(folder.is_dir):

@@ -1,0 +1,240 @@
+"""The weights and the adapters that the local engine serves: SGLang's calls that load them.
+
+Weights come from a folder; or, between ``/begin_weight_update`` and ``/end_weight_update``, from the
+trainer's memory or over a process group. They replace the served ones once they are whole and fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+
+from agentrl.errors import AgentRLError, ModelError
+from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.requests import BadRequestError, read_json
+from agentrl.inference.engines.local.scheduler import Scheduler, Worker
+from agentrl.weights.memory_file import StoredTensor, open_memory_file, unflatten
+from agentrl.weights.weight_group import broadcast, connect, join_group
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Update:
+    """The weights that have arrived since ``/begin_weight_update``."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    version: str | None = None
+
+
+class LoadedWeights:
+    """The served model, and the calls that replace it or its adapters."""
+
+    def __init__(self, worker: Worker, model: LocalModel) -> None:
+        self.model = model
+        self._worker = worker
+        self._updating = asyncio.Lock()
+        self._update: _Update | None = None
+        self._groups: dict[str, Any] = {}
+
+    def routes(self) -> list[Route]:
+        """Return the routes of these calls."""
+        calls = {
+            "/update_weights_from_disk": self.update_from_disk,
+            "/update_weight_version": self.update_version,
+            "/begin_weight_update": self.begin_update,
+            "/update_weights_from_tensor": self.update_from_memory,
+            "/init_weights_update_group": self.join_group,
+            "/update_weights_from_distributed": self.update_from_group,
+            "/end_weight_update": self.end_update,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
+        }
+        return [Route(path, call, methods=["POST"]) for path, call in calls.items()]
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._groups.clear()
+
+    async def update_from_disk(self, request: Request) -> JSONResponse:
+        """Load other weights of the same shape; if they cannot be used, return 400 and keep the old ones."""
+        body = await read_json(request)
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str):
+            raise BadRequestError("update_weights_from_disk needs model_path")
+        flush = bool(body.get("flush_cache", True))
+        async with self._updating:
+            try:
+                model = await asyncio.to_thread(self.model.updated, path)
+                if body.get("abort_all_requests"):
+                    await self._in_thread(lambda scheduler: scheduler.abort(None))
+                await self._replace(model, version, flush)
+            except AgentRLError as error:
+                return JSONResponse({**_failed(error), "num_paused_requests": 0}, status_code=400)
+        scheduler = self._worker.scheduler
+        paused = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0
+        return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
+
+    async def _replace(self, model: LocalModel, version: Any, flush: bool) -> None:
+        name = self._worker.scheduler.version if version is None else str(version)
+        await asyncio.wrap_future(self._worker.swap(model, name, flush=flush))
+        self.model = model
+
+    async def update_version(self, request: Request) -> Response:
+        """Set the version of the served weights."""
+        version = (await read_json(request)).get("new_version")
+        if not isinstance(version, str):
+            raise BadRequestError("update_weight_version needs new_version, a string")
+        await self._in_thread(lambda scheduler: setattr(scheduler, "version", version))
+        message = f"Weight version is {version}."
+        return JSONResponse({"success": True, "message": message, "new_version": version})
+
+    async def begin_update(self, _: Request) -> JSONResponse:
+        """Expect parts of new weights; those of an update that was not ended are dropped."""
+        self._update = _Update()
+        return JSONResponse({"success": True, "message": "Success"})
+
+    async def update_from_memory(self, request: Request) -> JSONResponse:
+        """Take the weights in the memory file ``file`` of the trainer, called ``name``; nothing is unpickled.
+
+        SGLang's ``serialized_named_tensors`` are refused: they are pickles.
+        """
+        body = await read_json(request)
+        file, name = body.get("file"), body.get("name")
+        if not isinstance(file, str) or not isinstance(name, str):
+            raise BadRequestError("update_weights_from_tensor needs file and name of a memory file")
+        return await self._take(body, lambda: open_memory_file(file, name).named())
+
+    async def join_group(self, request: Request) -> JSONResponse:
+        """Join a group of two as rank 1; the trainer is rank 0."""
+        body = await read_json(request)
+        try:
+            name, backend = str(body["group_name"]), body.get("backend", "nccl")
+            host, port = str(body["master_address"]), int(body["master_port"])
+            if (body["rank_offset"], body["world_size"]) != (1, 2) or backend not in ("gloo", "nccl"):
+                raise ValueError("rank_offset is 1, world_size 2, and backend gloo or nccl")
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadRequestError(f"init_weights_update_group: {error}") from error
+        try:
+            group = await asyncio.to_thread(lambda: join_group(connect(host, port), name, 1, backend))
+        except (AgentRLError, RuntimeError) as error:
+            return _refusal(error)
+        self._groups[name] = group
+        return JSONResponse({"success": True, "message": "The group is joined."})
+
+    async def update_from_group(self, request: Request) -> JSONResponse:
+        """Receive one flat bucket of tensors from rank 0 of a group."""
+        body = await read_json(request)
+        name = str(body.get("group_name"))
+        group = self._groups.get(name)
+        if group is None or body.get("load_format") != "flattened_bucket":
+            raise BadRequestError("a joined group_name and load_format flattened_bucket are needed")
+        try:
+            parts = _bucket(body["names"], body["dtypes"], body["shapes"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadRequestError(f"names, dtypes and shapes describe no bucket: {error}") from error
+
+        def receive() -> dict[str, Tensor]:
+            flat = torch.empty(parts[-1].end, dtype=torch.uint8, device=self.model.device)
+            try:
+                broadcast(group, flat)
+            except RuntimeError:
+                self._groups.pop(name, None)  # the other end gives it up too
+                raise
+            return {part.name: unflatten(part, flat[part.begin : part.end]) for part in parts}
+
+        return await self._take(body, receive)
+
+    async def _take(self, body: Json, read: Callable[[], dict[str, Tensor]]) -> JSONResponse:
+        """Add what ``read`` returns to the update that has begun; drop the update if it fails."""
+        async with self._updating:
+            if self._update is None:
+                return _refusal(ModelError("call /begin_weight_update first"))
+            try:
+                self._update.tensors |= await asyncio.to_thread(read)
+            except (AgentRLError, RuntimeError) as error:
+                self._update = None
+                return _refusal(error)
+            self._update.version = body.get("weight_version") or self._update.version
+        return JSONResponse({"success": True, "message": "Success"})
+
+    async def end_update(self, _: Request) -> JSONResponse:
+        """Serve the weights that have arrived; if they do not fit, return 400 and keep the old ones."""
+        update, self._update = self._update, None
+        if update is None:
+            return _refusal(ModelError("no weight update has begun"))
+        if not update.tensors:
+            return JSONResponse({"success": True, "message": "Nothing has arrived: the weights stay."})
+        async with self._updating:
+            try:
+                model = await asyncio.to_thread(self.model.updated_from, update.tensors)
+                await self._replace(model, update.version, flush=True)
+            except AgentRLError as error:
+                return _refusal(error)
+        return JSONResponse({"success": True, "message": "Success"})
+
+    async def load_adapter(self, request: Request) -> JSONResponse:
+        """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
+        body = await read_json(request)
+        name, path = body.get("lora_name"), body.get("lora_path")
+        if not isinstance(name, str) or not isinstance(path, str):
+            raise BadRequestError("load_lora_adapter needs lora_name and lora_path")
+        async with self._updating:
+            try:
+                adapter = await asyncio.to_thread(self.model.read_adapter, name, path)
+                await self._in_thread(lambda scheduler: scheduler.load_adapter(adapter))
+            except AgentRLError as error:
+                return self._adapters(str(error))
+        return self._adapters()
+
+    async def unload_adapter(self, request: Request) -> JSONResponse:
+        """Refuse requests that name ``lora_name`` from now on; those that run finish with it."""
+        name = str((await read_json(request)).get("lora_name"))
+        try:
+            await self._in_thread(lambda scheduler: scheduler.unload_adapter(name))
+        except AgentRLError as error:
+            return self._adapters(str(error))
+        return self._adapters()
+
+    def _adapters(self, error: str | None = None) -> JSONResponse:
+        loaded = {adapter.name: adapter.path for adapter in self._worker.scheduler.adapters.values()}
+        answer: Json = {"success": error is None, "loaded_adapters": loaded}
+        if error is not None:
+            answer["error_message"] = error
+        return JSONResponse(answer, status_code=200 if error is None else 400)
+
+    async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
+        return await asyncio.wrap_future(self._worker.call(function))
+
+
+def _bucket(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[StoredTensor]:
+    """Return where each tensor lies in a flat bucket. Raises ValueError for an empty one."""
+    parts: list[StoredTensor] = []
+    end = 0
+    for name, kind, shape in zip(names, dtypes, shapes, strict=True):
+        dtype = getattr(torch, kind)
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        parts.append(StoredTensor(name, dtype, tuple(shape), begin, end))
+    if not parts:
+        raise ValueError("it is empty")
+    return parts
+
+
+def _failed(error: Exception) -> Json:
+    return {"success": False, "message": str(error).split("\n")[0]}
+
+
+def _refusal(error: Exception) -> JSONResponse:
+    return JSONResponse(_failed(error), status_code=400)

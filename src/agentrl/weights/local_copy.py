@@ -1,0 +1,297 @@
+"""Keep a copy of a version on the engines' host, shared by all its engines, and follow versions by deltas.
+
+The copy is an ordinary Hugging Face folder, ``ROOT/model``, changed in place. ``ROOT/lock`` is held
+exclusively while it changes, and shared while an engine reads it. ``ROOT/state.json`` says what it holds, and
+what was being applied when its last writer ended: deltas hold absolute values, so the same ones applied again
+complete it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.documents.run import FileChecksum, PolicyVersion
+from agentrl.documents.status import VersionStatus
+from agentrl.errors import PublishError
+from agentrl.weights import delta, storage
+from agentrl.weights.model_folder import MANIFEST, verify
+from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOCK_SECONDS = 900.0
+"""How long to wait for the lock. An engine may hold it while it starts."""
+_MESSAGE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+async def chain_to(store: Store, version: PolicyVersion) -> list[PolicyVersion]:
+    """Return whole weights and the deltas that lead from there to ``version``, oldest first.
+
+    Raises PublishError if one of them does not exist any more.
+    """
+    chain = [version]
+    while chain[0].base is not None:
+        base = await store.policy_versions.get(chain[0].base)
+        if base is None or base.pruned_at is not None or base.id >= chain[0].id:
+            raise PublishError(
+                f"version {chain[0].id} is a delta of version {chain[0].base}, which is deleted"
+            )
+        chain.insert(0, base)
+    return chain
+
+
+class LocalCopy:
+    """The copy in ``root``. An instance holds the lock between ``hold`` and ``release``."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self.folder = self._root / "model"
+        self._deltas = self._root / "deltas"
+        self._lock: int | None = None
+
+    async def bring(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
+        """Make the copy hold ``wanted``, and return what it holds.
+
+        That is a newer published version if another engine has brought one, and an older one, with a log
+        line, if a delta in between is damaged or missing. Raises PublishError if the copy cannot get closer
+        to ``wanted``; it then stays as it was, or is made again next time.
+        """
+        await self._acquire(fcntl.LOCK_EX)
+        try:
+            return await self._bring(store, wanted)
+        except OSError as error:
+            raise PublishError(
+                f"the copy of version {wanted.id} in {self._root} cannot be written: {error}",
+                hint="free space there, or give another --weights_dir",
+            ) from error
+        finally:
+            self.release()
+
+    async def hold(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
+        """Bring ``wanted``, as ``bring`` does, and keep it from changing until ``release``."""
+        while True:
+            held = await self.bring(store, wanted)
+            await self._acquire(fcntl.LOCK_SH)
+            if self._state().is_whole(held):
+                return held
+            self.release()
+
+    def release(self) -> None:
+        """Release the lock; idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _acquire(self, kind: int) -> None:
+        self.release()
+        await asyncio.to_thread(self.folder.mkdir, parents=True, exist_ok=True)
+        self._lock = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        started, is_told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.flock(self._lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = time.monotonic() - started
+                if waited > LOCK_SECONDS:
+                    self.release()
+                    raise PublishError(
+                        f"another process of this host has locked {self._root} for {LOCK_SECONDS:g} s",
+                        hint="end the engine that hangs, or give this one another --weights_dir",
+                    ) from None
+                if waited > _MESSAGE_SECONDS and not is_told:
+                    is_told = True
+                    log.warning("waiting for another engine of this host, which uses %s", self._root)
+                await asyncio.sleep(_POLL_SECONDS)
+            else:
+                return
+
+    async def _bring(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
+        state = self._state()
+        if state.is_whole(wanted):
+            return wanted
+        if state.version is not None and state.version > wanted.id and not state.applying:
+            newer = await store.policy_versions.get(state.version)
+            if newer is not None and newer.status is VersionStatus.PUBLISHED and state.is_whole(newer):
+                return newer
+        chain = await chain_to(store, wanted)
+        steps = state.rest_of(chain)
+        if steps is not chain:
+            try:
+                return await self._follow(steps, state)
+            except PublishError as error:
+                if not self._state().applying:  # nothing was changed, and the whole chain has the same gap
+                    raise
+                source = chain[0].id
+                log.warning("%s is made again from version %d: %s", self._root, source, error.message)
+        return await self._follow(chain, state)
+
+    async def _follow(self, steps: Sequence[PolicyVersion], state: _State) -> PolicyVersion:
+        """Apply the longest part of ``steps`` whose files exist; return its last version."""
+        whole = [step for step in steps[:1] if step.base is None]
+        reached, paths = list(whole), list[Path]()
+        try:
+            for step in steps[len(whole) :]:
+                paths += await self._download_delta(step)
+                reached.append(step)
+        except PublishError as error:
+            if not reached or (not whole and len(reached) < len(state.applying)):
+                raise
+            missing = steps[len(reached)].id
+            log.warning("version %d is taken, not %d: %s", reached[-1].id, missing, error.message)
+        last = reached[-1]
+        wanted, content = await _read_manifest(last)
+        if whole:
+            before, own = await _read_manifest(whole[0])
+            self._write_state(_State())
+            await self._replace(whole[0])
+            _write(self.folder / MANIFEST, own)
+            state = _State.of(whole[0])
+        else:
+            before = _tensors((self.folder / MANIFEST).read_bytes())
+        if paths:
+            applied = tuple(step.id for step in reached[len(whole) :])
+            self._write_state(replace(state, applying=applied))
+            changed = await _to_its_end(delta.apply, paths, self.folder, wanted)
+            other = next((n for n in wanted.keys() - set(changed) if before.get(n) != wanted[n]), None)
+            if other is not None or before.keys() != wanted.keys():
+                raise PublishError(f"the deltas up to version {last.id} do not change tensor {other}")
+        _write(self.folder / MANIFEST, content)
+        self._write_state(_State.of(last))
+        shutil.rmtree(self._deltas, ignore_errors=True)
+        return last
+
+    async def _download_delta(self, step: PolicyVersion) -> list[Path]:
+        folder = self._deltas / str(step.id)
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [file for file in step.files if file.name.endswith(delta.SUFFIX)]
+        await storage.download(step.location, await asyncio.to_thread(_missing, folder, files), folder)
+        return [folder / file.name for file in files]
+
+    async def _replace(self, full: PolicyVersion) -> None:
+        """Make the copy hold the files of ``full`` alone; those that it has already are kept."""
+        names = {file.name for file in full.files}
+        for path in self.folder.iterdir():
+            if path.name not in names:
+                path.unlink()
+        missing = await asyncio.to_thread(_missing, self.folder, full.files)
+        await storage.download(full.location, missing, self.folder)
+
+    def _state(self) -> _State:
+        if not (self.folder / MANIFEST).is_file():
+            return _State()
+        try:
+            return _State.from_json(json.loads((self._root / "state.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return _State()
+
+    def _write_state(self, state: _State) -> None:
+        _write(self._root / "state.json", json.dumps(asdict(state)).encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def _boot() -> str:
+    """Return what identifies the time since the host was started: what was not on disk then is lost."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a copy holds: ``version``, in which the deltas ``applying`` may have been applied in part."""
+
+    version: int | None = None
+    identity: str | None = None
+    applying: tuple[int, ...] = ()
+    boot: str = field(default_factory=_boot)
+
+    @classmethod
+    def of(cls, version: PolicyVersion) -> _State:
+        return cls(version.id, _identity(version))
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> _State:
+        """Return a stored state; nothing is held if the host was started again since."""
+        state = cls(**(dict(value) | {"applying": tuple(value["applying"])}))
+        return state if state.boot == _boot() else cls()
+
+    def holds(self, version: PolicyVersion) -> bool:
+        """Whether ``version`` is what is held, apart from what is being applied."""
+        return (self.version, self.identity) == (version.id, _identity(version))
+
+    def is_whole(self, version: PolicyVersion) -> bool:
+        """Whether ``version`` is held, and nothing else."""
+        return self.holds(version) and not self.applying
+
+    def rest_of(self, chain: list[PolicyVersion]) -> list[PolicyVersion]:
+        """Return the deltas of ``chain`` that lead on from what is held; all of it if none do."""
+        held = next((place for place, step in enumerate(chain) if self.holds(step)), None)
+        rest = [] if held is None else chain[held + 1 :]
+        leads_on = rest and tuple(step.id for step in rest)[: len(self.applying)] == self.applying
+        return rest if leads_on else chain
+
+
+def _identity(version: PolicyVersion) -> str:
+    files = "".join(f"{file.name}:{file.sha256}\n" for file in version.files)
+    return version.digest or hashlib.sha256(files.encode()).hexdigest()
+
+
+def _missing(folder: Path, files: Sequence[FileChecksum]) -> list[FileChecksum]:
+    """Return those of ``files`` that ``folder`` lacks or has with other bytes."""
+    missing = []
+    for file in files:
+        try:
+            verify(folder, [file])
+        except PublishError:
+            missing.append(file)
+    return missing
+
+
+async def _read_manifest(version: PolicyVersion) -> tuple[dict[str, TensorChecksum], bytes]:
+    """Return the checksums of the tensors of a version, checked against its digest, and their file."""
+    content = await storage.read(f"{version.location}/{MANIFEST}")
+    tensors = _tensors(content)
+    if version.digest is not None and weights_digest(tensors) != version.digest:
+        raise PublishError(f"{version.location}/{MANIFEST} does not belong to version {version.id}")
+    return tensors, content
+
+
+def _tensors(manifest: bytes) -> dict[str, TensorChecksum]:
+    try:
+        found = json.loads(manifest).get("tensors", {})
+        return {name: TensorChecksum.from_json(value) for name, value in found.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PublishError(f"{MANIFEST} is damaged: {error}") from error
+
+
+async def _to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """Run ``work`` in a thread; if this is cancelled, wait for its end first: the lock is held until then."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

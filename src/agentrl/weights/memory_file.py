@@ -1,0 +1,151 @@
+"""Keep the weights of a version in memory, as a sealed safetensors file that other processes of the user map.
+
+The file is a ``memfd``: it has no name, needs no room in ``/dev/shm``, and is gone when the last process that
+uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of the trainer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from agentrl.errors import PublishError
+from agentrl.weights.folder import read_header
+
+PREFIX = "agentrl-weights-"
+"""Of the names of memory files, as /proc shows them."""
+_PATH = re.compile(r"/proc/\d+/fd/\d+")
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_ALIGNED = 64
+_CODES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file: bytes ``[begin, end)`` of its data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class MemoryFile:
+    """A mapped file: its tensors in the order of their bytes, and the bytes."""
+
+    tensors: tuple[StoredTensor, ...]
+    data: Tensor
+    """uint8[bytes of all tensors]."""
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the tensors by name, without a copy."""
+        return {item.name: unflatten(item, self.data[item.begin : item.end]) for item in self.tensors}
+
+    def buckets(self, limit: int) -> Iterator[tuple[StoredTensor, ...]]:
+        """Yield the tensors in groups of neighbours, of at most ``limit`` bytes or one tensor each."""
+        group: list[StoredTensor] = []
+        for item in self.tensors:
+            if group and item.end - group[0].begin > limit:
+                yield tuple(group)
+                group = []
+            group.append(item)
+        if group:
+            yield tuple(group)
+
+
+def unflatten(item: StoredTensor, flat: Tensor) -> Tensor:
+    """Return the bytes ``flat``, uint8, as the tensor ``item``, without a copy."""
+    return flat.view(item.dtype).view(item.shape)
+
+
+def write_memory_file(name: str, tensors: Mapping[str, Tensor]) -> int:
+    """Write ``tensors``, on the CPU, into a new memory file and seal it; return its descriptor.
+
+    Larger dtypes come first, so that every tensor is aligned. Raises PublishError if memory is short.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header, end = {}, 0
+    for key, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {
+            "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNED)
+    descriptor = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            for _, tensor in ordered:
+                stream.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(descriptor)
+        raise PublishError(
+            f"{end:,} bytes of weights do not fit into memory: {error.strerror}",
+            hint="use --weight_sync disk, or a machine with more memory",
+        ) from error
+    return descriptor
+
+
+def open_memory_file(path: str, name: str) -> MemoryFile:
+    """Map the memory file ``name``. Raises PublishError if it is gone, or not a sealed file of this user.
+
+    The number of a descriptor is used again, the name is not. Another path is refused, so that a caller can
+    make an engine read nothing else.
+    """
+    try:
+        if not _PATH.fullmatch(path):
+            raise ValueError("it is no /proc/PID/fd/N")
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+    except (OSError, ValueError) as error:
+        raise _unusable(path, error) from error
+    try:
+        own = f"/proc/self/fd/{descriptor}"
+        is_own = os.fstat(descriptor).st_uid == os.geteuid()
+        if os.readlink(own) != f"/memfd:{PREFIX}{name} (deleted)" or not is_own:
+            raise ValueError(f"it does not hold the weights {name} of this user any more")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("it can still be written")
+        header = read_header(Path(own))
+        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        tensors = tuple(
+            StoredTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in ordered
+        )
+        (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
+        mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)  # torch wants a writable buffer
+        data = torch.frombuffer(mapped, dtype=torch.uint8)[8 + length :]
+        for item in tensors:
+            if item.end - item.begin != math.prod(item.shape) * item.dtype.itemsize or item.end > len(data):
+                raise ValueError(f"the size of {item.name} is wrong")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(path, error) from error
+    finally:
+        os.close(descriptor)
+    return MemoryFile(tensors, data)
+
+
+def _unusable(path: str, error: Exception) -> PublishError:
+    return PublishError(
+        f"the weights in the trainer's memory, {path}, cannot be read: {error}",
+        hint="run the trainer and the engine as one user, on one host and in one container",
+    )
