@@ -54,7 +54,7 @@ AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main;
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """Write the model in bfloat16 with its tokenizer: SmolLM2-135M, or a tiny one or 1B with random weights."""
+    """Write SmolLM2-135M, or random weights of a ``tiny`` or ``1B`` model, in bfloat16 with a tokenizer."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if name == "135M":
@@ -117,7 +117,7 @@ def serving(configs: Configs, folder: Path, flags: tuple[str, ...]) -> Iterator[
         process.wait(60)
 
 
-async def until_served(store: Store, above: int, process: subprocess.Popen[bytes], log: Path) -> int:
+async def until_served(store: Store, above: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until the engine serves a version above ``above``, and return it."""
     deadline = time.perf_counter() + _SERVED_SECONDS
     while True:
@@ -126,7 +126,7 @@ async def until_served(store: Store, above: int, process: subprocess.Popen[bytes
             if service.status is ServiceStatus.READY and version is not None and version > above:
                 return version
         if process.poll() is not None or time.perf_counter() > deadline:
-            raise RuntimeError(f"no version above {above} is served:\n{log.read_text()[-4000:]}")
+            raise RuntimeError(f"no version above {above} is served; its log says why")
         await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -175,7 +175,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 store=store, run_name=store.run_name, config=configs[TrainConfig], controller=controller,
                 progress=progress, lease=lease, output=folder / "out", max_staleness=4, stop=asyncio.Event(),
             )  # fmt: skip
-            served = await until_served(store, -1, process, folder / "serve.log")
+            served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):
                 change((p for p in controller.policy.model.parameters() if p.requires_grad), step)
                 progress.step, began = step, time.perf_counter()
@@ -184,7 +184,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 else:
                     await saver.after_step()
                 waited = time.perf_counter() - began
-                served = await until_served(store, served, process, folder / "serve.log")
+                served = await until_served(store, served, process)
                 if step > 1:  # the first one also loads libraries
                     found["waits"].append(waited)
                     found["served"].append(time.perf_counter() - began)

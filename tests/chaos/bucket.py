@@ -41,10 +41,10 @@ class Bucket:
         return {**_KEYS, "AWS_ENDPOINT_URL": f"http://{HOST}:{await self.proxy.start()}"}
 
     def _open(self) -> Any:
-        import s3fs
+        import fsspec
 
-        files = s3fs.S3FileSystem(
-            key="chaos", secret="chaos", endpoint_url=f"http://{HOST}:{self._port}",
+        files = fsspec.filesystem(
+            "s3", key="chaos", secret="chaos", endpoint_url=f"http://{HOST}:{self._port}",
             skip_instance_cache=True, use_listings_cache=False,
         )  # fmt: skip
         files.mkdir(self.url)

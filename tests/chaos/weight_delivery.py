@@ -24,10 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
 from training_data import group
-from transformers import AutoModelForCausalLM
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import now
@@ -92,7 +89,9 @@ class Delivery:
 
     def prepare(self) -> None:
         """Give every place its own copy of the base model, in bfloat16."""
+        import torch
         from tiny_policy import write_tiny_policy
+        from transformers import AutoModelForCausalLM
 
         base = write_tiny_policy(self.folder / "base", hidden_size=64)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
@@ -111,11 +110,13 @@ class Delivery:
     def start(self, uri: str, reach: dict[str, str]) -> None:
         """Start the trainer and the engines."""
         common = ["--run_name", RUN, "--db_connection_string", uri, "--heartbeat_seconds", "0.5"]
+        out = str(self.folder / "trainer" / "out")
         own = {
             "trainer": [
-                "train", "--output_dir", str(self.folder / "trainer" / "out"), "--publish_to", f"{Bucket.url}/{RUN}", "--publish", "delta",
-                "--groups_per_step", "2", "--num_generations", "2", "--max_staleness", "3", "--staleness_policy", "decay", "--out_of_date_decay", "0",
-                "--learning_rate", "1e-4", "--save_steps", "2", "--verify_data", "false",
+                "train", "--output_dir", out, "--publish_to", f"{Bucket.url}/{RUN}", "--publish", "delta",
+                "--groups_per_step", "2", "--num_generations", "2", "--learning_rate", "1e-4",
+                "--max_staleness", "3", "--staleness_policy", "decay", "--out_of_date_decay", "0",
+                "--save_steps", "2", "--verify_data", "false",
             ],
             **{
                 site: [
@@ -275,14 +276,18 @@ class Delivery:
 
 def digest(folder: Path) -> str:
     """Return the digest of the tensors in the safetensors files of ``folder``."""
-    found: dict[str, TensorChecksum] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as stored:
-            found |= {name: TensorChecksum.of(stored.get_tensor(name)) for name in stored.keys()}
-    return weights_digest(found)
+    from safetensors.torch import load_file
+
+    tensors = {
+        name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    return weights_digest({name: TensorChecksum.of(tensor) for name, tensor in tensors.items()})
 
 
 def _gap(folder: Path, output: tuple[int, ...], logprobs: tuple[float, ...]) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([[*_PROMPT, *output]])).logits[0, len(_PROMPT) - 1 : -1]
