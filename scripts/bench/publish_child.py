@@ -34,7 +34,8 @@ from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import TrainerLease, hold_lease
-from agentrl.train.saving import Progress, Saver
+from agentrl.train.progress import Progress
+from agentrl.train.publishing import Publisher
 from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.publish import publish_base
 
@@ -171,9 +172,9 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
         with serving(configs, folder, FLAGS[way][:2] if "--weight_sync" in FLAGS[way] else ()) as process:
             controller = lead(single_process(), build)
             progress = Progress(attempt=lease.attempt)
-            saver = Saver(
-                store=store, run_name=store.run_name, config=configs[TrainConfig], controller=controller,
-                progress=progress, lease=lease, output=folder / "out", max_staleness=4, stop=asyncio.Event(),
+            publisher = Publisher(
+                store=store, config=configs[TrainConfig], controller=controller, progress=progress,
+                lease=lease, output=folder / "out", max_staleness=4, stop=asyncio.Event(),
             )  # fmt: skip
             served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):
@@ -182,7 +183,8 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 if way == "baseline":
                     await publish_now(store, controller, progress, folder)
                 else:
-                    await saver.after_step()
+                    await publisher.begin()
+                    await publisher.wait_for_bound()
                 waited = time.perf_counter() - began
                 served = await until_served(store, served, process)
                 if step > 1:  # the first one also loads libraries
@@ -190,7 +192,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                     found["served"].append(time.perf_counter() - began)
             newest = await store.policy_versions.latest()
             found["bytes"] = 0 if newest is None else newest.bytes
-            await saver.close()
+            await publisher.end()
         controller.end()
     return found
 
