@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +18,7 @@ from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import EncodedIds, Generation, Progress
+from agentrl.inference.engine import EncodedIds, Generation, Held, Progress
 from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
 
 T = TypeVar("T")
@@ -99,7 +99,11 @@ class ScriptedEngine:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[ScriptedEngine]:
         """As a router: itself for every trajectory."""
         yield self

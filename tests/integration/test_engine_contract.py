@@ -323,6 +323,22 @@ async def test_pause_and_resume_change_nothing(served: Served, engine: EngineCli
     assert_logprobs(served.first, prompt(13), made)
 
 
+async def test_an_engine_gives_its_memory_back_and_goes_on(served: Served, engine: EngineClient) -> None:
+    if served.kind == "vllm":
+        pytest.skip("vLLM gives memory back on GPUs only")
+    greedy = SHORT.replace(temperature=0.0)
+    before = await engine.generate(prompt(3), greedy, "before")
+    await engine.pause("abort")
+    await engine.release_memory()
+    late = asyncio.create_task(engine.generate(prompt(3), greedy, "late"))
+    await engine.resume_memory("weights")
+    await engine.update_weights(served.first, 0)
+    await engine.resume_memory("kv_cache")
+    assert not late.done()
+    await engine.resume()
+    assert (await late).output_ids == before.output_ids
+
+
 async def test_new_weights_answer_under_their_version(served: Served, engine: EngineClient) -> None:
     await engine.update_weights(served.second, 5)
     assert (await engine.model_info()).version == 5

@@ -25,8 +25,9 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
+from agentrl.device_lease import has_gpu
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.inference.engines.commands import SHARED_MEMORY, has_gpu
+from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.weights.folder import stored_bytes
 
 _PROBE_SECONDS = 120.0

@@ -183,7 +183,27 @@ class EngineListConfig(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(EngineListConfig):
+class DeviceConfig(Flags):
+    """Whether an engine and the trainer have a device together."""
+
+    section = "device"
+
+    colocate: Literal["auto", "true", "false"] = flag(
+        "auto",
+        "the engine and the trainer take turns on one device: the engine gives its memory back while a step"
+        " is trained, and the trainer while it waits for data; auto: true under `agentrl launch` for an"
+        " engine on a GPU of the trainer. Both need it, on one machine and with the same GPUs",
+        per_process=True,
+    )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether this process takes turns."""
+        return self.colocate == "true"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(EngineListConfig, DeviceConfig):
     """One inference engine."""
 
     section = "inference"
@@ -201,8 +221,9 @@ class EngineConfig(EngineListConfig):
     )
     inf_mem_ratio: float | None = flag(
         None,
-        "fraction of a GPU's memory for SGLang or vLLM (default: 0.5, which leaves room for a trainer; what"
-        " the engine takes by itself where CUDA_VISIBLE_DEVICES gives it GPUs of its own)",
+        "fraction of a GPU's memory for SGLang or vLLM (default: 0.5, which leaves room for a trainer; 0.8"
+        " with --colocate true; what the engine takes by itself where CUDA_VISIBLE_DEVICES gives it GPUs of"
+        " its own)",
         within="(0, 1]",
         per_process=True,
     )

@@ -10,6 +10,7 @@ from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
 from agentrl.config.flags import JsonFlags, flag
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import (
+    DeviceConfig,
     EngineConfig,
     EngineListConfig,
     ModelConfig,
@@ -34,10 +35,11 @@ from agentrl.config.training import (
 )
 
 __all__ = [
-    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "EngineConfig", "EngineListConfig",
-    "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags", "LossConfig",
-    "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig", "RunConfig",
-    "SamplingConfig", "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag", "sections",
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "DeviceConfig", "EngineConfig",
+    "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags",
+    "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig",
+    "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag",
+    "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (

@@ -109,6 +109,7 @@ class ServiceStatus(StrEnum):
     STARTING = "starting"
     READY = "ready"
     UPDATING = "updating"  # paused while it loads new weights
+    LENT = "lent"  # paused, without weights in memory: the trainer computes on its device
     STOPPED = "stopped"
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
 from agentrl.evaluation.policy import Policy, require_weights
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import EncodedIds, Engine, Generation, Progress, Router
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress, Router
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
@@ -198,10 +198,14 @@ class FixedVersionRouter:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[Engine]:
         """Open a session of one trajectory, as the router does."""
-        async with self._router.session(traj_id, group, partial) as engine:
+        async with self._router.session(traj_id, group, partial, held) as engine:
             yield _FixedVersionEngine(engine, self._version)
 
 

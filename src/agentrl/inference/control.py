@@ -21,6 +21,7 @@ _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
+MemoryPart = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +157,14 @@ class EngineControl:
     async def resume(self) -> None:
         """Continue after ``pause``."""
         await self._post("/continue_generation", {})
+
+    async def release_memory(self) -> None:
+        """Give the memory of the weights and the KV cache back; the engine is paused and runs no request."""
+        await self._post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, self._timeout)
+
+    async def resume_memory(self, part: MemoryPart) -> None:
+        """Allocate a part again: ``weights``, whose values an update then loads, and then ``kv_cache``."""
+        await self._post("/resume_memory_occupation", {"tags": [part]}, self._timeout)
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix. Raises EngineRefusedError while requests are running."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -24,6 +24,9 @@ Progress = Callable[[int, Sequence[int]], None]
 
 After a failure, indices may come again: the ids from there on are replaced.
 """
+
+Held = Callable[[], AbstractContextManager[None]]
+"""Returns a block in which a call waits for the engines, and the trajectory's time does not count."""
 
 _EXCERPT = 300
 _FIRST_PROMPTS = 16
@@ -156,11 +159,16 @@ class Router(Protocol):
     """Access to the engines: ``EngineRouter``."""
 
     def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AbstractAsyncContextManager[Engine]:
         """Return the engine of one trajectory; those of one ``group`` prefer one engine.
 
-        A call with the prompt of ``partial`` resumes it.
+        A call with the prompt of ``partial`` resumes it. Calls wait in a block of ``held`` while the trainer
+        has the engines' devices.
         """
         ...
 

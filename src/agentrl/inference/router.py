@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.model_call import PartialGeneration
@@ -16,6 +16,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineClient
+from agentrl.inference.engine import Held
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.session import EngineSession
 from agentrl.rollout.outages import Outages
@@ -110,6 +111,8 @@ class EngineRouter:
         """Id of an engine with another tokenizer → why it gets no calls."""
         self._had_engine = False
         """Whether an engine has been usable since this process began."""
+        self._lent_at = float("-inf")
+        """When the trainer was last seen to have the devices of all engines; limits count from then."""
         self._refreshed_at = float("-inf")
         self._refresh_lock = asyncio.Lock()
         self._refresh_task: asyncio.Task[None] | None = None
@@ -121,14 +124,19 @@ class EngineRouter:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[EngineSession]:
         """Open a session, whose calls go to one engine; ``group`` names the trajectories of one prompt.
 
-        The first call with the prompt of ``partial`` resumes it.
+        The first call with the prompt of ``partial`` resumes it. Calls wait in a block of ``held`` while the
+        trainer has the devices of all engines.
         """
         await self.refresh()
-        session = EngineSession(self, traj_id, group, partial)
+        session = EngineSession(self, traj_id, group, partial, held)
         try:
             yield session
         finally:
@@ -140,12 +148,13 @@ class EngineRouter:
         return self._context_length
 
     def policy_versions(self) -> frozenset[int]:
-        """Return the policy versions that usable engines serve; empty while none is known.
+        """Return the policy versions that usable and lent engines serve; empty while none is known.
 
         It returns at once, from the cached list of engines, and starts a refresh if the list is too old.
         """
         self._start_refresh()
-        return frozenset(s.policy_version for s in self._usable() if s.policy_version is not None)
+        engines = (*self._usable(), *self._lent())
+        return frozenset(s.policy_version for s in engines if s.policy_version is not None)
 
     async def close(self) -> None:
         """Close every engine's connections."""
@@ -169,16 +178,24 @@ class EngineRouter:
                 if None not in (service.tokenizer, self._tokenizer) and service.tokenizer != self._tokenizer
             }
             self._had_engine = self._had_engine or bool(self._usable())
+            if self._is_lent():
+                self._lent_at = time.monotonic()
             self._refreshed_at = time.monotonic()
 
     async def pick(self, session: EngineSession, tokens: int, deadline: float) -> EngineClient:
         """Return the session's engine, else the least loaded one; EngineError after ``deadline``.
 
-        ``tokens`` is the length of the prompt that the engine will get.
+        ``tokens`` is the length of the prompt that the engine will get. Waits without limit while the trainer
+        has the devices of all engines.
         """
         while True:
             if not self._refresh_in_background():
                 await self.refresh()
+            if self._is_lent():
+                with session.held():
+                    while self._is_lent():
+                        await asyncio.sleep(self._backoff)
+                        await self.refresh()
             if self._front is not None and not self._foreign:
                 return self._front
             if self._front is not None:  # it may pass the call to any engine
@@ -218,7 +235,9 @@ class EngineRouter:
     async def wait(self, why: str, deadline: float, attempt: int = 1) -> None:
         """Sleep before the next attempt, with exponential backoff; EngineError at ``deadline``."""
         now = time.monotonic()
+        deadline = max(deadline, self._lent_at + self.wait_seconds)
         is_down = bool(attempt > 1 or self._foreign) if self._front is not None else not self._usable()
+        is_down = is_down and not self._is_lent()
         is_first = is_down and not (self._had_engine or self._foreign or self._front is not None)
         if self._outages is not None and is_first:
             self._outages.not_up_yet(ENGINES)
@@ -270,6 +289,14 @@ class EngineRouter:
             and self._avoided_until.get(s.url, 0.0) <= now
             and s.id not in self._foreign
         ]
+
+    def _lent(self) -> list[InferenceService]:
+        """Return the engines whose device the trainer has."""
+        return [s for s in self._services if s.status is ServiceStatus.LENT and s.id not in self._foreign]
+
+    def _is_lent(self) -> bool:
+        """Return whether the trainer has the devices of all engines."""
+        return not self._usable() and bool(self._lent())
 
     def _why_foreign(self, service: InferenceService) -> str:
         why = (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError, PublishError
@@ -72,11 +73,18 @@ async def _serve(store: Store, configs: Configs) -> None:
     port = config.port or free_port(config.host)
     service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
     log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-    process = EngineProcess(engine_command(folder, model, config, port), log_file)
+    lease = None
+    if config.is_colocated:
+        owner = f"the engine of run {run.run_name}"
+        lease = DeviceLease(leased_devices(run.output), owner, shared=not has_gpu())
+        await lease.acquire()
+    command = engine_command(folder, model, config, port)
+    # The engine has the locks too: the device is free when it has ended, also if this process is killed.
+    process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
     client = engine_client(config.engine, f"http://{host}:{port}", _UPDATE_SECONDS)
     served = ServedEngine(
-        store, client, process, config, service_id=service_id, folder=folder, version=version,
+        store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
     )  # fmt: skip
     try:
         await _until_signal(served.run)
@@ -98,7 +106,9 @@ class ServedEngine:
         service_id: str,
         folder: str,
         version: int,
+        lease: DeviceLease | None = None,
     ) -> None:
+        """``lease`` is the held one of a device that the trainer uses too; None for a device of its own."""
         self._store = store
         self._client = client
         self._weights = ServedWeights(client, store)
@@ -112,6 +122,12 @@ class ServedEngine:
         self._load = EngineLoad(requests=0)
         self._context_length: int | None = None
         self._detail: str | None = None
+        self._lease = lease
+        self._turn = asyncio.Lock()
+        """Held while the engine is paused, for new weights or while the trainer has the device."""
+        self._fetched: PolicyVersion | None = None
+        """The newest version that can be loaded."""
+        self._fetching = asyncio.Lock()
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -141,6 +157,8 @@ class ServedEngine:
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
                 tasks.create_task(self._follow())
+                if self._lease is not None:
+                    tasks.create_task(self._lend(self._lease))
                 if self._front is not None:
                     tasks.create_task(self._front.keep(self._client.url))
         except ExceptionGroup as group:
@@ -200,8 +218,12 @@ class ServedEngine:
     async def update(self, version: PolicyVersion) -> None:
         """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
         try:
-            await self._weights.fetch(version)
-            self._version = await self._switch(version)
+            async with self._fetching:
+                await self._weights.fetch(version)
+                self._fetched = version
+            async with self._turn:
+                if self._version != version.id:  # the end of the trainer's turn may have loaded it
+                    self._version = await self._switch(version)
         except (PublishError, EngineError) as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
@@ -224,6 +246,45 @@ class ServedEngine:
         finally:
             await self._resume()
             self._status = ServiceStatus.READY
+
+    async def _lend(self, lease: DeviceLease) -> None:
+        """Give the device to the trainer whenever it wants it, and take it back after its turn.
+
+        Running requests end with the tokens generated so far; samplers continue them on another engine, or
+        here afterwards. An engine that does not give its memory back, or does not come back, is ended.
+        """
+        while True:
+            await lease.until_wanted()
+            async with self._turn:
+                before, self._detail = self._detail, "the trainer has the device"
+                self._status = ServiceStatus.LENT
+                with log_store_errors(log, "no heartbeat; the engine keeps running"):
+                    await self._report()
+                try:
+                    await self._client.check_instance(self._process.instance)
+                    await self._client.pause("abort")
+                    await self._client.release_memory()
+                    lease.release()
+                    await lease.acquire()
+                    await self._client.resume_memory("weights")
+                    await self._reload()
+                    await self._client.resume_memory("kv_cache")
+                except (EngineError, PublishError) as error:
+                    log.error("the engine does not take turns with the trainer, and ends: %s", error.message)
+                    await self._process.stop()
+                    return
+                await self._resume()
+                self._status, self._detail = ServiceStatus.READY, before
+            with log_store_errors(log, "no heartbeat; the engine keeps running"):
+                await self._report()
+
+    async def _reload(self) -> None:
+        """Load the newest version that was fetched, or the weights that the engine started with."""
+        async with self._fetching:
+            if self._fetched is None:
+                await self._client.update_weights(self._folder, self._version)
+            else:
+                self._version = await self._weights.load(self._fetched)
 
     async def _resume(self) -> None:
         """Resume the engine; end it if it is still paused after ``_RESUME_TRIES`` attempts."""

@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     FinishReason,
     Generation,
+    Held,
     Progress,
     join,
 )
@@ -76,16 +78,23 @@ class EngineSession:
 
     ``url`` is the engine that has the trajectory's prefix in its cache, ``tokens`` the length of its context.
     ``partial`` holds the tokens of a call that was cancelled or failed; one with the same prompt resumes it.
+    The router waits in ``held`` while the trainer has the engines' devices.
     """
 
     def __init__(
-        self, engines: Engines, traj_id: str, group: str | None, partial: PartialGeneration | None
+        self,
+        engines: Engines,
+        traj_id: str,
+        group: str | None,
+        partial: PartialGeneration | None,
+        held: Held = nullcontext,
     ) -> None:
         self.traj_id = traj_id
         self.group = group
         self.url: str | None = None
         self.tokens = 0
         self.partial = partial
+        self.held = held
         self._engines = engines
         self._encoded = EncodedIds()
 

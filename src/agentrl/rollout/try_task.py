@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import generate, is_address
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
-from agentrl.inference.engine import Generation
+from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
 from agentrl.observe.terminal import clean, stdout_console
 from agentrl.rollout.agents import AGENTS
@@ -71,7 +71,11 @@ class _FirstPrompt:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[_FirstPrompt]:
         """Return itself, as router and as engine."""
         yield self

@@ -162,7 +162,7 @@ class Worker:
             tools = HeldTools(session, self.outages, clock)
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(
-                self.router.session(claim.record_id, claim.task.id, partial)
+                self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
             )
             await stack.enter_async_context(self._keeping_partial(claim, engine))
             schemas = await contain(tools.list, "tools", ToolServerError)

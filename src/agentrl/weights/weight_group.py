@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,8 +69,10 @@ def connect(host: str, port: int) -> Any:
     """Return a client of the trainer's store. Raises PublishError if it cannot be reached."""
     limit = timedelta(seconds=_ANSWER_SECONDS)
     try:
+        # A store tries again for the whole time where nobody listens.
+        socket.create_connection((host, port), _ANSWER_SECONDS).close()
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise PublishError(f"the trainer's weights at {host}:{port} cannot be reached: {error}") from error
 
 
@@ -103,6 +106,7 @@ class WeightSender:
         self._stopped.set()
         self._thread.join(_ANSWER_SECONDS)
         self._groups.clear()
+        del self._store  # its port is free then
 
     def _run(self) -> None:
         number = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -16,7 +16,7 @@ from agentrl.errors import EngineError
 from agentrl.evaluation import evaluate
 from agentrl.evaluation.engines import FixedVersionRouter
 from agentrl.evaluation.evaluate import Progress, StoppedError
-from agentrl.inference.engine import EncodedIds, Generation
+from agentrl.inference.engine import EncodedIds, Generation, Held
 from agentrl.inference.engine import Progress as TokenProgress
 
 
@@ -51,7 +51,11 @@ class Engine:
 
     @asynccontextmanager
     async def session(
-        self, traj_id: str, group: str | None = None, partial: PartialGeneration | None = None
+        self,
+        traj_id: str,
+        group: str | None = None,
+        partial: PartialGeneration | None = None,
+        held: Held = nullcontext,
     ) -> AsyncIterator[Engine]:
         yield self
 

@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
+from agentrl.device_lease import return_freed_memory
 from agentrl.documents.sampling import SamplingParams
+from agentrl.errors import ModelError
 from agentrl.inference.engines.local.cache import KVCache
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
@@ -27,6 +30,10 @@ class RuleModel:
         self.shift = shift
         self.computed = 0
         self.batches: list[int] = []
+        self.is_loaded = True
+
+    def unload(self) -> None:
+        self.is_loaded = False
 
     def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
         wanted = []
@@ -184,6 +191,33 @@ def test_after_a_pause_only_the_weights_differ(mode: str) -> None:
         {"version": "7", "start": len(before), "end": 12},
     ]
     assert made.retractions == (mode == "retract")
+
+
+def test_released_memory_is_given_back_and_requests_go_on_with_other_weights() -> None:
+    harness = Harness(max_tokens=2**24)
+    scheduler = harness.scheduler
+    harness.submit("r", [5, 6], 8)
+    for _ in range(4):
+        scheduler.step()
+    scheduler.pause("in_place")
+    with pytest.raises(ModelError, match="no request runs"):
+        scheduler.release_memory(["weights"])
+    scheduler.pause("retract")
+    for tensor in (*scheduler.cache.keys, *scheduler.cache.values):
+        tensor.zero_()
+    process = psutil.Process()
+    before = process.memory_info().rss
+    scheduler.release_memory(["kv_cache", "weights"])
+    return_freed_memory()
+    assert process.memory_info().rss < before - 2**26  # of 2**27
+    with pytest.raises(ModelError, match="resume_memory_occupation"):
+        scheduler.resume()
+    scheduler.cache.allocate()
+    scheduler.replace_model(RuleModel(shift=3), "1", flush=True)
+    scheduler.resume()
+    harness.run()
+    first = rule([5, 6], 4)
+    assert harness.ended["r"].output_ids == first + rule([5, 6, *first], 4, shift=3)
 
 
 def test_abort_ends_one_or_all_requests_with_their_tokens() -> None:

@@ -1,7 +1,8 @@
 """The router chooses engines and resumes generations; the engines follow scripts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -275,6 +276,33 @@ async def test_an_engine_that_appears_while_waiting_is_used() -> None:
         await asyncio.wait_for(fleet.asked_twice.wait(), 5)
         fleet.services.append(service("late"))
         assert (await call).engine_url == "http://late"
+
+
+async def test_calls_wait_without_limit_while_the_trainer_has_every_device() -> None:
+    fleet = Fleet(
+        service("a", status=ServiceStatus.LENT, policy_version=3), scripts={"a": [EngineError("no")]}
+    )
+    outages, held = Outages(), list[str]()
+    router = fleet.router(outages=outages, wait_seconds=0.1, suspect_seconds=0.0)  # type: ignore[arg-type]
+
+    @contextmanager
+    def clock() -> Iterator[None]:
+        held.append("stopped")
+        yield
+        held.append("goes on")
+
+    async with asyncio.timeout(10), router.session("t", held=clock) as session:
+        call = asyncio.create_task(session.generate([1], PARAMS))
+        await asyncio.sleep(0.2)
+        assert router.policy_versions() == {3}
+        assert not call.done()
+        fleet.services = [service("b"), service("a", status=ServiceStatus.LENT)]
+        assert (await call).engine_url == "http://b"
+        assert held == ["stopped", "goes on"]
+        fleet.services = [service("a")]  # its first call fails: the time of the wait did not count
+        assert (await session.generate([1], PARAMS)).engine_url == "http://a"
+    assert outages.open == []
+    await router.close()
 
 
 async def test_an_engine_that_stops_heartbeating_is_replaced() -> None:

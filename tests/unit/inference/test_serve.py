@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
@@ -78,7 +79,7 @@ class Client:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.refuses = False
+        self.refuses = self.keeps_memory = False
         self.failing_pauses = self.failing_resumes = 0
 
     async def load(self) -> EngineLoad:
@@ -92,6 +93,14 @@ class Client:
         if self.failing_pauses:
             self.failing_pauses -= 1
             raise EngineError("no answer")
+
+    async def release_memory(self) -> None:
+        self.calls.append(("release",))
+        if self.keeps_memory:
+            raise EngineError("it is not idle")
+
+    async def resume_memory(self, part: str) -> None:
+        self.calls.append(("memory", part))
 
     async def update_weights(self, path: str, version: int) -> None:
         self.calls.append(("update", path, version))
@@ -131,11 +140,11 @@ class Process:
 
 
 class Harness:
-    def __init__(self) -> None:
+    def __init__(self, lease: DeviceLease | None = None) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
-            service_id="e1", folder="/models/base", version=0,
+            service_id="e1", folder="/models/base", version=0, lease=lease,
         )  # fmt: skip
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -249,6 +258,57 @@ async def test_a_database_outage_does_not_stop_the_engine(harness: Harness) -> N
         await harness.until(lambda: len(harness.store.services.beats) > before)
 
     await harness.during_run(play)
+
+
+@pytest.fixture
+async def turns(tmp_path: Path) -> tuple[Harness, DeviceLease]:
+    """An engine that holds its device, and the lease of a trainer."""
+    engine, trainer = (DeviceLease(["d"], name, folder=tmp_path / "locks") for name in ("engine", "trainer"))
+    await engine.acquire()
+    return Harness(engine), trainer
+
+
+async def test_it_lends_its_device_and_returns_with_the_newest_version(
+    turns: tuple[Harness, DeviceLease], tmp_path: Path
+) -> None:
+    harness, trainer = turns
+    version = published(tmp_path / "v4", 4)
+
+    def lent(detail: str | None, status: ServiceStatus) -> bool:
+        beat = harness.store.services.beats[-1]
+        return (beat["detail"], beat["status"]) == (detail, status)
+
+    async def play() -> None:
+        for expected in (0, 4):
+            await trainer.acquire(urgent=True)
+            assert lent("the trainer has the device", ServiceStatus.LENT)
+            if expected:
+                harness.store.publish(version)
+                await asyncio.sleep(0.1)
+                assert harness.store.services.beats[-1]["policy_version"] == 0
+            trainer.release()
+            await harness.until(lambda: lent(None, ServiceStatus.READY))
+            assert harness.store.services.beats[-1]["policy_version"] == expected
+
+    await harness.during_run(play)
+    lending = [("pause", "abort"), ("release",), ("memory", "weights")]
+    back = [("memory", "kv_cache"), ("resume",)]
+    assert harness.client.calls == [
+        ("version", 0), *lending, ("update", "/models/base", 0), *back,
+        *lending, ("update", version.location, 4), *back,
+    ]  # fmt: skip
+
+
+async def test_an_engine_that_keeps_its_memory_is_ended(turns: tuple[Harness, DeviceLease]) -> None:
+    harness, trainer = turns
+    harness.client.keeps_memory = True
+    task = asyncio.create_task(harness.engine.run())
+    turn = asyncio.create_task(trainer.acquire(urgent=True))
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineError, match="-15"):
+            await task
+    assert not turn.done()  # `agentrl serve` has the lease until it ends
+    turn.cancel()
 
 
 async def test_an_engine_that_ends_is_an_error_that_shows_its_log(harness: Harness) -> None:

@@ -23,9 +23,10 @@ from agentrl import __version__
 from agentrl.cli.gpus import place_processes
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
+from agentrl.device_lease import has_gpu
 from agentrl.errors import AgentRLError
 from agentrl.extras import missing
-from agentrl.inference.engines.commands import engine_venv, has_gpu, install_hint
+from agentrl.inference.engines.commands import engine_venv, install_hint
 from agentrl.tools.sandbox.linux import landlock_version
 from agentrl.tools.sandbox.local import namespace_problem
 

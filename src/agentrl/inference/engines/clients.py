@@ -17,6 +17,7 @@ from agentrl.inference.client import EngineClient, version_spans
 from agentrl.inference.collector import Chunk
 from agentrl.inference.control import (
     EngineLoad,
+    MemoryPart,
     ModelInfo,
     PauseMode,
     instance_of,
@@ -95,6 +96,14 @@ class VllmClient(EngineClient):
     async def resume(self) -> None:
         """Continue after ``pause``."""
         await self._post("/resume", {})
+
+    async def release_memory(self) -> None:
+        """Drop the weights and the KV cache: vLLM's sleep of level 2."""
+        await self._post("/sleep?level=2", {}, self._timeout)
+
+    async def resume_memory(self, part: MemoryPart) -> None:
+        """Allocate a part again; an update then loads the weights."""
+        await self._post(f"/wake_up?tags={part}", {}, self._timeout)
 
     async def flush_cache(self) -> None:
         """Drop every cached prefix; retry, since vLLM frees the cache of a request shortly after its end."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agentrl.config.run import CPU_RUNNING_REQUESTS
 from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.device_lease import has_gpu
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.shipped_files import clone, deploy_files
@@ -26,6 +27,8 @@ _VLLM_CPU_BLOCK = 32
 
 SHARED_MEMORY = 0.5
 """Default fraction of a GPU's memory on GPUs that a trainer may use too."""
+COLOCATED_MEMORY = 0.8
+"""Default fraction with ``--colocate true``: CUDA contexts and graphs of both processes stay."""
 _OWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _STREAM_INTERVAL = 16
 """Tokens per event of a stream: an engine that dies loses fewer than this."""
@@ -95,11 +98,6 @@ def install_hint(name: str) -> str:
     return f"{make}, or set {_venv_variable(name)} to a venv that has it"
 
 
-def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA or AMD GPU."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-
-
 def _local_command(
     model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
@@ -143,6 +141,8 @@ def _sglang_command(
             argv += ["--quantization", "fp8", "--load-format", "flash_rl"]
         if dtype == "float32":  # FlashAttention and FlashInfer, its defaults, have no float32
             argv += ["--attention-backend", "triton"]
+        if config.is_colocated:
+            argv.append("--enable-memory-saver")
         return EngineCommand([*argv, *further], dict(_SGLANG_ENV), instance, model_path)
     cpu = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
@@ -183,6 +183,7 @@ def _vllm_command(
         argv += ["--dtype", _dtype(model_path)]
         argv += ["--quantization", "fp8"] if config.rollout_quantization == "fp8" else []
         argv += _limit("--gpu-memory-utilization", _memory_fraction(config))
+        argv += ["--enable-sleep-mode"] if config.is_colocated else []
     else:
         worker = deploy_files() / "vllm" / "packing_worker.py"
         argv += ["--dtype", "float32", "--enforce-eager", "--block-size", str(_VLLM_CPU_BLOCK)]
@@ -218,7 +219,8 @@ def _running_requests(config: EngineConfig) -> int | None:
 def _memory_fraction(config: EngineConfig) -> float | None:
     """Return the fraction of memory for SGLang or vLLM; None lets it take what it takes by itself."""
     has_own = has_gpu() and any(os.environ.get(name) for name in _OWN_GPUS)
-    return config.inf_mem_ratio or (None if has_own else SHARED_MEMORY)
+    default = COLOCATED_MEMORY if config.is_colocated else None if has_own else SHARED_MEMORY
+    return config.inf_mem_ratio or default
 
 
 def _limit(flag: str, value: float | None) -> list[str]:

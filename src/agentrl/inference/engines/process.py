@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -26,14 +27,18 @@ _MAX_PORT = 65535
 class EngineProcess:
     """A running server and everything that it started: one process group, which ends with this process."""
 
-    def __init__(self, command: EngineCommand, log_file: Path) -> None:
-        """Start it. Call this from the main thread: the server is killed when the calling thread ends."""
+    def __init__(self, command: EngineCommand, log_file: Path, pass_fds: Sequence[int] = ()) -> None:
+        """Start it. Call this from the main thread: the server is killed when the calling thread ends.
+
+        The file descriptors ``pass_fds`` stay open in it.
+        """
         self.log_file = log_file
         self.instance = command.instance
         self._weights = command.weights
         self._child = start_child(
-            command.argv, log=log_file, env={**without_uri(os.environ), **command.env}, is_guarded=True
-        )
+            command.argv, log=log_file, env={**without_uri(os.environ), **command.env}, is_guarded=True,
+            pass_fds=pass_fds,
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:

@@ -54,12 +54,26 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (max_tokens, num_kv_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._shape = (max_tokens, num_kv_heads, head_dim)
+        self._layers, self._dtype, self._device = num_layers, dtype, device
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
         self.max_tokens = max_tokens
         self._slots: list[Slot] = []
         self._clock = 0
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the tensors, unless they are there."""
+        while len(self.keys) < self._layers:
+            for tensors in (self.keys, self.values):
+                tensors.append(torch.empty(self._shape, dtype=self._dtype, device=self._device))
+
+    def free(self) -> None:
+        """Drop the tensors; no sequence may be busy."""
+        self.drop_idle()
+        self.keys.clear()
+        self.values.clear()
 
     def match(self, prompt: NDArray[np.int32], adapter: LoadedAdapter | None) -> PrefixMatch:
         """Return the slot of ``adapter`` with the longest computed prefix of ``prompt`` without its end."""

@@ -75,7 +75,7 @@ class LocalModel:
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(folder, config)
-        self._model = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
+        self._model: Any = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
         self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._group = config.num_attention_heads // self._num_kv_heads
@@ -117,6 +117,16 @@ class LocalModel:
         pack_linears(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
             tensor.data = tensor.data.clone()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return bool(self._model.device.type != "meta")
+
+    def unload(self) -> None:
+        """Drop the weights; ``updated`` returns a model that has some again."""
+        with torch.device("meta"):
+            self._model = type(self._model)(self._model.config)
 
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""

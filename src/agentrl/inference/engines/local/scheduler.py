@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -139,8 +139,22 @@ class Scheduler:
                 self._retract(request)
 
     def resume(self) -> None:
-        """Continue after ``pause``."""
+        """Continue after ``pause``. Raises ModelError while the weights or the KV cache are released."""
+        if not (self.model.is_loaded and self.cache.keys):
+            raise ModelError(
+                "the engine has released its memory",
+                hint="send /resume_memory_occupation, then /update_weights_from_disk",
+            )
         self.paused = False
+
+    def release_memory(self, tags: Collection[str]) -> None:
+        """Drop the KV cache (``kv_cache``) and the weights (``weights``); ModelError while requests run."""
+        if self.running or not self.paused:
+            raise ModelError("memory can be released only while the engine is paused and no request runs")
+        if "kv_cache" in tags:
+            self.cache.free()
+        if "weights" in tags:
+            self.model.unload()
 
     def flush(self) -> bool:
         """Drop cached prefixes; do nothing and return False while requests are running."""

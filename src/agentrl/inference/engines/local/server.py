@@ -191,7 +191,10 @@ class LocalServer:
 
     async def resume(self, _: Request) -> Response:
         """Continue after a pause."""
-        await self._in_thread(Scheduler.resume)
+        try:
+            await self._in_thread(Scheduler.resume)
+        except AgentRLError as error:
+            raise BadRequestError(str(error)) from error
         return JSONResponse({"status": "ok", "message": "Generation continues."})
 
     async def abort(self, request: Request) -> Response:

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
+from agentrl.device_lease import return_freed_memory
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.requests import BadRequestError, read_json
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 T = TypeVar("T")
+
+_MEMORY = ("kv_cache", "weights")
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class LoadedWeights:
             "/init_weights_update_group": self.join_group,
             "/update_weights_from_distributed": self.update_from_group,
             "/end_weight_update": self.end_update,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
             "/load_lora_adapter": self.load_adapter,
             "/unload_lora_adapter": self.unload_adapter,
         }
@@ -185,6 +190,25 @@ class LoadedWeights:
                 return _refusal(error)
         return JSONResponse({"success": True, "message": "Success"})
 
+    async def release_memory(self, request: Request) -> JSONResponse:
+        """Give the memory of weights and KV cache back to the system; return 400 while requests run."""
+        tags = await _memory_tags(request)
+        async with self._updating:
+            try:
+                await self._in_thread(lambda scheduler: scheduler.release_memory(tags))
+            except AgentRLError as error:
+                return _refusal(error)
+            await asyncio.to_thread(return_freed_memory)
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return JSONResponse({})
+
+    async def resume_memory(self, request: Request) -> JSONResponse:
+        """Allocate the KV cache again. The next update brings the weights."""
+        if "kv_cache" in await _memory_tags(request):
+            await self._in_thread(lambda scheduler: scheduler.cache.allocate())
+        return JSONResponse({})
+
     async def load_adapter(self, request: Request) -> JSONResponse:
         """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
         body = await read_json(request)
@@ -217,6 +241,14 @@ class LoadedWeights:
 
     async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
         return await asyncio.wrap_future(self._worker.call(function))
+
+
+async def _memory_tags(request: Request) -> list[str]:
+    """Return the parts of memory that a request names, ``kv_cache`` and ``weights``; all without a list."""
+    tags = (await read_json(request)).get("tags") or list(_MEMORY)
+    if not isinstance(tags, list) or not set(tags) <= set(_MEMORY):
+        raise BadRequestError(f"tags is {tags!r}; name some of {', '.join(_MEMORY)}")
+    return tags
 
 
 def _bucket(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[StoredTensor]:
