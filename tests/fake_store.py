@@ -271,11 +271,10 @@ class _PolicyVersions(_Part):
             self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
         return len(later)
 
-    async def reinstate(self, version: int, *, train_step: str | None, location: str, attempt: int) -> None:
+    async def reinstate(self, version: PolicyVersion, *, attempt: int) -> None:
         self.store.check_attempt(attempt)
-        self.store.versions[version] = replace(
-            self.store.versions[version], status=VersionStatus.PUBLISHED, train_step=train_step,
-            location=location, pruned_at=None,
+        self.store.versions[version.id] = replace(
+            version, status=VersionStatus.PUBLISHED, pruned_at=None
         )  # fmt: skip
 
 

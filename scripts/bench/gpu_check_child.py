@@ -31,6 +31,7 @@ import torch
 from train_workload import Group
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from agentrl.atomic_folder import begin_folder
 from agentrl.config.load import Configs
 from agentrl.config.schema import GROUPS as FLAG_GROUPS
 
@@ -300,10 +301,11 @@ async def engine(*, shape: str, folder: str, kind: str, seconds: float, given: s
         await publish_base(store, base, attempt)
         controller = lead(World(device), lambda: trainer)
         began = time.perf_counter()
+        temporary = begin_folder(root / "weights" / "step-1")
+        write = await asyncio.to_thread(controller.write_version, 1, temporary)
         version = await publish(
-            store, await asyncio.to_thread(controller.published),
-            PublishTarget(root=root / "weights", attempt=attempt, keep=2), tokenizer_files_from=base,
-            step=1, train_step_id=None,
+            store, temporary, await asyncio.wrap_future(write),
+            PublishTarget(root=root / "weights", attempt=attempt, keep=2), step=1, train_step_id=None,
         )  # fmt: skip
         published = time.perf_counter() - began
         began = time.perf_counter()

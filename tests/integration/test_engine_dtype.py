@@ -24,7 +24,8 @@ from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.model.load import load_policy
 from agentrl.weights.folder import stored_dtype
-from agentrl.weights.publish import write_temporary
+from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.sharded_writer import write_alone
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -53,7 +54,9 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         optimizer.zero_grad()
     exact = tmp_path_factory.mktemp("exact")
     policy.model.save_pretrained(exact)
-    published, _ = write_temporary(policy.published, base, tmp_path_factory.mktemp("weights") / "v000001")
+    published = tmp_path_factory.mktemp("weights")
+    write_alone(policy.published, published)
+    complete_folder(base, published)
     return published, exact
 
 

@@ -5,34 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from agentrl.atomic_folder import begin_folder
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
-from agentrl.weights.model_folder import verify
+from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
+from agentrl.weights.sharded_writer import Written
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 pytestmark = pytest.mark.integration
-
-
-class Model:
-    """Saves random bytes as its weights."""
-
-    def save_pretrained(self, save_directory: str) -> None:
-        (Path(save_directory) / "model.safetensors").write_bytes(random.randbytes(64))
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter({"w": torch.ones(4, 4)}.items())
 
 
 @dataclass
@@ -43,6 +35,8 @@ class Run:
     base: Path
     output: Path
     leases: list[TrainerLease] = field(default_factory=list)
+    written: Callable[[], Awaitable[None]] | None = None
+    """Called once, when the next version is written and not published yet."""
 
     async def take_over(self) -> int:
         """Become the trainer; the previous one does not know yet."""
@@ -52,9 +46,18 @@ class Run:
         return attempt
 
     async def publish(self, attempt: int, step: int) -> PolicyVersion:
+        """Publish random bytes."""
+        temporary = begin_folder(self.output / "weights" / "step")
+        (temporary / "model.safetensors").write_bytes(random.randbytes(64))
+        complete_folder(self.base, temporary)
+        files = checksums(temporary)
+        if self.written is not None:
+            call, self.written = self.written, None
+            await call()
         return await publish(
-            self.store, Model(), PublishTarget(root=self.output / "weights", attempt=attempt, keep=2),
-            tokenizer_files_from=self.base, step=step, train_step_id=None,
+            self.store, temporary, Written(files, {"w": TensorChecksum("U8", (64,), files[-1].sha256)}),
+            PublishTarget(root=self.output / "weights", attempt=attempt, keep=2),
+            step=step, train_step_id=None,
         )  # fmt: skip
 
     def folders(self) -> list[str]:
@@ -72,7 +75,7 @@ async def run(store: Store, tmp_path: Path) -> Run:
     return run
 
 
-MOMENTS = ("write_temporary", "place_version", "delete_folders")
+MOMENTS = ("written", "place_version", "delete_folders")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -82,7 +85,7 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
     """The successor publishes while the first trainer is in the middle of ``moment``."""
     for step in (1, 2):
         await run.publish(1, step)
-    loop, whole = asyncio.get_running_loop(), getattr(publishing, moment)
+    loop, whole = asyncio.get_running_loop(), getattr(publishing, moment, None)
     successors: list[PolicyVersion] = []
 
     async def succeed() -> None:
@@ -91,15 +94,15 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
         successors.extend([await run.publish(attempt, step) for step in (3, 4)])
 
     def interrupted(*arguments: Any) -> Any:
+        assert whole is not None
         monkeypatch.setattr(publishing, moment, whole)
-        if moment == "write_temporary":
-            result = whole(*arguments)
-            asyncio.run_coroutine_threadsafe(succeed(), loop).result(60)
-            return result
         asyncio.run_coroutine_threadsafe(succeed(), loop).result(60)
         return whole(*arguments)
 
-    monkeypatch.setattr(publishing, moment, interrupted)
+    if moment == "written":
+        run.written = succeed
+    else:
+        monkeypatch.setattr(publishing, moment, interrupted)
     if moment == "delete_folders":
         await run.publish(1, 3)
     else:

@@ -250,6 +250,13 @@ class EngineConfig(EngineListConfig, DeviceConfig):
         unit="seconds",
         per_process=True,
     )
+    weights_dir: str | None = flag(
+        None,
+        "folder for the host's copy of weights that are published as deltas or to a URL: all engines of the"
+        " host share it, in a subfolder of the run's name; /dev/shm keeps it in memory (default:"
+        " .agentrl/weights)",
+        per_process=True,
+    )
     engine_args: str = flag(
         "", "further arguments of the SGLang or vLLM server, as one string", per_process=True
     )

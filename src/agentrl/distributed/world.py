@@ -81,6 +81,8 @@ class World:
     size: int = 1
     commands: dist.ProcessGroup | None = None
     """All ranks, over gloo, with a timeout as long as a command may take to come; None in a world of one."""
+    writers: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+    """All ranks, over gloo: for the threads that write versions, and for those that write checkpoints."""
 
     def broadcast(self, command: str, *arguments: Any) -> None:
         """Send ``command`` and its arguments from rank 0 to every other rank."""
@@ -162,8 +164,9 @@ def _join(timeout: datetime.timedelta) -> World:
     if state.num_processes == 1:
         return World(device)
     commands = dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT)
+    versions, checkpoints = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     logger.info("rank %d of %d on %s", state.process_index, state.num_processes, device)
-    return World(device, state.process_index, state.num_processes, commands)
+    return World(device, state.process_index, state.num_processes, commands, (versions, checkpoints))
 
 
 def leave_processes() -> None:

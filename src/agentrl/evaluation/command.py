@@ -161,7 +161,7 @@ async def _due(
     due = []
     for version in sorted(versions, key=lambda item: item.id):
         policy = of_published(version)
-        if policy.folder is None:
+        if not policy.is_stored:
             continue
         evaluation = await identify(store, configs, policy, read)
         stored = await store.evaluations.get(evaluation.id)

@@ -21,13 +21,14 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import EngineError
-from agentrl.evaluation.policy import Policy, require_weights
+from agentrl.evaluation.policy import Policy, hold_weights
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress, Router
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.rollout.setup import live_engines
+from agentrl.weights.local_copy import LocalCopy, weights_dir
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -51,6 +52,9 @@ class PolicyEngines:
         self._configs = configs
         self._policy: Policy | None = None
         self._starting = asyncio.Lock()
+        # Not that of the run's engines: it would take them away from the newest version.
+        root = weights_dir(configs[RunConfig].run_name, configs[EngineConfig].weights_dir)
+        self._copy = LocalCopy(root / "evaluation", is_exact=True)
         self._own: _OwnEngine | None = None
 
     async def serve(self, policy: Policy) -> None:
@@ -72,10 +76,15 @@ class PolicyEngines:
             if shared or mode == "shared":
                 return shared
         async with self._starting:
-            folder = await require_weights(self._store, policy)
-            if self._own is None:
-                self._own = _OwnEngine(self._configs, folder, policy)
-            return [await self._own.serve(folder, policy)]
+            if self._own is not None and (service := self._own.serving(policy)) is not None:
+                return [service]
+            folder = await hold_weights(self._store, policy, self._copy)
+            try:
+                if self._own is None:
+                    self._own = _OwnEngine(self._configs, folder, policy)
+                return [await self._own.serve(folder, policy)]
+            finally:
+                self._copy.release()
 
     @property
     def own_has_ended(self) -> str | None:
@@ -102,7 +111,7 @@ class _OwnEngine:
         self._client: EngineClient = engine_client(
             self._config.engine, f"http://{self._config.host}:{port}", _UPDATE_SECONDS
         )
-        self._loaded = folder
+        self._loaded = policy
         self._service: InferenceService | None = None
         self._served: Policy | None = None
 
@@ -114,14 +123,16 @@ class _OwnEngine:
             return None
         return f"the engine of the evaluation ended with exit code {code}:\n{self._process.log_tail()}"
 
+    def serving(self, policy: Policy) -> InferenceService | None:
+        """Return the engine as samplers see engines, if it serves ``policy``."""
+        return self._service if self._served == policy else None
+
     async def serve(self, folder: str, policy: Policy) -> InferenceService:
-        """Load ``policy`` unless it is served; return the engine as samplers see engines."""
-        if self._service is not None and self._served == policy:
-            return self._service
+        """Load ``policy`` from ``folder``; return the engine as samplers see engines."""
         await self._process.wait_ready(self._client, self._config.engine_start_seconds)
-        if self._loaded != folder:
+        if self._loaded != policy:
             await self._client.update_weights(folder, policy.token_version)
-            self._loaded = folder
+            self._loaded = policy
         await self._client.set_version(policy.token_version)
         info = await self._client.model_info()
         self._served = policy

@@ -13,10 +13,12 @@ from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.documents.base import plain
 from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, PublishError
 from agentrl.store.evaluations import digest
 from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
+from agentrl.weights.local_copy import LocalCopy, is_in_place
 from agentrl.weights.model_folder import checksums
+from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -29,12 +31,14 @@ _NAME_LENGTH = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Weights to evaluate. ``folder`` is None if they are not on this machine."""
+    """Weights to evaluate. ``folder`` is None if this machine has no model folder with them."""
 
     version: int | None
     """The policy version; None for a model folder."""
     step: int | None = None
     folder: str | None
+    is_stored: bool = True
+    """Whether its weights are in ``folder``, or can be copied to this machine."""
     digest: str | None = None
     """Hash of the files of a model folder."""
 
@@ -69,16 +73,29 @@ async def find_version(store: Store, version: int, base: str | None) -> Policy:
 
 
 def of_published(version: PolicyVersion) -> Policy:
-    """Return the policy of a version; its folder is None if it is deleted or on another machine."""
-    is_there = version.pruned_at is None and Path(version.location).is_dir()
-    return Policy(version=version.id, step=version.step, folder=version.location if is_there else None)
+    """Return the policy of a version; its weights may be deleted, or in a folder of another machine."""
+    is_there = version.pruned_at is None and (is_remote(version.location) or Path(version.location).is_dir())
+    return Policy(
+        version=version.id,
+        step=version.step,
+        folder=version.location if is_there and is_in_place(version) else None,
+        is_stored=is_there,
+    )
 
 
-async def require_weights(store: Store, policy: Policy) -> str:
-    """Return the folder of a policy. Raises ModelError if its weights were deleted or are elsewhere."""
+async def hold_weights(store: Store, policy: Policy, copy: LocalCopy) -> str:
+    """Return the folder of a policy, in ``copy`` if it has none; that changes only after ``copy.release``.
+
+    Raises ModelError if its weights were deleted, are elsewhere or cannot be copied.
+    """
     if policy.folder is not None:
         return policy.folder
     version = None if policy.version is None else await store.policy_versions.get(policy.version)
+    if version is not None and of_published(version).is_stored:
+        try:
+            return (await copy.hold(store, version))[1]
+        except PublishError as error:
+            raise ModelError(error.message, hint=error.hint) from error
     if version is not None and version.pruned_at is not None:
         raise ModelError(
             f"the weights of policy version {version.id} were deleted at {version.pruned_at:%Y-%m-%d %H:%M}",

@@ -45,7 +45,7 @@ async def serve_gateway(configs: Configs) -> None:
 @asynccontextmanager
 async def _answerer(store: Store, configs: Configs) -> AsyncIterator[Answerer]:
     chat_format = await open_format(store, configs)
-    folder = await model_folder(store, configs[ModelConfig])
+    folder = await model_folder(store, configs)
     engine = configs[EngineConfig]
     router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)
     try:

@@ -29,6 +29,7 @@ from agentrl.inference.http import EngineHttp
 from agentrl.inference.live_weights import PartlyLoadedError
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
+from agentrl.weights.local_copy import LocalCopy, weights_dir
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -69,7 +70,8 @@ async def _serve(store: Store, configs: Configs) -> None:
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
-    version, folder = await starting_weights(store, model)
+    copy = LocalCopy(weights_dir(run.run_name, config.weights_dir))
+    version, folder = await starting_weights(store, model, copy)
     port = config.port or free_port(config.host)
     service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
     log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
@@ -85,6 +87,7 @@ async def _serve(store: Store, configs: Configs) -> None:
     client = engine_client(config.engine, f"http://{host}:{port}", _UPDATE_SECONDS)
     served = ServedEngine(
         store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
+        weights=ServedWeights(client, store, copy, loaded=version),
     )  # fmt: skip
     try:
         await _until_signal(served.run)
@@ -106,12 +109,13 @@ class ServedEngine:
         service_id: str,
         folder: str,
         version: int,
+        weights: ServedWeights,
         lease: DeviceLease | None = None,
     ) -> None:
         """``lease`` is the held one of a device that the trainer uses too; None for a device of its own."""
         self._store = store
         self._client = client
-        self._weights = ServedWeights(client, store)
+        self._weights = weights
         self._process = process
         self._config = config
         self._id = service_id
@@ -152,6 +156,7 @@ class ServedEngine:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+                self._weights.started()
                 await self._client.set_version(self._version)
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY

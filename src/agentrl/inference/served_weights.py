@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.inference.live_weights import LiveLoader, PartlyLoadedError, is_reachable
+from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import verify
 
 if TYPE_CHECKING:
@@ -24,10 +26,17 @@ log = logging.getLogger(__name__)
 class ServedWeights:
     """The weights of one engine. The engine is paused for ``load`` alone."""
 
-    def __init__(self, client: EngineControl, store: Store) -> None:
+    def __init__(self, client: EngineControl, store: Store, copy: LocalCopy, *, loaded: int = 0) -> None:
+        """``loaded`` is the version that the engine starts with, in ``copy`` unless it is loaded in place."""
         self._client = client
         self._store = store
+        self._copy = copy
+        self._loaded = loaded
         self._live = LiveLoader(client)
+
+    def started(self) -> None:
+        """Let the copy change: the engine has read it."""
+        self._copy.release()
 
     async def fetch(self, version: PolicyVersion) -> None:
         """Make ``version`` ready to be loaded. Raises PublishError if it is damaged, or out of reach."""
@@ -38,13 +47,16 @@ class ServedWeights:
                 "it is only in the memory of a trainer that this engine does not reach; the next stored"
                 " version is loaded"
             )
-        await asyncio.to_thread(verify, version.location, version.files)
+        ready = await self._copy.bring(self._store, version)
+        if ready.id <= self._loaded < version.id:
+            raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
 
     async def load(self, version: PolicyVersion) -> int:
         """Load ``version``, which was fetched; return the number of the version that is served then.
 
-        It is an older one after a failure that left the engine with a part of ``version``. Raises
-        PublishError or EngineError; the engine then keeps its weights, unless it is a PartlyLoadedError.
+        It is another one if the copy that this host's engines share holds another one, and after a failure
+        that left the engine with a part of ``version``. Raises PublishError or EngineError; the engine then
+        keeps its weights, unless it is a PartlyLoadedError.
         """
         if self._is_live(version):
             try:
@@ -56,10 +68,18 @@ class ServedWeights:
                 if not version.is_stored:
                     raise
                 log.warning("version %d comes from the disk: %s", version.id, error.message)
-                await asyncio.to_thread(verify, version.location, version.files)
+                await self._copy.bring(self._store, version)
             else:
+                self._loaded = version.id
                 return version.id
-        await self._client.update_weights(version.location, version.id)
+        return await self._load_held(*await self._copy.hold(self._store, version))
+
+    async def _load_held(self, version: PolicyVersion, folder: str) -> int:
+        try:
+            await self._client.update_weights(folder, version.id)
+        finally:
+            self._copy.release()
+        self._loaded = version.id
         return version.id
 
     def _is_live(self, version: PolicyVersion) -> bool:
@@ -68,31 +88,54 @@ class ServedWeights:
 
     async def _restore(self, error: PartlyLoadedError) -> int:
         """Load the newest stored version in place of a mixture; raise ``error`` if that fails too."""
-        from agentrl.weights.publish import newest_intact_version
-
         try:
-            stored = await newest_intact_version(self._store)
+            stored = await _hold_newest(self._store, self._copy, None)
             if stored is None:
                 raise error
-            await self._client.update_weights(stored.location, stored.id)
+            return await self._load_held(*stored)
         except (PublishError, EngineError) as failure:
             raise error from failure
-        return stored.id
 
 
-async def starting_weights(store: Store, model: ModelConfig) -> tuple[int, str]:
+async def starting_weights(store: Store, model: ModelConfig, copy: LocalCopy) -> tuple[int, str]:
     """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
 
-    Raises PublishError if versions are published and none of them is intact.
+    ``copy`` is held if the version is in it. Raises PublishError if versions are published and none of them
+    is intact.
     """
-    from agentrl.weights.publish import newest_intact_version
-
-    version = await newest_intact_version(store)
-    if version is not None:
-        return version.id, version.location
-    if model.model_name_or_path is None:
+    base = None if model.model_name_or_path is None else str(Path.cwd() / model.model_name_or_path)
+    found = await _hold_newest(store, copy, base)
+    if found is not None:
+        version, folder = found
+        return version.id, folder
+    if base is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",
             hint="pass --model_name_or_path",
         )
-    return 0, str(Path.cwd() / model.model_name_or_path)
+    return 0, base
+
+
+async def _hold_newest(store: Store, copy: LocalCopy, base: str | None) -> tuple[PolicyVersion, str] | None:
+    """Hold the newest version that can be had; return it and its folder, None if none is published.
+
+    ``base`` replaces the folder of version 0, which may be on the trainer's host alone, if it has its files.
+    """
+    from agentrl.weights.publish import published_versions
+
+    refused: PublishError | None = None
+    async for version in published_versions(store):
+        if not version.is_stored:
+            continue
+        try:
+            return await copy.hold(store, await copy.bring(store, version))
+        except PublishError as error:
+            if version.id == 0 and base is not None:
+                with contextlib.suppress(PublishError):
+                    await asyncio.to_thread(verify, base, version.files)
+                    return version, base
+            log.error("version %d refused: %s", version.id, error.message)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return None

@@ -31,7 +31,7 @@ from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
 from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
-from agentrl.weights.sharded_writer import PublishedModel, model_parts
+from agentrl.weights.snapshot import PublishedModel, model_parts
 
 
 @dataclass(frozen=True)

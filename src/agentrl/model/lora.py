@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter
-from agentrl.weights.sharded_writer import Part, model_parts
+from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,7 +95,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapters of ``model``; a SavableModel that a checkpoint stores in peft's own files."""
+    """The adapters of ``model``; a WeightSource that a checkpoint stores in peft's own files."""
 
     model: PreTrainedModel
     settings: Any
@@ -112,20 +113,22 @@ class Adapter:
         """Yield the adapters' parameters with their names."""
         return ((name, value) for name, value in self.model.named_parameters() if ".lora_" in name)
 
-    def save_pretrained(self, save_directory: str) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json``."""
-        self.write(save_directory, self.weights())
+    def parts(self) -> Iterator[Part]:
+        """Yield the adapters' weights, as a checkpoint holds them."""
+        return (Part(name, tensor, tensor.detach) for name, tensor in self.weights().items())
 
-    def write(self, save_directory: str, weights: Mapping[str, Tensor]) -> None:
-        """Write ``weights``, under the names of ``weights()``, as ``save_pretrained`` does."""
-        from safetensors.torch import save_file
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in peft's files."""
+        return {PEFT_PREFIX + name: value for name, value in tensors.items()}
 
-        content = {PEFT_PREFIX + name: value.detach().contiguous() for name, value in weights.items()}
-        save_file(content, str(Path(save_directory) / ADAPTER_WEIGHTS), metadata={"format": "pt"})
-        self.settings.save_pretrained(save_directory)
+    def configuration(self) -> dict[str, bytes]:
+        """Return the content of ``adapter_config.json``."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.settings.save_pretrained(scratch)
+            return {path.name: path.read_bytes() for path in Path(scratch).iterdir()}
 
     def load(self, folder: Path) -> None:
-        """Load what ``save_pretrained`` wrote; ConfigError for another adapter, or for none."""
+        """Load what a checkpoint holds; ConfigError for another adapter, or for none."""
         from safetensors.torch import load_file
 
         if not is_adapter(folder):

@@ -11,13 +11,13 @@ import json
 import sys
 from pathlib import Path
 
-from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.config.run import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.model.load import load_policy
 from agentrl.weights.folder import ADAPTER_CONFIG
-from agentrl.weights.publish import write_temporary
+from agentrl.weights.model_folder import atomic_model_folder, complete_folder
+from agentrl.weights.sharded_writer import write_alone
 
 
 def merge_adapter(adapter: Path, base: Path, target: Path) -> None:
@@ -26,11 +26,9 @@ def merge_adapter(adapter: Path, base: Path, target: Path) -> None:
     Raises ModelError for a folder that holds no adapter or no model, and for an adapter of another model.
     """
     policy = load_policy(ModelConfig(model_name_or_path=str(base)), adapter, adapter_settings(adapter))
-    temporary, _ = write_temporary(policy.published, base, target)
-    try:
-        finish_folder(temporary, target)
-    finally:
-        discard_folder(temporary)
+    with atomic_model_folder(target, sum(part.bytes for part in policy.published.parts())) as temporary:
+        write_alone(policy.published, temporary)
+        complete_folder(base, temporary)
 
 
 def adapter_settings(adapter: Path) -> AdapterConfig:

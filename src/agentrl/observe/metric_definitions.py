@@ -84,7 +84,9 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("seconds_backward", "backward passes", "s", "two thirds of them"),
         _("seconds_forward_backward", "seconds_forward + seconds_backward", "s", "most of the step"),
         _("seconds_optimizer", "clipping and the optimizer", "s", "below a tenth of the step"),
-        _("seconds_publish", "publishing the last version", "s", "below a tenth of the step"),
+        _("seconds_publish", "waiting for the publication of the step before", "s", "near 0"),
+        _("seconds_publish_background", "writing the newest version, beside training", "s", "below the step"),
+        _("published_bytes", "bytes of the newest version's files", "bytes", "few: whole weights are most"),
     ),
 }  # fmt: skip
 """The definitions by section, in the order of the page."""

@@ -48,6 +48,7 @@ from agentrl.store.selection import Selection
 from agentrl.tools.browse import open_browse_agent
 from agentrl.tools.pool import ToolPool
 from agentrl.weights.folder import replayed_experts
+from agentrl.weights.local_copy import model_files, weights_dir
 
 if TYPE_CHECKING:
     from agentrl.gateway.host import GatewayHost
@@ -55,13 +56,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NEWEST = 32
+"""Versions of which the newest stored one is searched."""
 
-async def model_folder(store: Store | None, model: ModelConfig) -> str:
-    """Return ``--model_name_or_path``, or the folder of the newest published weights."""
-    folder = model.model_name_or_path
+
+async def model_folder(store: Store | None, configs: Configs) -> str:
+    """Return ``--model_name_or_path``, or a folder with the configuration of the newest published weights.
+
+    Raises PublishError if these cannot be read.
+    """
+    folder = configs[ModelConfig].model_name_or_path
     if folder is None and store is not None:
-        version = await store.policy_versions.latest()
-        folder = None if version is None else version.location
+        newest = await store.policy_versions.published(_NEWEST)
+        version = next((each for each in newest if each.is_stored), None)
+        root = weights_dir(store.run_name, configs[EngineConfig].weights_dir)
+        folder = None if version is None else await model_files(store, version, root)
     if folder is None:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
@@ -95,7 +104,7 @@ def open_router(
 async def open_format(store: Store | None, configs: Configs) -> ChatFormat:
     """Open the chat format of ``--model_name_or_path``, or of the newest published weights."""
     model = configs[ModelConfig]
-    folder = await model_folder(store, model)
+    folder = await model_folder(store, configs)
     parser = configs[AgentConfig].tool_call_parser
     with_tools = configs[ToolConfig].any_named
     return await asyncio.to_thread(open_chat_format, folder, model, parser, with_tools=with_tools)
@@ -221,7 +230,7 @@ async def open_worker(
     agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
     chat_format = await open_format(store, configs)
     params = sampling_params(sampling, chat_format)
-    folder = await model_folder(store, configs[ModelConfig])
+    folder = await model_folder(store, configs)
     outages = Outages(sampling.outage_wait_seconds)
     router = open_router(live or (lambda: live_engines(store, engine)), configs, chat_format, folder, outages)
     engines = wrap(router)

@@ -102,7 +102,7 @@ async def try_task(
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
         task, images = await _task(wanted, line, run)
         _require_usable(configs, task)
-        configs = _trial_configs(configs, await model_folder(run, configs[ModelConfig]))
+        configs = _trial_configs(configs, await model_folder(run, configs))
         await asyncio.to_thread(_start_server, configs[RunConfig])
         store = await stack.enter_async_context(scratch_store(configs[RunConfig], _PREFIX))
         claim = await _claim(store, configs, task, images)

@@ -159,25 +159,24 @@ class PolicyVersions(Repository):
         return await fenced(self._connection, attempt, write)
 
     @database_call
-    async def reinstate(
-        self, version: int, *, train_step: str | None, location: str, attempt: int | None = None
-    ) -> None:
-        """Publish a withdrawn version again, for ``train_step``, which has the same weights at ``location``.
+    async def reinstate(self, version: PolicyVersion, *, attempt: int | None = None) -> None:
+        """Publish a withdrawn version again, for another ``train_step`` that ended with the same weights.
 
-        Idempotent. Raises StoreError if the version does not exist.
+        They may be in other files now. Idempotent. Raises StoreError if the version does not exist.
         """
         allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
-        again = {
-            "status": VersionStatus.PUBLISHED.value, "train_step": train_step, "location": location,
-            "pruned_at": None,
-        }  # fmt: skip
+        content = version.to_document()
+        fields = ("train_step", "location", "files", "encoding", "base")
+        again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
+            name: content[name] for name in fields
+        }
 
         async def write(session: AsyncClientSession) -> None:
             result = await self._collection(VERSION).update_one(
-                {"_id": version, "status": {"$in": allowed}}, {"$set": again}, session=session
+                {"_id": version.id, "status": {"$in": allowed}}, {"$set": again}, session=session
             )
             if result.matched_count == 0:
-                raise StoreError(f"policy version {version} cannot be published again: it does not exist")
+                raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
 
         await fenced(self._connection, attempt, write)
 

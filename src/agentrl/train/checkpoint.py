@@ -1,12 +1,14 @@
 """Write and read checkpoints: model, optimizer, schedule, random states and the steps they contain.
 
-A checkpoint is a folder that is written atomically. Its model is what is published of the step, a Hugging
-Face folder that other tools load: both are written once, and linked. The optimizer's state, with the weights
-that publication rounds, is torch.distributed.checkpoint's: each rank writes its part, nothing is gathered.
+A checkpoint is a folder that is written atomically, in the background, from copies in host memory. Its model
+is what is published of the step, a Hugging Face folder that other tools load: both are written once, and
+linked. The optimizer's state, with the weights that publication rounds, is torch.distributed.checkpoint's:
+each rank writes its part, nothing is gathered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pickle
@@ -15,6 +17,7 @@ import re
 import shutil
 import struct
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,18 +25,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
+from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import load_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
-    atomic_model_folder,
-    save_model_files,
-    weight_bytes,
+    complete_folder,
+    explain_write_errors,
+    link_files,
+    require_space,
 )
 
 logger = logging.getLogger(__name__)
@@ -78,43 +84,89 @@ class Checkpoint:
         return self.folder / "model"
 
 
-def save(
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint whose content is copied, and is being written to a temporary folder."""
+
+    target: Path
+    temporary: Path
+    state: CheckpointState
+    policy: Policy
+    needed: int
+    """Bytes on the disk."""
+    writes: Sequence[Future[Any]]
+    model: Future[None]
+    """Done when ``link_model`` is, or from the beginning if the model is written."""
+    of_trainer: dict[str, Any]
+
+    def link_model(self, version: Path) -> None:
+        """Link the weights in ``version``, which are those of this step; ``finish`` raises what fails."""
+        model = self.temporary / "model"
+        try:
+            link_files(version, model)
+            complete_folder(self.policy.base, model, self.policy.chat_template)
+        except OSError as error:
+            self.model.set_exception(error)
+        else:
+            self.model.set_result(None)
+
+    def finish(self, *, limit: int, fence: ThreadFence) -> Path:
+        """Wait until it is written, rename it, and delete all but the newest ``limit`` checkpoints.
+
+        Blocks. Raises PublishError, leaving nothing behind, if a write failed; LeaseLostError if another
+        trainer has taken over.
+        """
+        root = self.target.parent
+        try:
+            with explain_write_errors(self.target, self.needed):
+                for write in (*self.writes, self.model):
+                    write.result()
+                torch.save(self.of_trainer, self.temporary / _TRAINER)
+                content = json.dumps(asdict(self.state), indent=1) + "\n"
+                (self.temporary / STATE).write_text(content, encoding="utf-8")
+                fence.check()
+                finish_folder(self.temporary, self.target)
+        finally:
+            discard_folder(self.temporary)
+        lineage = _lineage(root, self.state.train_steps, self.state.attempt)
+        surplus = [item.folder for item in lineage[:-limit]]
+        if surplus:
+            fence.discard([folder.name for folder in surplus])
+        for folder in surplus:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.target
+
+
+def begin(
     root: Path,
     state: CheckpointState,
     controller: Controller,
     *,
-    limit: int,
-    fence: ThreadFence,
-    written: Path | None = None,
-) -> Path:
-    """Write ``root/checkpoint-000010`` atomically, then delete all but the newest ``limit`` checkpoints.
+    writes_model: bool = True,
+) -> Unfinished:
+    """Copy what ``root/checkpoint-000010`` will hold, and write it in the background.
 
     From attempt 2 on, the name is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
-    Checkpoints with reverted steps are neither counted nor deleted. ``written`` is a folder that holds the
-    model already: its files are linked. Raises PublishError, leaving nothing behind, if the disk is full;
-    LeaseLostError if another trainer has taken over.
+    Checkpoints with reverted steps are neither counted nor deleted. Without ``writes_model`` the caller calls
+    ``link_model`` before ``finish``. Raises PublishError, leaving nothing behind, if the disk is full.
     """
-    policy, kept = controller.policy, controller.kept()
+    policy, of_model = controller.policy, controller.writer.checkpoint_bytes
     target = root / (f"{_PREFIX}{state.step:06d}" + (f"-{state.attempt}" if state.attempt > 1 else ""))
     width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
-    count: int = sum(item.numel() for _, item in kept.named_parameters())
-    of_optimizer = (_MOMENTS + bool(policy.rounded_weights())) * width * count
-    with atomic_model_folder(target, weight_bytes(kept) + of_optimizer) as temporary:
+    own = width if policy.adapter is not None else (policy.own_dtype or policy.model.dtype).itemsize
+    needed = of_model + (_MOMENTS + bool(policy.rounded_weights())) * of_model * width // own
+    with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
+        require_space(target, needed)
+        temporary = begin_folder(target)
+        on_error.callback(discard_folder, temporary)
         (temporary / "model").mkdir()
-        save_model_files(kept, policy.base, temporary / "model", policy.chat_template, written)
-        controller.save_optimizer(temporary / _OPTIMIZER)
-        torch.save(
-            {"scheduler": controller.trainer.scheduler.state_dict(), "random": _random_states()},
-            temporary / _TRAINER,
-        )
-        (temporary / STATE).write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
-        fence.check()
-    surplus = [item.folder for item in _lineage(root, state.train_steps, state.attempt)[:-limit]]
-    if surplus:
-        fence.discard([folder.name for folder in surplus])
-    for folder in surplus:
-        shutil.rmtree(folder, ignore_errors=True)
-    return target
+        writes = controller.write_checkpoint(state.step, temporary, writes_model)
+        random_states = {"scheduler": controller.trainer.scheduler.state_dict(), "random": _random_states()}
+        on_error.pop_all()
+    model: Future[None] = Future()
+    if writes_model:
+        model.set_result(None)
+    return Unfinished(target, temporary, state, policy, needed, writes, model, random_states)
 
 
 def find(

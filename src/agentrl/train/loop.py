@@ -22,7 +22,8 @@ from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
-from agentrl.train.saving import Progress, Saver
+from agentrl.train.progress import Progress
+from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -71,7 +72,7 @@ class Trainer:
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
-            await self.saver.publish_if_due()
+            await self.saver.publisher.begin()
             while not self._is_done():
                 started = time.perf_counter()
                 batch = await self._next_data()
@@ -80,6 +81,9 @@ class Trainer:
                 await self._train(batch, time.perf_counter() - started)
         except PublishError as error:
             raise await self.saver.keep(error) from error
+        except BaseException:
+            await self.saver.close()
+            raise
         finally:
             await self.stream.close()
             await self.token_writer.close()
@@ -113,7 +117,15 @@ class Trainer:
         stopped = asyncio.create_task(self.stop.wait())
         lost = asyncio.create_task(self.lease.lost.wait())
         try:
-            await asyncio.wait((take, stopped, lost), return_when=asyncio.FIRST_COMPLETED)
+            waits = (take, stopped, lost)
+            while not any(task.done() for task in waits):
+                # Newer weights than those in flight are published here if no step does it before.
+                publisher = self.saver.publisher
+                flight = publisher.flight if publisher.is_behind else None
+                also = () if flight is None else (flight.task,)
+                await asyncio.wait((*waits, *also), return_when=asyncio.FIRST_COMPLETED)
+                if flight is not None and flight.task.done() and not take.done():
+                    await publisher.begin()
             if lost.done():
                 await self.lease.check()
             batch = take.result() if take.done() else None
@@ -161,10 +173,8 @@ class Trainer:
             "groups_open": await self.store.groups.count_open(self.split),
             "groups_ready": await self.stream.ready_groups(plan.step + 1),
             "seconds_data": seconds_data,
-            "seconds_publish": self.saver.seconds_publish,
+            **self.saver.publisher.metrics,
         }
-        if self.saver.published_share is not None:
-            metrics["published_adapter_share"] = self.saver.published_share
         with tracer().span("commit"):
             await self._commit(plan, metrics, window.tasks)
         self.token_writer.start(plan, result.tokens)

@@ -240,24 +240,29 @@ def _scheduler_arguments(text: str) -> dict[str, Any]:
     return content
 
 
-def save_optimizer(
-    folder: Path, model: Any, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write the optimizer's state and ``weights`` to ``folder``; collective. Each rank writes its shards.
-
-    ``weights`` are parameters of ``model`` by name. Raises OSError if a rank cannot write.
-    """
+def optimizer_state(
+    model: Any, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the optimizer's state and ``weights``, parameters of ``model`` by name; collective."""
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    state |= {_WEIGHT + name: weight.detach() for name, weight in (weights or {}).items()}
+    return state | {_WEIGHT + name: weight.detach() for name, weight in (weights or {}).items()}
+
+
+def write_optimizer(folder: Path, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> Path:
+    """Write what ``optimizer_state`` returned to ``folder``.
+
+    Each rank of ``group`` writes its shards; None: a single process. Raises OSError if a rank cannot write.
+    """
     try:
         with _without_single_process_warning():
-            save(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+            save(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:
         raise _first_failure(error) from error
+    return folder
 
 
 def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Load what ``save_optimizer`` wrote, possibly with another number of ranks or layout; collective.
+    """Load what ``write_optimizer`` wrote, possibly with another number of ranks or layout; collective.
 
     Weights that were saved are copied into the parameters of ``model``.
     Raises OSError, ValueError, KeyError or RuntimeError for damaged files or those of another model.

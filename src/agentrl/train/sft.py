@@ -42,7 +42,7 @@ from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
-from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
+from agentrl.weights.model_folder import atomic_model_folder
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -133,9 +133,8 @@ def _fine_tune(configs: Configs, world: World) -> None:
                 time.perf_counter() - started,
             )  # fmt: skip
     output = Path(configs[RunConfig].output)
-    policy, published = controller.policy, controller.published()
-    with atomic_model_folder(output, weight_bytes(published)) as temporary:
-        save_model_files(published, policy.base, temporary, policy.chat_template)
+    with atomic_model_folder(output, controller.writer.model.bytes) as temporary:
+        controller.write_version(steps, temporary).result()
     logger.info("saved %s", output)
     controller.end()
 

@@ -41,14 +41,16 @@ from agentrl.observe.tracing import tracing
 from agentrl.observe.tracker_threads import open_trackers
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
-from agentrl.train import checkpoint, saving
+from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
-from agentrl.train.saving import Progress, Saver
+from agentrl.train.progress import Progress, roll_back
+from agentrl.train.publishing import Publisher
+from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
 
@@ -128,7 +130,7 @@ async def _resume(
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
     controller, found = await asyncio.to_thread(build)
-    progress = await saving.roll_back(
+    progress = await roll_back(
         store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()
@@ -152,9 +154,8 @@ def _trainer(
 ) -> Trainer:
     run, config = configs[RunConfig], configs[TrainConfig]
     output, *fallback = _checkpoint_roots(configs)
-    saver = Saver(
+    publisher = Publisher(
         store=store,
-        run_name=run.run_name,
         config=config,
         controller=controller,
         progress=progress,
@@ -162,6 +163,15 @@ def _trainer(
         output=output,
         max_staleness=_max_staleness(configs[SamplingConfig]),
         stop=stop,
+    )
+    saver = Saver(
+        run_name=run.run_name,
+        config=config,
+        controller=controller,
+        progress=progress,
+        lease=lease,
+        output=output,
+        publisher=publisher,
         fallback=fallback[0] if fallback else None,
         saved=found.folder if found else None,
         saved_step=progress.step,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -32,7 +31,6 @@ from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
 from agentrl.model.vision import attach_pixels
 from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
-from agentrl.train.optimizer import save_optimizer
 from agentrl.train.step_loss import StepLoss, TokenRecorder, TokenValues, recorders
 
 logger = logging.getLogger(__name__)
@@ -209,10 +207,6 @@ class PolicyTrainer:
             step_tokens=metrics["tokens"], ranks=self.model.mesh.layout.ranks_per_data,
         )  # fmt: skip
         return StepResult(metrics | {"grad_norm": grad_norm, "lr": learning_rate} | speed, is_finite)
-
-    def save_optimizer(self, folder: Path) -> None:
-        """Write this rank's part of the optimizer's state, and of the weights that publication rounds."""
-        save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())
 
 
 @contextmanager

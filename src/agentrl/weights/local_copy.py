@@ -25,7 +25,7 @@ from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights import delta, storage
-from agentrl.weights.model_folder import MANIFEST, verify
+from agentrl.weights.model_folder import MANIFEST, WEIGHT_SUFFIXES, verify
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 if TYPE_CHECKING:
@@ -38,7 +38,14 @@ LOCK_SECONDS = 900.0
 """How long to wait for the lock. An engine may hold it while it starts."""
 _MESSAGE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
+_KEPT_ADAPTERS = 8
+_NAME_LENGTH = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def weights_dir(run_name: str, given: str | None) -> Path:
+    """Return the folder of a host's copies of a run: ``--weights_dir``, or ``.agentrl/weights/RUN``."""
+    return Path(".agentrl/weights" if given is None else given) / run_name
 
 
 async def chain_to(store: Store, version: PolicyVersion) -> list[PolicyVersion]:
@@ -57,24 +64,38 @@ async def chain_to(store: Store, version: PolicyVersion) -> list[PolicyVersion]:
     return chain
 
 
+def is_in_place(version: PolicyVersion) -> bool:
+    """Return whether engines load ``version`` from its own folder: whole weights that are no URL."""
+    return version.encoding == "full" and not storage.is_remote(version.location)
+
+
 class LocalCopy:
     """The copy in ``root``. An instance holds the lock between ``hold`` and ``release``."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, is_exact: bool = False) -> None:
+        """``is_exact``: never settle for another version than the wanted one."""
         self._root = root.absolute()
         self.folder = self._root / "model"
         self._deltas = self._root / "deltas"
+        self._is_exact = is_exact
         self._lock: int | None = None
 
     async def bring(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
-        """Make the copy hold ``wanted``, and return what it holds.
+        """Make ``wanted`` ready to be loaded, and return what is.
 
-        That is a newer published version if another engine has brought one, and an older one, with a log
-        line, if a delta in between is damaged or missing. Raises PublishError if the copy cannot get closer
-        to ``wanted``; it then stays as it was, or is made again next time.
+        A version that is loaded in place is only verified. Else the copy then holds it; or a newer published
+        version, if another engine has brought one; or an older one, with a log line, if a delta in between is
+        damaged or missing. Raises PublishError if the copy cannot get closer to ``wanted``: it stays as it
+        was, or is made again next time.
         """
+        if is_in_place(wanted):
+            await asyncio.to_thread(verify, wanted.location, wanted.files)
+            return wanted
         await self._acquire(fcntl.LOCK_EX)
         try:
+            if wanted.encoding == "adapter":
+                await self._bring_adapter(wanted)
+                return wanted
             return await self._bring(store, wanted)
         except OSError as error:
             raise PublishError(
@@ -84,14 +105,35 @@ class LocalCopy:
         finally:
             self.release()
 
-    async def hold(self, store: Store, wanted: PolicyVersion) -> PolicyVersion:
-        """Bring ``wanted``, as ``bring`` does, and keep it from changing until ``release``."""
+    async def hold(self, store: Store, wanted: PolicyVersion) -> tuple[PolicyVersion, str]:
+        """Keep what ``bring`` returns from changing until ``release``; return it and its folder.
+
+        It is brought if it is not there. A version that is loaded in place is not verified again.
+        """
+        if is_in_place(wanted):
+            return wanted, wanted.location
         while True:
-            held = await self.bring(store, wanted)
             await self._acquire(fcntl.LOCK_SH)
-            if self._state().is_whole(held):
-                return held
-            self.release()
+            if wanted.encoding == "adapter" and self._adapter(wanted).is_dir():
+                return wanted, str(self._adapter(wanted))
+            if self._state().is_whole(wanted):
+                return wanted, str(self.folder)
+            wanted = await self.bring(store, wanted)
+
+    def _adapter(self, version: PolicyVersion) -> Path:
+        return self._root / "adapters" / f"{version.id}-{_identity(version)[:_NAME_LENGTH]}"
+
+    async def _bring_adapter(self, version: PolicyVersion) -> None:
+        folder = self._adapter(version)
+        if not folder.is_dir():
+            temporary = folder.with_name(f".{folder.name}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            await storage.download(version.location, version.files, temporary)
+            temporary.rename(folder)
+        by_age = sorted(folder.parent.glob("[0-9]*"), key=lambda path: int(path.name.partition("-")[0]))
+        for old in by_age[:-_KEPT_ADAPTERS]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def release(self) -> None:
         """Release the lock; idempotent."""
@@ -126,7 +168,7 @@ class LocalCopy:
         state = self._state()
         if state.is_whole(wanted):
             return wanted
-        if state.version is not None and state.version > wanted.id and not state.applying:
+        if state.version is not None and state.version > wanted.id and not self._is_exact:
             newer = await store.policy_versions.get(state.version)
             if newer is not None and newer.status is VersionStatus.PUBLISHED and state.is_whole(newer):
                 return newer
@@ -151,7 +193,7 @@ class LocalCopy:
                 paths += await self._download_delta(step)
                 reached.append(step)
         except PublishError as error:
-            if not reached or (not whole and len(reached) < len(state.applying)):
+            if not reached or self._is_exact or (not whole and len(reached) < len(state.applying)):
                 raise
             missing = steps[len(reached)].id
             log.warning("version %d is taken, not %d: %s", reached[-1].id, missing, error.message)
@@ -285,6 +327,21 @@ def _tensors(manifest: bytes) -> dict[str, TensorChecksum]:
         return {name: TensorChecksum.from_json(value) for name, value in found.items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise PublishError(f"{MANIFEST} is damaged: {error}") from error
+
+
+async def model_files(store: Store, version: PolicyVersion, root: Path) -> str:
+    """Return a folder with the configuration and the tokenizer of ``version``, if need be copied to ``root``.
+
+    Raises PublishError if they cannot be read.
+    """
+    whole = (await chain_to(store, version))[0]
+    if is_in_place(whole):
+        return whole.location
+    folder = root / "files" / f"{whole.id}-{_identity(whole)[:_NAME_LENGTH]}"
+    files = [file for file in whole.files if not file.name.endswith(WEIGHT_SUFFIXES)]
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    await storage.download(whole.location, await asyncio.to_thread(_missing, folder, files), folder)
+    return str(folder)
 
 
 async def _to_its_end(work: Callable[..., T], *args: Any) -> T:

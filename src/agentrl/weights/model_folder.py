@@ -9,17 +9,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from agentrl.atomic_folder import atomic_folder
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 CHAT_TEMPLATE = "chat_template.jinja"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _HEADROOM_BYTES = 16 << 20
 _READABLE = 0o644
 """Engines may run as another user, and safetensors writes files that only their owner can read."""
@@ -36,37 +37,11 @@ _PARALLEL_FILES = 4
 _CHUNK_BYTES = 1 << 20
 
 
-class SavableModel(Protocol):
-    """The part of transformers' PreTrainedModel that writing needs."""
+def complete_folder(base: Path, folder: Path, chat_template: str | None = None) -> None:
+    """Copy the other Hugging Face files of ``base`` to the weights in ``folder``, and let everybody read all.
 
-    def save_pretrained(self, save_directory: str) -> Any:
-        """Write config and safetensors into the folder."""
-
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Return names and tensors; tied tensors once."""
-
-
-def weight_bytes(model: SavableModel) -> int:
-    """Return the bytes of the model's parameters; tied ones count once."""
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in model.named_parameters())
-
-
-def save_model_files(
-    model: SavableModel,
-    base: Path,
-    folder: Path,
-    chat_template: str | None = None,
-    written: Path | None = None,
-) -> None:
-    """Save weights and config into ``folder``, and copy the other Hugging Face files from ``base``.
-
-    ``chat_template`` replaces the template of ``base``, if given. ``written`` is a folder that holds these
-    weights already: its files are linked, and the model writes nothing.
+    ``chat_template`` replaces the template of ``base``, if given.
     """
-    if written is None:
-        model.save_pretrained(str(folder))
-    else:
-        _link_files(written, folder)
     for path in base.iterdir():
         if _accompanies_weights(path) and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
@@ -123,11 +98,11 @@ def explain_write_errors(target: Path, needed_bytes: int) -> Iterator[None]:
         raise
 
 
-def _link_files(source: Path, folder: Path) -> None:
+def link_files(source: Path, folder: Path) -> None:
     """Give the files of ``source`` a second name in ``folder``; a copy where the file system has no links.
 
     A checkpoint and a published version of one step thus are written once and take their space once. Files
-    that ``save_model_files`` writes itself are left out: one with two names must never be written in place.
+    that ``complete_folder`` writes itself are left out: one with two names must never be written in place.
     """
     for path in source.iterdir():
         if not path.is_file() or path.name in (MANIFEST, CHAT_TEMPLATE) or path.name.startswith("."):
@@ -144,7 +119,7 @@ def _link_files(source: Path, folder: Path) -> None:
 def _accompanies_weights(path: Path) -> bool:
     name = path.name
     hidden = name.startswith(".") or name == MANIFEST
-    return path.is_file() and not hidden and not name.endswith(_WEIGHT_SUFFIXES)
+    return path.is_file() and not hidden and not name.endswith(WEIGHT_SUFFIXES)
 
 
 def _reflink(source: Path, target: Path) -> bool:
@@ -165,11 +140,13 @@ def _disk_full(target: Path, needed_bytes: int) -> PublishError:
     )
 
 
-def checksums(folder: Path) -> tuple[FileChecksum, ...]:
+def checksums(folder: Path, known: Sequence[FileChecksum] = ()) -> tuple[FileChecksum, ...]:
     """Return SHA-256 and size of each regular file in ``folder``, ordered by name; hidden files are left out.
 
-    Several files are read at a time, in chunks: hashing releases the interpreter lock.
+    Files of ``known`` are not read again. Several files are read at a time, in chunks: hashing releases the
+    interpreter lock.
     """
+    done = {file.name: file for file in known}
     try:
         paths = sorted(
             path
@@ -177,7 +154,7 @@ def checksums(folder: Path) -> tuple[FileChecksum, ...]:
             if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
         )
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-            return tuple(pool.map(_checksum, paths))
+            return tuple(pool.map(lambda path: done.get(path.name) or _checksum(path), paths))
     except OSError as error:
         raise PublishError(
             f"{error.filename or folder} cannot be read: {error.strerror}",
@@ -186,14 +163,21 @@ def checksums(folder: Path) -> tuple[FileChecksum, ...]:
 
 
 def write_manifest(
-    folder: Path, *, version: int, files: Sequence[FileChecksum] | None = None
+    folder: Path,
+    *,
+    version: int,
+    files: Sequence[FileChecksum] | None = None,
+    tensors: Mapping[str, TensorChecksum] | None = None,
 ) -> tuple[FileChecksum, ...]:
-    """Write ``manifest.json`` (the version, each file's size and SHA-256) and return the checksums.
+    """Write ``manifest.json`` and return the checksums of the files.
 
+    It holds the version, each file's size and SHA-256, and the checksum of each tensor, if they are known.
     Pass ``files`` if the checksums are already known.
     """
     files = checksums(folder) if files is None else tuple(files)
-    content = {"version": version, "files": [file.to_document() for file in files]}
+    content: dict[str, Any] = {"version": version, "files": [file.to_document() for file in files]}
+    if tensors:
+        content["tensors"] = {name: found.to_json() for name, found in sorted(tensors.items())}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return files
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import shutil
@@ -12,24 +11,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
+from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
+from agentrl.weights.delta import SUFFIX
 from agentrl.weights.model_folder import (
-    SavableModel,
     checksums,
     explain_write_errors,
-    require_space,
-    save_model_files,
     verify,
-    weight_bytes,
     write_manifest,
 )
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
+    from agentrl.weights.sharded_writer import Written
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +35,7 @@ LIVE_ENGINE_SECONDS = 60.0
 """The weights that an engine reports stay on disk while its last heartbeat is younger than this."""
 _FOLDER = re.compile(r"v(\d+)(-\d+)?")
 _PAGE = 8
+_WEIGHTS = (".safetensors", ".index.json", SUFFIX)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,50 +53,42 @@ class PublishTarget:
 
 async def publish(
     store: Store,
-    model: SavableModel,
+    temporary: Path,
+    written: Written,
     target: PublishTarget,
     *,
-    tokenizer_files_from: Path,
     step: int,
     train_step_id: str | None,
-    chat_template: str | None = None,
-    written: Path | None = None,
+    base: int | None = None,
 ) -> PolicyVersion:
-    """Publish the weights of ``step`` as folder ``root/v00000N`` and as a PolicyVersion; prune old folders.
+    """Publish the weights of ``step`` in ``temporary`` as a PolicyVersion and as folder ``root/v00000N``.
 
-    N is one more than any earlier version, including withdrawn ones. If the files equal those of a version
-    that was withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it
-    keep their age. ``written`` is a folder that holds these weights already: they are linked, not written.
+    N is one more than any earlier version, including withdrawn ones. If a version with the same weights was
+    withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it keep their
+    age. ``base`` is the version from which ``written`` differs; None for whole weights. Prunes old folders.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
     never write the same folder. Raises LeaseLostError if another trainer has taken over, and PublishError if
-    the weights cannot be written; nothing is published then, and the call can be retried.
+    the folder cannot be renamed; nothing is published then. ``temporary`` is gone in any case.
     """
-    number, reserved = await _number(store)
-    temporary, files = await asyncio.to_thread(
-        write_temporary,
-        model,
-        tokenizer_files_from,
-        version_folder(target.root, number),
-        chat_template,
-        written,
-    )
     try:
-        twin = withdrawn_twin(await store.policy_versions.withdrawn(step), files)
+        twin = withdrawn_twin(await store.policy_versions.withdrawn(step), written)
         if twin is not None:
-            document = await _reinstate(store, twin, target, temporary, train_step_id)
+            document = await _reinstate(store, twin, target, temporary, written, train_step_id, base)
         else:
+            number, reserved = await _number(store)
             if reserved is not None and reserved.attempt == target.attempt:
                 location = reserved.location
             else:
                 folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
                 location = str(folder.resolve())
             document = PolicyVersion(
-                id=number, step=step, location=location, files=files,
+                id=number, step=step, location=location, files=written.files,
+                encoding="full" if base is None else "delta", base=base, digest=written.digest,
                 train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
             await store.policy_versions.reserve(document, attempt=target.attempt)
-            await asyncio.to_thread(place_version, temporary, Path(document.location), number, files)
+            await asyncio.to_thread(place_version, temporary, Path(document.location), number, written)
             document = replace(document, published_at=now())
             await store.policy_versions.publish(document, attempt=target.attempt)
     finally:
@@ -116,35 +106,60 @@ async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
     return 0 if newest is None else newest + 1, None
 
 
-def withdrawn_twin(withdrawn: Sequence[PolicyVersion], files: Sequence[FileChecksum]) -> PolicyVersion | None:
-    """Return the first of the ``withdrawn`` versions that has the same ``files``."""
-    wanted = {file.name: file for file in files}
+def withdrawn_twin(withdrawn: Sequence[PolicyVersion], written: Written) -> PolicyVersion | None:
+    """Return the first of the ``withdrawn`` versions that has the same weights, tokenizer and configuration.
+
+    Their files may be others: of another number of ranks, or a delta.
+    """
+
+    def beside(files: Sequence[FileChecksum]) -> set[FileChecksum]:
+        return {file for file in files if not file.name.endswith(_WEIGHTS)}
+
     return next(
-        (policy for policy in withdrawn if {file.name: file for file in policy.files} == wanted), None
+        (
+            policy
+            for policy in withdrawn
+            if policy.digest == written.digest and beside(policy.files) == beside(written.files)
+        ),
+        None,
     )
 
 
 async def _reinstate(
-    store: Store, earlier: PolicyVersion, target: PublishTarget, temporary: Path, train_step_id: str | None
+    store: Store,
+    earlier: PolicyVersion,
+    target: PublishTarget,
+    temporary: Path,
+    written: Written,
+    train_step_id: str | None,
+    base: int | None,
 ) -> PolicyVersion:
-    """Publish ``earlier`` again; replace its folder by ``temporary`` if it was pruned or damaged."""
-    location = await asyncio.to_thread(_settle_folder, earlier, target, temporary)
-    await store.policy_versions.reinstate(
-        earlier.id, train_step=train_step_id, location=location, attempt=target.attempt
-    )
+    """Publish ``earlier`` again, with its own folder if that is intact, else with ``temporary``."""
+    again = replace(earlier, status=VersionStatus.PUBLISHED, train_step=train_step_id, pruned_at=None)
+    if not await asyncio.to_thread(_is_whole, earlier):
+        own = version_folder(target.root, earlier.id, target.attempt)
+        location = await asyncio.to_thread(place_version, temporary, own, earlier.id, written)
+        again = replace(
+            again,
+            location=location,
+            files=written.files,
+            encoding="full" if base is None else "delta",
+            base=base,
+        )
+    await store.policy_versions.reinstate(again, attempt=target.attempt)
     logger.info("version %d is reinstated: the replayed step %d has its weights", earlier.id, earlier.step)
-    return replace(
-        earlier, status=VersionStatus.PUBLISHED, train_step=train_step_id, location=location, pruned_at=None
-    )
+    return again
 
 
-def _settle_folder(earlier: PolicyVersion, target: PublishTarget, temporary: Path) -> str:
-    if earlier.pruned_at is None:
-        with contextlib.suppress(PublishError):
-            verify(earlier.location, earlier.files)
-            return earlier.location
-    own = version_folder(target.root, earlier.id, target.attempt)
-    return place_version(temporary, own, earlier.id, earlier.files)
+def _is_whole(version: PolicyVersion) -> bool:
+    """Return whether the folder of ``version`` is intact and needs no other one."""
+    if version.pruned_at is not None or version.encoding != "full":
+        return False
+    try:
+        verify(version.location, version.files)
+    except PublishError:
+        return False
+    return True
 
 
 async def publish_base(store: Store, folder: Path, attempt: int | None = None) -> PolicyVersion:
@@ -195,33 +210,10 @@ def free_folder(root: Path, version: int, attempt: int, *, is_contested: bool) -
     return version_folder(root, version, attempt) if is_contested or plain.exists() else plain
 
 
-def write_temporary(
-    model: SavableModel,
-    base: Path,
-    target: Path,
-    chat_template: str | None = None,
-    written: Path | None = None,
-) -> tuple[Path, tuple[FileChecksum, ...]]:
-    """Write weights, config and tokenizer into a temporary folder beside ``target``.
-
-    ``written`` is a folder that holds these weights already: its files are linked. Raises PublishError, and
-    deletes the temporary folder, if a write fails.
-    """
-    needed = weight_bytes(model)
-    with explain_write_errors(target, needed), contextlib.ExitStack() as on_error:
-        require_space(target, needed)
-        temporary = begin_folder(target)
-        on_error.callback(discard_folder, temporary)
-        save_model_files(model, base, temporary, chat_template, written)
-        files = checksums(temporary)
-        on_error.pop_all()
-    return temporary, files
-
-
-def place_version(temporary: Path, target: Path, version: int, files: Sequence[FileChecksum]) -> str:
+def place_version(temporary: Path, target: Path, version: int, written: Written) -> str:
     """Write the manifest of ``version`` into ``temporary`` and rename it to ``target``; return its path."""
-    with explain_write_errors(target, sum(file.bytes for file in files)):
-        write_manifest(temporary, version=version, files=files)
+    with explain_write_errors(target, written.bytes):
+        write_manifest(temporary, version=version, files=written.files, tensors=written.tensors)
         finish_folder(temporary, target)
     return str(target.resolve())
 
@@ -266,27 +258,6 @@ def delete_folders(root: Path, names: Iterable[str]) -> None:
         shutil.rmtree(root / name, ignore_errors=True)
 
 
-async def newest_intact_version(store: Store) -> PolicyVersion | None:
-    """Return the newest stored version whose files match their checksums; None if none is published.
-
-    Raises PublishError if versions are published and none of them is intact.
-    """
-    refused: PublishError | None = None
-    async for version in _published(store):
-        if not version.is_stored:
-            continue
-        try:
-            await asyncio.to_thread(verify, version.location, version.files)
-        except PublishError as error:
-            logger.error("version %d refused: %s", version.id, error.message)
-            refused = refused or error
-        else:
-            return version
-    if refused is not None:
-        raise refused
-    return None
-
-
 async def newer_versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:
     """Yield the newest published version whenever it is newer than ``after`` and than the last one yielded.
 
@@ -302,7 +273,7 @@ async def newer_versions(store: Store, after: int, poll_seconds: float) -> Async
             await store.wait_for_change("PolicyVersion", timeout=poll_seconds)
 
 
-async def _published(store: Store) -> AsyncIterator[PolicyVersion]:
+async def published_versions(store: Store) -> AsyncIterator[PolicyVersion]:
     """Yield every published version, newest first; read them a page at a time."""
     below: int | None = None
     while page := await store.policy_versions.published(_PAGE, below=below):

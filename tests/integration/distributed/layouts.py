@@ -49,16 +49,12 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
+from agentrl.train.background import Lane, RankWriter
 from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
-from agentrl.train.controller import (
-    GatheredAdapter,
-    GatheredModel,
-    gather_adapter,
-    take_inventory,
-)
 from agentrl.train.optimizer import build_optimizer, load_optimizer
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer
 from agentrl.train.step_loss import TokenValues
+from agentrl.weights.snapshot import gather
 
 LIMIT = 1e-4
 LIMITS = {"float32": LIMIT, "bfloat16": 0.25}
@@ -180,29 +176,43 @@ def build_parallel(model: Any, case: Case, adapter: Adapter | None = None) -> Po
     return build_trainer(parallel, case, adapter)
 
 
+def rank_writer(together: PolicyTrainer, limit: int = FILE_BYTES) -> RankWriter:
+    """Return what writes a rank's share; every rank calls it."""
+    lanes = [Lane(name, dist.new_group(backend="gloo")) for name in ("versions", "checkpoints")]
+    return RankWriter(together, *lanes, limit)
+
+
 def publish(together: PolicyTrainer, folder: Path, limit: int = FILE_BYTES) -> None:
     """Write the model that engines load; every rank calls it."""
-    inventory = take_inventory(together.policy)
-    if dist.get_rank() == 0:
-        GatheredModel(inventory, lambda: None, limit).save_pretrained(str(folder))
-    else:
-        inventory.send()
+    writer = rank_writer(together, limit)
+    try:
+        writer.write_version(1, folder).result(60)
+    finally:
+        writer.close()
 
 
 def whole_weights(together: PolicyTrainer) -> dict[str, Tensor]:
-    """Return the weights before they are rounded, tied ones once; other ranks than 0 ignore the result."""
-    inventory = take_inventory(replace(together.policy, own_dtype=None))
-    return {part.name: inventory.gather(part) for part in inventory.parts()}
+    """Return the weights of all stages before they are rounded, tied ones once; every rank calls it."""
+    source = replace(together.policy, own_dtype=None).published
+    own = {part.name: gather(part.make()).clone() for part in source.parts()}
+    shares: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shares, own)
+    return {name: value for share in shares for name, value in share.items()}
 
 
 def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
     """Save model and optimizer, and load them in the other layout."""
     (folder / "model").mkdir(exist_ok=True)
-    publish(saved, folder / "model")
-    saved.save_optimizer(folder / "optimizer")
+    writer = rank_writer(saved)
+    for write in writer.write_checkpoint(1, folder, writes_model=True):
+        write.result(60)
+    if saved.policy.adapter is not None:
+        (folder / "merged").mkdir(exist_ok=True)
+        writer.write_version(1, folder / "merged").result(60)
+    writer.close()
     case = replace(case, config=case.resumed, memory=PLAIN)
     if saved.policy.adapter is not None:
-        return resume_adapter(saved.policy.adapter, case, folder)
+        return resume_adapter(case, folder)
     dist.barrier()
     kind = type(saved.policy.model)
     model = kind.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="sdpa").train()
@@ -211,16 +221,11 @@ def resume(saved: PolicyTrainer, case: Case, folder: Path) -> PolicyTrainer:
     return resumed
 
 
-def resume_adapter(saved: Adapter, case: Case, folder: Path) -> PolicyTrainer:
+def resume_adapter(case: Case, folder: Path) -> PolicyTrainer:
     """Build the base model again, with the adapters of the checkpoint."""
-    (folder / "adapter").mkdir(exist_ok=True)
-    if dist.get_rank() == 0:
-        GatheredAdapter(saved, lambda: None).save_pretrained(str(folder / "adapter"))
-    else:
-        gather_adapter(saved)
     dist.barrier()
     model = tiny_model("qwen3", vocab_size=64)
-    adapter = add_adapter(model, LORA, Path(), folder / "adapter")
+    adapter = add_adapter(model, LORA, Path(), folder / "model")
     resumed = build_parallel(model, case, adapter)
     load_optimizer(folder / "optimizer", model, resumed.optimizer)
     return resumed
@@ -254,7 +259,7 @@ def largest_deviations(case: Case, folder: Path) -> dict[str, float]:
     check_copies(together)
     resumed = resume(together, case, folder)
     if single_adapter is not None and dist.get_rank() == 0:
-        worst["merged"] = compare_merged(single_adapter, folder / "model")
+        worst["merged"] = compare_merged(single_adapter, folder / "merged")
     later = [compare_step(alone, resumed, step) for step in range(STEPS, STEPS + 2)]
     worst["resumed"] = fold(max(deviations.values()) for deviations in later)
     worst["resumed"] = max(worst["resumed"], compare_weights(alone, resumed, start))

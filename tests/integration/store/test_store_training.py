@@ -249,12 +249,12 @@ async def test_versions_only_grow(store: Store) -> None:
     assert latest is not None
     assert latest.id == 0
     for _ in range(2):
-        await store.policy_versions.reinstate(1, train_step="2/1", location="/elsewhere")
+        await store.policy_versions.reinstate(replace(version(1, "/elsewhere"), train_step="2/1"))
     again = await store.policy_versions.latest()
     assert again is not None
     assert (again.id, again.train_step, again.location) == (1, "2/1", "/elsewhere")
     with pytest.raises(StoreError, match="version 9 cannot be published again"):
-        await store.policy_versions.reinstate(9, train_step=None, location="/w")
+        await store.policy_versions.reinstate(version(9))
     await store.policy_versions.publish(version(3))
     assert [stored.id for stored in await store.policy_versions.all()] == [0, 1, 2, 3]
 

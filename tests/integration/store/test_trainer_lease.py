@@ -133,7 +133,7 @@ async def test_every_write_of_a_replaced_trainer_is_refused(store: Store) -> Non
         lambda: policies.reserve(version(0), attempt=first),
         lambda: policies.publish(version(0), attempt=first),
         lambda: policies.withdraw_after(0, attempt=first),
-        lambda: policies.reinstate(0, train_step=None, location="/w", attempt=first),
+        lambda: policies.reinstate(version(0), attempt=first),
         lambda: policies.mark_pruned([], attempt=first),
         lambda: store.trainer_lease.discard_checkpoints(first, ["checkpoint-000001"]),
     ):

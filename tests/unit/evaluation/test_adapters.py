@@ -8,6 +8,7 @@ import pytest
 import torch
 from demo.tiny import build_tiny_model
 from safetensors.torch import load_file
+from written_adapter import write_adapter
 
 from agentrl.config.schema import ModelConfig
 from agentrl.config.training import AdapterConfig
@@ -25,7 +26,7 @@ def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
     for _, parameter in policy.adapter.named_parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     folder.mkdir(parents=True)
-    policy.adapter.save_pretrained(str(folder))
+    write_adapter(policy.adapter, folder)
     return {part.name: part.make() for part in policy.adapter.merged_parts()}
 
 

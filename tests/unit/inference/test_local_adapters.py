@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import write_tiny_policy
+from written_adapter import write_adapter
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.documents.sampling import SamplingParams
@@ -61,7 +62,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
             if ".lora_B." in parameter_name and (name != "one@3" or ".layers.1." in parameter_name):
                 value.data.normal_(std=0.3)
         folder = tmp_path_factory.mktemp("adapter")
-        policy.adapter.write(str(folder), policy.adapter.served(policy.adapter.weights()))
+        write_adapter(policy.adapter, folder, policy.adapter.served(policy.adapter.weights()))
         made[name] = Trained(policy, folder)
     return made
 

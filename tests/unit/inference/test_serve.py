@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from published_chain import Chain, random_weights
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.device_lease import DeviceLease
@@ -16,7 +18,8 @@ from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailab
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine
-from agentrl.inference.served_weights import starting_weights
+from agentrl.inference.served_weights import ServedWeights, starting_weights
+from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest
 
 
@@ -140,11 +143,13 @@ class Process:
 
 
 class Harness:
-    def __init__(self, lease: DeviceLease | None = None) -> None:
+    def __init__(self, folder: Path, lease: DeviceLease | None = None) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
+        self.copy = LocalCopy(folder / "copy")
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
             service_id="e1", folder="/models/base", version=0, lease=lease,
+            weights=ServedWeights(self.client, self.store, self.copy),  # type: ignore[arg-type]
         )  # fmt: skip
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -164,8 +169,8 @@ class Harness:
 
 
 @pytest.fixture
-async def harness() -> Harness:
-    return Harness()
+async def harness(tmp_path: Path) -> Harness:
+    return Harness(tmp_path)
 
 
 def published(folder: Path, version: int) -> PolicyVersion:
@@ -265,7 +270,7 @@ async def turns(tmp_path: Path) -> tuple[Harness, DeviceLease]:
     """An engine that holds its device, and the lease of a trainer."""
     engine, trainer = (DeviceLease(["d"], name, folder=tmp_path / "locks") for name in ("engine", "trainer"))
     await engine.acquire()
-    return Harness(engine), trainer
+    return Harness(tmp_path, engine), trainer
 
 
 async def test_it_lends_its_device_and_returns_with_the_newest_version(
@@ -338,9 +343,46 @@ async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_pa
     withdrawn = dataclasses.replace(third, status=VersionStatus.WITHDRAWN)
     harness.store.policy_versions.known = [first, second, withdrawn, fourth]
     store: Any = harness.store
-    assert await starting_weights(store, ModelConfig()) == (1, first.location)
+    copy = harness.copy
+    assert await starting_weights(store, ModelConfig(), copy) == (1, first.location)
     harness.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
-        await starting_weights(store, ModelConfig(model_name_or_path="base"))
+        await starting_weights(store, ModelConfig(model_name_or_path="base"), copy)
     harness.store.policy_versions.known = []
-    assert await starting_weights(store, ModelConfig(model_name_or_path="/base")) == (0, "/base")
+    assert await starting_weights(store, ModelConfig(model_name_or_path="/base"), copy) == (0, "/base")
+
+
+async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp_path: Path) -> None:
+    chain: Any = Chain(tmp_path / "published")
+    weights = random_weights(random.Random(0))
+    chain.publish(weights)
+    chain.publish({name: tensor + 1 for name, tensor in weights.items()}, 1)
+    chain.publish(weights, 2)
+    store: Any = harness.store
+    store.policy_versions.get = chain.get
+    await harness.engine.update(chain.versions[2])
+    assert ("update", str(harness.copy.folder), 2) in harness.client.calls
+    assert harness.store.services.beats[-1]["policy_version"] == 2
+    other = ServedWeights(harness.client, store, LocalCopy(tmp_path / "copy"))  # type: ignore[arg-type]
+    await other.fetch(chain.versions[3])
+    harness.client.calls.clear()
+    assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
+    assert harness.client.calls == [("update", str(harness.copy.folder), 3)]
+    (tmp_path / "published/v000003/rank-0.delta").unlink()
+    alone = ServedWeights(harness.client, store, LocalCopy(tmp_path / "alone"), loaded=2)  # type: ignore[arg-type]
+    with pytest.raises(PublishError, match="the newest that can is version 2"):
+        await alone.fetch(chain.versions[3])
+
+
+async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(
+    harness: Harness, tmp_path: Path
+) -> None:
+    base = published(tmp_path / "base", 0)
+    elsewhere = dataclasses.replace(base, location="/of/the/trainer")
+    harness.store.policy_versions.known = [elsewhere]
+    store: Any = harness.store
+    config = ModelConfig(model_name_or_path=base.location)
+    assert await starting_weights(store, config, harness.copy) == (0, base.location)
+    (tmp_path / "base" / "model.safetensors").write_bytes(b"another model")
+    with pytest.raises(PublishError, match="/of/the/trainer"):
+        await starting_weights(store, config, harness.copy)

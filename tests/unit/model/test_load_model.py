@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from tiny_policy import write_tiny_policy
 from torch import nn
+from written_adapter import write_adapter
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
 from agentrl.weights.folder import architecture, base_folder
-from agentrl.weights.model_folder import save_model_files, weight_bytes
+from agentrl.weights.model_folder import complete_folder
 
 
 @pytest.fixture
@@ -97,11 +98,15 @@ def test_an_adapter_folder_is_no_model_and_no_whole_weights(tmp_path: Path) -> N
     config = ModelConfig(model_name_or_path=str(base))
     policy = load_policy(config, adapter=AdapterConfig(lora_rank=2))
     assert policy.adapter is not None
-    whole = weight_bytes(load_policy(config).published)
-    assert weight_bytes(policy.adapter) < weight_bytes(policy.published) == whole
+    sizes = [
+        sum(part.bytes for part in source.parts())
+        for source in (policy.adapter, policy.published, load_policy(config).published)
+    ]
+    assert sizes[0] < sizes[1] == sizes[2]
     saved = tmp_path / "saved"
     saved.mkdir()
-    save_model_files(policy.adapter, base, saved)
+    write_adapter(policy.adapter, saved)
+    complete_folder(base, saved)
     assert load_policy(config, saved, AdapterConfig(lora_rank=2)).adapter is not None
     with pytest.raises(ModelError, match="holds an adapter"):
         load_policy(config, saved)

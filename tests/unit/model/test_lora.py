@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import chains, model_logprobs, packed, tiny_model, tree
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from written_adapter import write_adapter
 
 from agentrl.config.training import AdapterConfig
 from agentrl.distributed.parallel_model import ParallelModel
@@ -17,7 +18,8 @@ from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.train.step import forward_backward
 from agentrl.weights.folder import is_adapter
-from agentrl.weights.sharded_writer import PublishedModel
+from agentrl.weights.sharded_writer import write_alone
+from agentrl.weights.snapshot import PublishedModel
 
 BASE = Path("base")
 FOREST = packed([*chains(0, 3), tree(1)])
@@ -51,7 +53,7 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(kind: str, tied: b
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ours = logprobs(model)
     assert (ours - plain).abs().max() > 1e-2
-    PublishedModel(model, adapter.merged_parts, None).save_pretrained(str(tmp_path))
+    write_alone(PublishedModel(model, adapter.merged_parts, None), tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert {name for name, _ in merged.named_parameters()} == {part.name for part in adapter.merged_parts()}
@@ -74,7 +76,7 @@ def test_only_adapters_are_trained() -> None:
 def test_a_checkpoint_holds_the_adapter(tmp_path: Path) -> None:
     model, adapter = adapted()
     train(model)
-    adapter.save_pretrained(str(tmp_path))
+    write_adapter(adapter, tmp_path)
     assert is_adapter(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     again = tiny_model("qwen3")
@@ -91,7 +93,7 @@ def test_a_checkpoint_holds_the_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_another_adapter_is_refused(flags: dict[str, object], says: str, tmp_path: Path) -> None:
-    adapted()[1].save_pretrained(str(tmp_path))
+    write_adapter(adapted()[1], tmp_path)
     with pytest.raises((ConfigError, ModelError), match=says):
         add_adapter(tiny_model("qwen3"), AdapterConfig(**{"lora_rank": 4, **flags}), BASE, tmp_path)  # type: ignore[arg-type]
 

@@ -20,11 +20,13 @@ from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.distributed.world import single_process
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracker_threads import open_trackers
-from agentrl.train import checkpoint, saving
+from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
+from agentrl.train.progress import roll_back
+from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
     base, output = write_tiny_policy(tmp_path / "base"), tmp_path / "output"
 
     async def begin(
-        choice: str = "auto", max_staleness: int = 9, freshness: Freshness = FRESH, **changes: Any
+        choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH, **changes: Any
     ) -> Trainer:
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
         lease = TrainerLease(
@@ -63,7 +65,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         controller = lead(single_process(), lambda: build_trainer(recipe, weights=weights, total_steps=None))
         if found:
             checkpoint.restore(found, controller.trainer)
-        progress = await saving.roll_back(
+        progress = await roll_back(
             cast("Store", store), base, found, steps, attempt=lease.attempt, replays=choice == "auto"
         )
         checkpoint.rename_reverted(output, progress.train_steps, lease.attempt)
@@ -71,9 +73,13 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
             groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
         )  # fmt: skip
         stop = asyncio.Event()
+        publisher = Publisher(
+            store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
+            output=output, max_staleness=max_staleness, stop=stop,
+        )  # fmt: skip
         saver = Saver(
-            store=cast("Store", store), run_name="run", config=config, controller=controller,
-            progress=progress, lease=lease, output=output, max_staleness=max_staleness, stop=stop,
+            run_name="run", config=config, controller=controller, progress=progress, lease=lease,
+            output=output, publisher=publisher,
             saved_step=progress.step, saved=found.folder if found else None,
         )  # fmt: skip
         return Trainer(

@@ -3,9 +3,11 @@ from __future__ import annotations
 import random
 import shutil
 from collections import namedtuple
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -20,12 +22,13 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint
+from agentrl.train.background import Lane, RankWriter
 from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
-from agentrl.train.optimizer import build_optimizer, build_scheduler, save_optimizer
+from agentrl.train.optimizer import build_optimizer, build_scheduler
+from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture, stored_dtype, write_dtype
-from agentrl.weights.model_folder import SavableModel
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -49,11 +52,12 @@ class Trained:
     def trainer(self) -> Trained:
         return self
 
-    def kept(self) -> SavableModel:
-        return self.policy.adapter or self.policy.published
+    @cached_property
+    def writer(self) -> RankWriter:
+        return RankWriter(cast("PolicyTrainer", self), Lane("versions"), Lane("checkpoints"))
 
-    def save_optimizer(self, folder: Path) -> None:
-        save_optimizer(folder, self.policy.model, self.optimizer, self.policy.rounded_weights())
+    def write_checkpoint(self, *arguments: Any) -> list[Future[Any]]:
+        return self.writer.write_checkpoint(*arguments)
 
     def step(self) -> float:
         ids = torch.randint(0, 250, (1, 12))
@@ -77,7 +81,8 @@ def save(
     fence = Mock(spec=ThreadFence)
     if lost_at is not None:
         getattr(fence, lost_at).side_effect = LeaseLostError("replaced")
-    return checkpoint.save(root, saved, cast("Controller", trained), limit=limit, fence=fence)
+    unfinished = checkpoint.begin(root, saved, cast("Controller", trained))
+    return unfinished.finish(limit=limit, fence=fence)
 
 
 def state(base: Path, step: int = 1, run_name: str = "run", attempt: int = 1) -> CheckpointState:

@@ -16,12 +16,13 @@ from agentrl.atomic_folder import remove_leftovers
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
-from agentrl.train import checkpoint
+from agentrl.train import background, checkpoint
 from agentrl.train.loop import Trainer
-from agentrl.train.saving import Saver
+from agentrl.train.publishing import Publisher
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.model_folder import verify
-from agentrl.weights.sharded_writer import PublishedModel
+from agentrl.weights.sharded_writer import Written
+from agentrl.weights.snapshot import Snapshot
 
 if TYPE_CHECKING:
     pass
@@ -191,11 +192,11 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 CRASHES: dict[str, Any] = {
     "planned": ("agentrl.train.loop", "step_window"),
     "computed": ("fake_store", "_Steps.commit"),
-    "committed, not saved": ("agentrl.train.checkpoint", "save"),
+    "committed, not saved": ("agentrl.train.checkpoint", "begin"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
-    "saved, not published": ("agentrl.train.saving", "publish"),
-    "half a version": ("agentrl.weights.publish", "checksums"),
+    "saved, not published": ("agentrl.train.publishing", "publish"),
+    "half a version": ("agentrl.train.background", "write_beside"),
     "version reserved, not placed": ("agentrl.weights.publish", "write_manifest"),
     "version written, not published": ("fake_store", "_PolicyVersions.publish"),
     "published, not pruned": ("agentrl.weights.publish", "_prune"),
@@ -275,7 +276,7 @@ async def test_how_a_trainer_ended_is_known(store: FakeStore, start: Start) -> N
 async def test_a_full_disk_does_not_end_training(
     store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = await start()
+    trainer = await start(max_staleness=9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100, 90, 10))
     with pytest.raises(PublishError, match="is full"):
         await trainer.run()
@@ -306,11 +307,11 @@ async def test_training_pauses_at_the_staleness_bound_until_it_can_publish(
     disk = Disk(trainer.saver.output, monkeypatch)
     paused_at: list[int] = []
 
-    async def make_space(_: Saver, __: float) -> None:
+    async def make_space(_: Publisher, __: float) -> None:
         paused_at.append(len(committed(store)))
         disk.is_full = len(paused_at) < 3
 
-    monkeypatch.setattr(Saver, "_sleep", make_space)
+    monkeypatch.setattr(Publisher, "_sleep", make_space)
     await trainer.run()
     assert paused_at == [2, 2, 2]
     assert "training pauses at step 2, 2 steps ahead of version 0" in caplog.text
@@ -347,16 +348,16 @@ async def test_staleness_counts_optimizer_steps_whether_they_are_published_or_no
 async def test_a_checkpoint_and_the_version_of_its_step_share_their_files(
     start: Start, tmp_path: Path, publish_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The version is written after the checkpoint; at the end of a run, also the other way round."""
+    """The checkpoint links what is written for the version."""
     written: list[Path] = []
-    write = PublishedModel.write
+    write = background.write_share
 
-    def count(model: PublishedModel, folder: Path, *arguments: Any) -> None:
+    def count(folder: Path, snapshot: Snapshot) -> Written:
         written.append(folder)
-        write(model, folder, *arguments)
+        return write(folder, snapshot)
 
-    monkeypatch.setattr(PublishedModel, "write", count)
-    await (await start(save_steps=2, publish_steps=publish_steps)).run()
+    monkeypatch.setattr(background, "write_share", count)
+    await (await start(save_steps=2, publish_steps=publish_steps, max_staleness=publish_steps - 1)).run()
     assert len(written) == {1: 3, 2: 2}[publish_steps], "once for each step"
     output = tmp_path / "output"
     for step in (2, 3):

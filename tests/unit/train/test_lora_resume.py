@@ -22,9 +22,10 @@ from agentrl.train.build import build_trainer
 from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import ThreadFence
-from agentrl.train.saving import Saver
+from agentrl.train.publishing import Publisher
 from agentrl.weights.folder import architecture
-from agentrl.weights.model_folder import save_model_files
+from agentrl.weights.model_folder import complete_folder
+from agentrl.weights.sharded_writer import write_alone
 
 COMPARED = ("loss", "lr", "grad_norm")
 DATA = [*group("a"), *group("b")]
@@ -40,7 +41,8 @@ def controller(base: Path, weights: Path | None = None, rank: int = 4) -> Contro
 
 
 def parameters(trained: Controller) -> list[torch.Tensor]:
-    return [value for _, value in trained.kept().named_parameters()]
+    assert trained.policy.adapter is not None
+    return [value for _, value in trained.policy.adapter.named_parameters()]
 
 
 def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> No
     state = CheckpointState(
         run_name="run", step=1, policy_version=0, train_steps=("1/1",), architecture=architecture(base)
     )
-    folder = checkpoint.save(tmp_path, state, trained, limit=2, fence=Mock(spec=ThreadFence))
+    folder = checkpoint.begin(tmp_path, state, trained).finish(limit=2, fence=Mock(spec=ThreadFence))
     assert not (folder / "model" / "model.safetensors").exists()
     again = controller(base, folder / "model")
     checkpoint.restore(checkpoint.Checkpoint(folder, state), again.trainer)
@@ -68,7 +70,8 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
         trained.train(DATA, None, {})
     published = tmp_path / "published"
     published.mkdir()
-    save_model_files(trained.policy.published, base, published)
+    write_alone(trained.policy.published, published)
+    complete_folder(base, published)
     plain = load_policy(ModelConfig(model_name_or_path=str(published)))
     (forest,) = trained.trainer.pack(DATA)
     with torch.no_grad():
@@ -80,15 +83,15 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
 
 def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     lease: Any = None
-    saver = Saver(
-        store=lease, run_name="run", config=TrainConfig(), controller=lease, progress=lease, lease=lease,
-        output=Path(), max_staleness=1, stop=asyncio.Event(),
+    publisher = Publisher(
+        store=lease, config=TrainConfig(), controller=lease, progress=lease, lease=lease, output=Path(),
+        max_staleness=1, stop=asyncio.Event(),
     )  # fmt: skip
     warned = []
     for share in (None, 0.33, 0.5, 0.95, 0.8):
         caplog.clear()
-        saver._report_rounding(share, torch.bfloat16)
+        publisher._report_rounding(share, torch.bfloat16)
         warned.append(len(caplog.records))
-        assert saver.published_share == share
+        assert publisher.metrics.get("published_adapter_share") == share
     assert warned == [0, 1, 0, 0, 1]
     assert "0.80 of what the adapter has learned: rounding to bfloat16" in caplog.text

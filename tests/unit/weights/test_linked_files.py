@@ -2,24 +2,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agentrl.weights import model_folder
-from agentrl.weights.model_folder import checksums, save_model_files, verify
+from agentrl.weights.model_folder import checksums, complete_folder, link_files, verify
 
 WEIGHTS = bytes(range(256)) * 64
 
 
-class Unwritable:
-    """A model whose weights are written already."""
-
-    def save_pretrained(self, save_directory: str) -> Any:
-        raise AssertionError("the weights are gathered again")
-
-    def named_parameters(self) -> Any:
-        return iter(())
+def link(base: Path, model: Path, version: Path, template: str | None = None) -> None:
+    link_files(model, version)
+    complete_folder(base, version, template)
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def test_what_is_written_already_is_stored_once(
     monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
     base, model, version = folders
     before = checksums(model)
-    save_model_files(Unwritable(), base, version, "ours", written=model)
+    link(base, model, version, "ours")
     for name in ("model.safetensors", "config.json"):
         assert (version / name).samefile(model / name)
     assert (version / "chat_template.jinja").read_text() == "ours"
@@ -55,7 +49,7 @@ def test_what_is_written_already_is_stored_once(
 
 def test_deleting_one_folder_keeps_the_other_intact(folders: tuple[Path, Path, Path]) -> None:
     base, model, version = folders
-    save_model_files(Unwritable(), base, version, written=model)
+    link(base, model, version)
     (model / "model.safetensors").unlink()
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -69,6 +63,6 @@ def test_a_file_system_without_links_gets_copies(
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(model_folder, "_reflink", lambda *_: False)
     base, model, version = folders
-    save_model_files(Unwritable(), base, version, written=model)
+    link(base, model, version)
     assert (version / "model.safetensors").read_bytes() == WEIGHTS
     assert not (version / "model.safetensors").samefile(model / "model.safetensors")

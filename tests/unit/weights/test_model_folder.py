@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl.errors import PublishError
-from agentrl.weights.model_folder import atomic_model_folder, save_model_files, weight_bytes
+from agentrl.weights.model_folder import atomic_model_folder, complete_folder
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -30,9 +29,6 @@ class Model:
             raise self.fails_with
         save_file(self.weights, str(Path(save_directory) / "model.safetensors"))
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.weights.items())
-
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
@@ -46,8 +42,9 @@ def base(tmp_path: Path) -> Path:
 
 def write(model: Model, base: Path, target: Path) -> None:
     """Write a model folder as sft does."""
-    with atomic_model_folder(target, weight_bytes(model)) as temporary:
-        save_model_files(model, base, temporary)
+    with atomic_model_folder(target, 64) as temporary:
+        model.save_pretrained(str(temporary))
+        complete_folder(base, temporary)
 
 
 def test_an_earlier_folder_is_replaced(tmp_path: Path, base: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -7,12 +8,17 @@ import pytest
 from fake_store import FakeStore
 from tiny_policy import write_tiny_policy
 
+from agentrl.atomic_folder import begin_folder
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.run import InferenceService, PolicyVersion
+from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.model.load import Policy, load_policy
-from agentrl.weights.model_folder import verify
+from agentrl.weights import publish as publishing
+from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, newer_versions, publish, publish_base
+from agentrl.weights.sharded_writer import Written, write_alone
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -29,9 +35,13 @@ async def publish_step(
     if 0 not in store.versions:
         await publish_base(cast("Store", store), policy.base)
     store.attempt = attempt
+    temporary = begin_folder(root / "step")
+    write_alone(policy.published, temporary)
+    complete_folder(policy.base, temporary)
+    written = Written(checksums(temporary), {"step": TensorChecksum("U8", (), str(step))})
     return await publish(
-        cast("Store", store), policy.model, PublishTarget(root=root, attempt=attempt, keep=2),
-        tokenizer_files_from=policy.base, step=step, train_step_id=f"{attempt}/{step}",
+        cast("Store", store), temporary, written, PublishTarget(root=root, attempt=attempt, keep=2),
+        step=step, train_step_id=f"{attempt}/{step}",
     )  # fmt: skip
 
 
@@ -76,10 +86,15 @@ async def test_no_document_without_a_folder(
     tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FakeStore()
-    (tmp_path / "file").write_text("x")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(publishing, "finish_folder", fails)
     with pytest.raises(PublishError, match="could not be written"):
-        await publish_step(store, policy, tmp_path / "file", 1)
-    assert set(store.versions) == {0}
+        await publish_step(store, policy, tmp_path / "weights", 1)
+    assert store.versions[1].status is VersionStatus.RESERVED
+    assert list((tmp_path / "weights").iterdir()) == []
 
 
 async def test_followers_receive_only_the_newest_version(tmp_path: Path, policy: Policy) -> None:

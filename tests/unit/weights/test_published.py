@@ -11,14 +11,15 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from agentrl.weights.folder import stored_dtype, write_dtype
-from agentrl.weights.sharded_writer import PublishedModel, model_parts
+from agentrl.weights.sharded_writer import write_alone
+from agentrl.weights.snapshot import PublishedModel, model_parts
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_float32_weights_are_rounded_to_the_models_dtype(tmp_path: Path, tied: bool) -> None:
     model = tiny_model("qwen3", tied=tied)
     published = PublishedModel(model, lambda: model_parts(model), torch.bfloat16)
-    published.save_pretrained(str(tmp_path))
+    write_alone(published, tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     held = {part.name: part.make() for part in model_parts(model)}
     assert found.keys() == held.keys()
@@ -31,7 +32,7 @@ def test_float32_weights_are_rounded_to_the_models_dtype(tmp_path: Path, tied: b
 def test_tensors_that_the_model_keeps_in_float32_are_not_rounded(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     model._keep_in_fp32_modules_strict = {"layers.*.input_layernorm"}
-    PublishedModel(model, lambda: model_parts(model), torch.bfloat16).save_pretrained(str(tmp_path))
+    write_alone(PublishedModel(model, lambda: model_parts(model), torch.bfloat16), tmp_path)
     kinds = {name: value.dtype for name, value in load_file(tmp_path / "model.safetensors").items()}
     kept = {name for name, kind in kinds.items() if kind == torch.float32}
     assert kept == {f"model.layers.{layer}.input_layernorm.weight" for layer in (0, 1)}

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from test_model_folder import Model
+from safetensors.torch import load_file
+from tiny_models import tiny_model
 
+from agentrl.atomic_folder import begin_folder
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
-from agentrl.weights.model_folder import verify
+from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import (
     free_folder,
     kept_versions,
@@ -15,8 +19,10 @@ from agentrl.weights.publish import (
     surplus_folders,
     version_folder,
     version_folders,
-    write_temporary,
 )
+from agentrl.weights.sharded_writer import Written, write_alone
+from agentrl.weights.snapshot import PublishedModel, model_parts
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 
 @pytest.fixture
@@ -33,20 +39,27 @@ def base(tmp_path: Path) -> Path:
 
 def test_a_version_is_weights_config_tokenizer_and_manifest(tmp_path: Path, base: Path) -> None:
     target = version_folder(tmp_path / "weights", 7)
-    temporary, files = write_temporary(Model(), base, target)
-    assert not target.exists()
-    assert place_version(temporary, target, 7, files) == str(tmp_path / "weights" / "v000007")
+    temporary, model = begin_folder(target), tiny_model("qwen3")
+    written = write_alone(PublishedModel(model, partial(model_parts, model), None), temporary)
+    complete_folder(base, temporary)
+    written = Written(checksums(temporary, written.files), written.tensors)
+    assert place_version(temporary, target, 7, written) == str(tmp_path / "weights" / "v000007")
     assert sorted(path.name for path in target.iterdir()) == [
-        "chat_template.jinja", "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
+        "chat_template.jinja", "config.json", "generation_config.json", "manifest.json", "model.safetensors",
+        "tokenizer.json",
     ]  # fmt: skip
-    assert (target / "config.json").read_text() == '{"trained": true}'
-    verify(target, files)
+    assert "qwen3" in (target / "config.json").read_text()
+    verify(target, written.files)
+    listed = json.loads((target / "manifest.json").read_text())["tensors"]
+    found = load_file(target / "model.safetensors")
+    assert listed == {name: TensorChecksum.of(value).to_json() for name, value in found.items()}
     assert [path.name for path in target.parent.iterdir()] == ["v000007"]
 
 
 def test_a_chat_template_of_the_run_replaces_the_models(tmp_path: Path, base: Path) -> None:
-    temporary, _ = write_temporary(Model(), base, version_folder(tmp_path, 1), chat_template="ours")
-    assert (temporary / "chat_template.jinja").read_text() == "ours"
+    (tmp_path / "version").mkdir()
+    complete_folder(base, tmp_path / "version", "ours")
+    assert (tmp_path / "version" / "chat_template.jinja").read_text() == "ours"
 
 
 def test_a_folder_that_another_trainer_may_write_is_never_taken(tmp_path: Path) -> None:

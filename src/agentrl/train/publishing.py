@@ -1,0 +1,255 @@
+"""Publish a trainer's weights in the background, one version at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.atomic_folder import begin_folder, discard_folder
+from agentrl.config.schema import TrainConfig
+from agentrl.documents.run import PolicyVersion
+from agentrl.errors import PublishError
+from agentrl.spans import tracer
+from agentrl.train.checkpoint import Unfinished
+from agentrl.train.lease import TrainerLease
+from agentrl.train.progress import Progress
+from agentrl.weights.model_folder import explain_write_errors, require_space
+from agentrl.weights.publish import PublishTarget, publish
+
+if TYPE_CHECKING:
+    import torch
+
+    from agentrl.store.client import Store
+    from agentrl.train.controller import Controller
+    from agentrl.weights.sharded_writer import Written
+
+logger = logging.getLogger(__name__)
+LEAST_SHARE = 0.9
+"""Least share of an adapter's Δ in published weights; below it, sampler and trainer differ notably."""
+WRITE_SECONDS = 3600.0
+"""How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_REPORT_SECONDS = 30.0
+
+
+@dataclass(kw_only=True)
+class Publication:
+    """A version that is being written while training goes on."""
+
+    step: int
+    train_step: str | None
+    temporary: Path
+    write: Future[Written]
+    checkpoint: asyncio.Future[Unfinished | None]
+    """The checkpoint of the same step that links its files; it is published after that."""
+    task: asyncio.Task[PublishError | None] = field(init=False)
+    """Returns why it failed."""
+    began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(kw_only=True)
+class Publisher:
+    """Publishes in the background. Setting ``stop`` ends a pause, and training with it.
+
+    Training waits while a step is copied to host memory, and where the staleness bound demands a version that
+    is not published yet.
+    """
+
+    store: Store
+    config: TrainConfig
+    controller: Controller
+    progress: Progress
+    lease: TrainerLease
+    output: Path
+    max_staleness: int
+    """Maximum number of steps since the newest published version; sampling waits beyond it."""
+    stop: asyncio.Event
+    published: PolicyVersion | None = None
+    """The newest version that this trainer has published."""
+    metrics: dict[str, float] = field(default_factory=lambda: {"seconds_publish": 0.0})
+    """Of the newest publications, as the next step reports them."""
+    flight: Publication | None = None
+    """The publication in flight, or an ended one whose result was not looked at yet."""
+    failure: PublishError | None = None
+    """Why the last publication failed."""
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to publish the weights of ``step``.
+
+        They are published every ``publish_steps``, and earlier if sampling waits for newer weights: admission
+        counts the steps since the newest published version as staleness.
+        """
+        ahead = step - self.progress.published_step
+        return step % self.config.publish_steps == 0 or ahead > self.max_staleness
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether newer weights than those in flight wait to be published."""
+        return self.flight is not None and self.flight.step < self.progress.step
+
+    async def wait_for_bound(self) -> None:
+        """Wait until the newest version is as new as sampling needs it; retry what failed meanwhile."""
+        progress = self.progress
+        deadline = time.monotonic() + self.config.publish_wait_seconds
+        pause = _FIRST_PAUSE
+        while (ahead := progress.step - progress.published_step) > self.max_staleness:
+            if self.flight is not None:
+                await self.end()
+                continue
+            if self.failure is not None:
+                left = deadline - time.monotonic()
+                if left <= 0 or self.stop.is_set():
+                    raise self.failure
+                logger.error(
+                    "training pauses at step %d, %d steps ahead of version %d (--max_staleness %d):"
+                    " retrying for %.0f s: %s",
+                    progress.step, ahead, progress.version, self.max_staleness, left, self.failure,
+                )  # fmt: skip
+                await self._sleep(min(pause, max(left, 0.0)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                self.failure = None
+            await self.begin()
+        self._log_unpublished()
+
+    def _log_unpublished(self) -> None:
+        error, self.failure = self.failure, None
+        if error is not None:
+            logger.error("step %d is not published: %s", self.progress.step, error)
+
+    async def begin(self, *, links: bool = False, is_last: bool = False) -> None:
+        """Begin to publish the step, if due and nothing is in flight; keep an error in ``failure``.
+
+        With ``links``, the caller then sets the ``checkpoint`` of a new ``flight``.
+        """
+        progress = self.progress
+        if self.flight is not None:
+            if not self.flight.task.done():
+                return
+            await self.end()
+            self._log_unpublished()
+        if progress.is_published or not (is_last or self.is_due(progress.step) or progress.is_overdue):
+            return
+        await self.lease.check()
+        try:
+            with tracer().span("publish"):
+                await self._copy(links)
+        except PublishError as error:
+            await self._failed(error)
+
+    async def _copy(self, links: bool) -> None:
+        progress, policy = self.progress, self.controller.policy
+        step, needed = progress.step, self.controller.writer.model.bytes
+        target = self.output / "weights" / f"step-{step:06d}"
+
+        def copy() -> tuple[Path, Future[Written]]:
+            with explain_write_errors(target, needed):
+                require_space(target, needed)
+                temporary = begin_folder(target)
+            return temporary, self.controller.write_version(step, temporary)
+
+        began = time.perf_counter()
+        temporary, write = await asyncio.to_thread(copy)
+        publication = Publication(
+            step=step,
+            train_step=progress.train_steps[-1] if progress.train_steps else None,
+            temporary=temporary,
+            write=write,
+            checkpoint=asyncio.get_running_loop().create_future(),
+            began=began,
+        )
+        if not links:
+            publication.checkpoint.set_result(None)
+        if policy.adapter is not None:
+            self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
+        publication.task = asyncio.create_task(self._publish(publication))
+        self.flight = publication
+
+    async def _publish(self, publication: Publication) -> PublishError | None:
+        """Publish a version once it is written; return why it failed, if it did."""
+        checkpoint: Unfinished | None = None
+        try:
+            with explain_write_errors(publication.temporary, self.controller.writer.model.bytes):
+                written = await asyncio.wrap_future(publication.write)
+            checkpoint = await publication.checkpoint
+            if checkpoint is not None:
+                await asyncio.to_thread(checkpoint.link_model, publication.temporary)
+            target = PublishTarget(
+                root=self.output / "weights",
+                attempt=self.progress.attempt,
+                keep=self.config.published_versions_kept,
+                keep_every=self.config.keep_every,
+            )
+            published = await publish(
+                self.store, publication.temporary, written, target,
+                step=publication.step, train_step_id=publication.train_step,
+            )  # fmt: skip
+        except PublishError as error:
+            return error
+        finally:
+            checkpoint = checkpoint or await publication.checkpoint
+            if checkpoint is not None and not checkpoint.model.done():
+                checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
+            await asyncio.to_thread(discard_folder, publication.temporary)
+        self.published, progress = published, self.progress
+        progress.version, progress.published_step = published.id, publication.step
+        progress.is_overdue = False
+        self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
+        self.metrics["published_bytes"] = published.bytes
+        return None
+
+    async def end(self) -> None:
+        """Wait for the publication in flight, if any; keep why it failed in ``failure``."""
+        publication = self.flight
+        if publication is not None:
+            error = await wait_for_write(publication.task, f"the version of step {publication.step}")
+            self.flight = None
+            if error is not None:
+                await self._failed(error)
+
+    async def _failed(self, error: PublishError) -> None:
+        await self.lease.check()
+        self.progress.is_overdue, self.failure = True, error
+
+    def _report_rounding(self, share: float | None, dtype: torch.dtype | None) -> None:
+        """Keep ``share`` for the metrics, and warn when it falls below ``LEAST_SHARE``."""
+        if share is None:
+            return
+        before = self.metrics.get("published_adapter_share", 1.0)
+        self.metrics["published_adapter_share"] = share
+        if share < LEAST_SHARE <= before:
+            logger.warning(
+                "engines sample with %.2f of what the adapter has learned: rounding to %s, the dtype of"
+                " --model_name_or_path, drops the rest. The share grows with the adapter; a higher"
+                " --learning_rate, or a copy of the model in float32, raises it",
+                share, str(dtype).removeprefix("torch."),
+            )  # fmt: skip
+
+    async def _sleep(self, seconds: float) -> None:
+        """Wait, or return earlier when training is stopped or another trainer takes over."""
+        events = [asyncio.create_task(event.wait()) for event in (self.stop, self.lease.lost)]
+        try:
+            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in events:
+                task.cancel()
+            await asyncio.gather(*events, return_exceptions=True)
+
+
+async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> PublishError | None:
+    """Return the result of ``task``; log now and then that it is awaited.
+
+    Raises PublishError if it takes longer than ``WRITE_SECONDS``.
+    """
+    for _ in range(math.ceil(WRITE_SECONDS / _REPORT_SECONDS)):
+        if (await asyncio.wait([task], timeout=_REPORT_SECONDS))[0]:
+            return task.result()
+        logger.info("waiting until %s is written", what)
+    raise PublishError(
+        f"{what} is not written after {WRITE_SECONDS:g} s", hint="check the disk of --output_dir"
+    )

@@ -1,0 +1,291 @@
+"""Copy the weights that a rank writes to host memory, so that training goes on while they are written.
+
+Every rank owns whole layers, because transformers splits and joins tensors within a layer. All ranks that
+hold a layer gather it; its owner alone converts it to the names in the files and copies it.
+``huggingface_hub.save_torch_state_dict`` would need the whole state dict on one rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from agentrl.weights.folder import write_dtype
+
+logger = logging.getLogger(__name__)
+
+FILE_BYTES = 2 << 30
+"""Largest size of a file of weights; a single larger layer still goes into one file."""
+WHOLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a model."""
+
+    name: str
+    like: Tensor
+    """A tensor of the same shape and dtype, possibly on the meta device."""
+    make: Callable[[], Tensor]
+    """Returns the tensor; a DTensor if it is sharded over several processes."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.like.numel() * self.like.element_size()
+
+
+def model_parts(model: Any) -> Iterator[Part]:
+    """Yield the tensors of ``model`` in the order of its state dict; tied tensors once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield Part(name, tensor, tensor.detach)
+
+
+class WeightSource(Protocol):
+    """What is written: a model's weights, or an adapter alone."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield this rank's tensors, in the same order on every rank that holds them."""
+
+    def convert(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the whole tensors of a layer under their names in the files."""
+
+    def configuration(self) -> dict[str, bytes]:
+        """Return the content of the files beside the weights, by name."""
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """What engines load: the tensors of ``source`` in ``dtype``, each converted when it is gathered."""
+
+    model: Any
+    source: Callable[[], Iterator[Part]]
+    dtype: torch.dtype | None
+    """None: the tensors keep their dtype."""
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the tensors, converted where they are; those that the model keeps in float32 stay so."""
+        kept = () if self.dtype is None else self.model._get_dtype_plan(self.dtype)
+        pattern = re.compile("|".join(key.replace("*", ".*") for key in kept) or r"(?!)")
+        ignored = self.model._keys_to_ignore_on_save or ()
+        for part in self.source():
+            if part.name in ignored:
+                continue
+            converts = part.like.is_floating_point() and not pattern.search(part.name)
+            dtype = self.dtype if converts and self.dtype is not None else part.like.dtype
+            like = torch.empty(part.like.shape, dtype=dtype, device="meta")
+            yield Part(part.name, like, partial(_converted, part, dtype))
+
+    def convert(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Split again what transformers fused when it loaded the model, and restore the names."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        converted: dict[str, Tensor] = revert_weight_conversion(self.model, tensors)
+        return converted
+
+    def configuration(self) -> dict[str, bytes]:
+        """Return config.json, generation_config.json and the model's code, as transformers saves them."""
+        with tempfile.TemporaryDirectory() as scratch:
+            self.model.save_pretrained(scratch, state_dict={})
+            if self.dtype is not None:
+                write_dtype(Path(scratch), str(self.dtype).removeprefix("torch."))
+            return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.is_file()}
+
+
+def _converted(part: Part, dtype: torch.dtype) -> Tensor:
+    return part.make().to(dtype)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Which ranks hold a tensor, and its shape and dtype."""
+
+    ranks: tuple[int, ...]
+    like: Tensor
+    """A tensor on the meta device."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.like.numel() * self.like.element_size()
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file of weights, and the rank that writes it."""
+
+    name: str
+    owner: int
+    layers: tuple[tuple[str, ...], ...]
+    """The names of the tensors of each layer."""
+    bytes: int
+
+
+def exchange_holdings(source: WeightSource) -> dict[str, Holding]:
+    """Exchange which ranks hold which tensor; every rank calls it, and has the same result in one order."""
+    own = {part.name: (part.like.shape, part.like.dtype) for part in source.parts()}
+    held: list[Any] = [own]
+    if dist.is_initialized():
+        held = [None] * dist.get_world_size()
+        dist.all_gather_object(held, own)
+    ranks: dict[str, list[int]] = {}
+    for rank, names in enumerate(held):
+        for name in names:
+            ranks.setdefault(name, []).append(rank)
+    return {
+        name: Holding(
+            tuple(holders),
+            torch.empty(held[holders[0]][name][0], dtype=held[holders[0]][name][1], device="meta"),
+        )
+        for name, holders in ranks.items()
+    }
+
+
+def plan_files(
+    source: WeightSource, holdings: Mapping[str, Holding], limit: int = FILE_BYTES
+) -> list[FilePlan]:
+    """Return the files, each with its writer: whole layers, balanced by bytes among the ranks that hold them.
+
+    A file has at most ``limit`` bytes, or one layer. Layers that cannot be converted one by one are one file.
+    """
+    layers = _layers(source, holdings)
+    loads: dict[int, int] = dict.fromkeys({rank for item in holdings.values() for rank in item.ranks}, 0)
+    owned: dict[int, list[tuple[str, ...]]] = {rank: [] for rank in sorted(loads)}
+    for layer in sorted(layers, key=lambda names: -_bytes(holdings, names)):
+        owner = min(holdings[layer[0]].ranks, key=lambda rank: (loads[rank], rank))
+        loads[owner] += _bytes(holdings, layer)
+        owned[owner].append(layer)
+    position = {layer: number for number, layer in enumerate(layers)}
+    groups: list[tuple[int, list[tuple[str, ...]]]] = []
+    for rank, mine in owned.items():
+        size = limit + 1
+        for layer in sorted(mine, key=position.__getitem__):
+            size += _bytes(holdings, layer)
+            if size > limit:
+                groups.append((rank, []))
+                size = _bytes(holdings, layer)
+            groups[-1][1].append(layer)
+    return [
+        FilePlan(
+            WHOLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors",
+            rank,
+            tuple(group),
+            sum(_bytes(holdings, layer) for layer in group),
+        )
+        for number, (rank, group) in enumerate(groups, 1)
+    ]
+
+
+def _layers(source: WeightSource, holdings: Mapping[str, Holding]) -> list[tuple[str, ...]]:
+    """Group the tensors by layer; all tensors of the same ranks are one group if a layer needs another."""
+
+    def names_in_files(groups: Iterable[Iterable[str]]) -> set[tuple[str, torch.Size]]:
+        empty = ({name: torch.empty_like(holdings[name].like) for name in group} for group in groups)
+        return {(name, value.shape) for group in empty for name, value in source.convert(group).items()}
+
+    def layer_of(name: str) -> tuple[tuple[int, ...], str]:
+        found = re.match(r"(.*?\.\d+)\.", name)
+        return holdings[name].ranks, found[1] if found else name
+
+    layers = [tuple(group) for _, group in itertools.groupby(holdings, layer_of)]
+    if names_in_files(layers) == names_in_files([list(holdings)]):
+        return layers
+    logger.warning("the weights are written without splitting them by layer: the layers depend on each other")
+    return [tuple(group) for _, group in itertools.groupby(holdings, lambda name: holdings[name].ranks)]
+
+
+def _bytes(holdings: Mapping[str, Holding], names: Sequence[str]) -> int:
+    return sum(holdings[name].bytes for name in names)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """This rank's share of the weights of one step, in host memory."""
+
+    files: dict[str, dict[str, Tensor]]
+    """{file name: {name in the file: tensor}}."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of the share by name."""
+        return {name: tensor for file in self.files.values() for name, tensor in file.items()}
+
+
+@dataclass
+class Snapshots:
+    """Takes the snapshots of one rank. Released ones give their memory to later ones."""
+
+    source: WeightSource
+    plan: Sequence[FilePlan]
+    rank: int = 0
+    _spare: list[Snapshot] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, source: WeightSource, limit: int = FILE_BYTES) -> Snapshots:
+        """Plan who writes what; every rank calls it."""
+        plan = plan_files(source, exchange_holdings(source), limit)
+        return cls(source, plan, dist.get_rank() if dist.is_initialized() else 0)
+
+    @torch.no_grad()
+    def take(self) -> Snapshot:
+        """Gather all tensors and copy this rank's share; every rank calls it. It ends when all are copied.
+
+        No memory is allocated if an earlier snapshot was released. On a GPU it is pinned, and the copies of
+        one layer overlap the gathering of the next.
+        """
+        spare = self._spare.pop() if self._spare else Snapshot({})
+        parts = {part.name: part for part in self.source.parts()}
+        taken = Snapshot({file.name: {} for file in self.plan if file.owner == self.rank})
+        layers = {layer[0]: (file, layer) for file in self.plan for layer in file.layers}
+        is_cuda = False
+        for name in parts:  # in the order of the model, in which all ranks gather
+            if name not in layers:
+                continue
+            file, layer = layers[name]
+            whole = {key: gather(parts[key].make()) for key in layer}
+            if file.owner != self.rank:
+                continue
+            used = spare.files.get(file.name, {})
+            for key, value in self.source.convert(whole).items():
+                is_cuda |= value.is_cuda
+                taken.files[file.name][key] = _copy(value, used.get(key))
+            del whole  # before the next layer is gathered
+        if is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return taken
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the weights of all ranks."""
+        return sum(file.bytes for file in self.plan)
+
+    def release(self, snapshot: Snapshot) -> None:
+        """Let later snapshots use the memory of ``snapshot``, which nobody reads any more."""
+        self._spare.append(snapshot)
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole tensor on its device; every rank that holds a part calls it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _copy(value: Tensor, used: Tensor | None) -> Tensor:
+    """Copy ``value`` to the host, into ``used`` if it fits."""
+    if used is None or (used.shape, used.dtype) != (value.shape, value.dtype):
+        used = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+    return used.copy_(value, non_blocking=True)
