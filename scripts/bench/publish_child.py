@@ -43,7 +43,7 @@ CHANGED = 0.013
 """Share of the weights that a step changes."""
 FLAGS = {
     "baseline": (),
-    "full": ("--publish", "full"),
+    "full": (),
     "delta": ("--publish", "delta"),
     "tensor": ("--weight_sync", "tensor"),
     "distributed": ("--weight_sync", "distributed"),
@@ -134,7 +134,7 @@ async def until_served(store: Store, above: int, process: subprocess.Popen[bytes
 async def publish_now(store: Store, controller: Controller, progress: Progress, root: Path) -> None:
     """Publish whole weights while the caller waits: write them, hash the files, then the document."""
     policy, folder = controller.policy, root / "weights" / f"v{progress.step:06d}"
-    weights = {name: local(tensor).to(torch.bfloat16) for name, tensor in policy.model.state_dict().items()}
+    weights = {name: local(item).to(torch.bfloat16) for name, item in policy.model.named_parameters()}
     policy.model.save_pretrained(folder, state_dict=weights)
     complete_folder(policy.base, folder, policy.chat_template)
     version = PolicyVersion(

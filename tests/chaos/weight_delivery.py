@@ -113,7 +113,7 @@ class Delivery:
         out = str(self.folder / "trainer" / "out")
         own = {
             "trainer": [
-                "train", "--output_dir", out, "--publish_to", f"{Bucket.url}/{RUN}", "--publish", "delta",
+                "train", "--output_dir", out, "--publish_to", Bucket.url, "--publish", "delta",
                 "--groups_per_step", "2", "--num_generations", "2", "--learning_rate", "1e-4",
                 "--max_staleness", "3", "--staleness_policy", "decay", "--out_of_date_decay", "0",
                 "--save_steps", "2", "--verify_data", "false",
