@@ -266,7 +266,9 @@ class _PolicyVersions(_Part):
 
     async def withdraw_after(self, step: int, *, attempt: int) -> int:
         self.store.check_attempt(attempt)
-        later = [item for item in self._newest_first(VersionStatus.PUBLISHED) if item.step > step]
+        published = self._newest_first(VersionStatus.PUBLISHED)
+        stored = max((item.id for item in published if item.is_stored and item.step <= step), default=-1)
+        later = [item for item in published if item.step > step or (item.id > stored and not item.is_stored)]
         for item in later:
             self.store.versions[item.id] = replace(item, status=VersionStatus.WITHDRAWN)
         return len(later)

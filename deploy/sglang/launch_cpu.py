@@ -95,6 +95,9 @@ def ignore_pinned_memory() -> None:
     for name in ("tensor", "empty", "zeros", "arange"):
         create = getattr(torch, name)
         setattr(torch, name, lambda *args, _create=create, pin_memory=False, **given: _create(*args, **given))
+    if not torch.cuda.is_available():  # SGLang pins its buffer of chosen experts
+        calls = dict.fromkeys(("cudaHostRegister", "cudaHostUnregister"), lambda *args: 0)
+        torch.cuda.cudart = lambda: types.SimpleNamespace(**calls)
 
 
 def install() -> None:

@@ -1,12 +1,14 @@
 """Compare off-policy corrections: train a tiny policy on stale data and plot its reward.
 
     OMP_NUM_THREADS=1 python scripts/bench/off_policy.py [--quick] [--steps N] [--seeds N] [--processes N]
+    OMP_NUM_THREADS=1 python scripts/bench/off_policy.py --fp8
 
 A two-layer model with random weights learns to continue counting from a digit, modulo six. Every step samples
 8 prompts × 8 trajectories from the weights of `staleness` optimizer steps ago. It trains them once with the
 step of the trainer (PolicyTrainer.train: packing, loss, corrections, AdamW). The reward is the share of
 correct tokens, measured on fresh samples of the newest weights. The same seed gives the same numbers on the
-same machine. Prints a Markdown table and writes the plot.
+same machine. Prints a Markdown table and writes the plot. With ``--fp8`` the weights that sample are rounded
+as engines round them, and there is no plot.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from agentrl.config.schema import OptimConfig
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.inference.engines.local.linears import round_to_fp8
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
@@ -164,7 +167,7 @@ def _data(
     )  # fmt: skip
 
 
-def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
+def train(variant: str, staleness: int, seed: int, steps: int, fp8: bool) -> Run:
     """Train for ``steps`` on data that are ``staleness`` optimizer steps old (less in the first steps)."""
     model = build_model(seed)
     trainer = build_trainer(model, variant)
@@ -176,6 +179,8 @@ def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
         history.append((step, copy.deepcopy(model.state_dict())))
         version, weights = history[0]
         sampler.load_state_dict(weights)
+        if fp8:
+            round_to_fp8(sampler)
         result = trainer.train(step_data(sampler, version, generator), {version: step - version})
         if not result.is_finite:
             raise FloatingPointError(
@@ -189,15 +194,15 @@ def train(variant: str, staleness: int, seed: int, steps: int) -> Run:
     return Run(rewards, {name: fmean(metrics[name] for metrics in found) for name in MEASURED})
 
 
-def _train_one(arguments: tuple[str, int, int, int]) -> Run:
+def _train_one(arguments: tuple[str, int, int, int, bool]) -> Run:
     torch.set_num_threads(1)
     return train(*arguments)
 
 
-def train_all(steps: int, seeds: int, processes: int) -> dict[tuple[str, int], list[Run]]:
+def train_all(steps: int, seeds: int, processes: int, fp8: bool) -> dict[tuple[str, int], list[Run]]:
     """Train every variant at every staleness with every seed. Return the runs of all seeds by case."""
     cases = [(variant, staleness) for staleness in STALENESS for variant in VARIANTS]
-    jobs = [(*case, seed, steps) for case in cases for seed in range(seeds)]
+    jobs = [(*case, seed, steps, fp8) for case in cases for seed in range(seeds)]
     if processes == 1:
         runs = [_train_one(job) for job in jobs]
     else:
@@ -261,16 +266,18 @@ def main() -> int:
     parser.add_argument(
         "--plot", type=Path, default=PLOT, help=f"write the plot to this file (default: {PLOT})"
     )
+    parser.add_argument("--fp8", action="store_true", help="sample with weights rounded to fp8")
     add_quick(parser)
     arguments = parser.parse_args()
     if arguments.quick:
-        train("tis", 1, 0, 2)
+        train("tis", 1, 0, 2, fp8=True)
         return 0
     if arguments.steps < LAST * EVALUATED_EVERY:
         parser.error(f"--steps {arguments.steps} is too small: give at least {LAST * EVALUATED_EVERY}")
-    results = train_all(arguments.steps, arguments.seeds, arguments.processes)
+    results = train_all(arguments.steps, arguments.seeds, arguments.processes, arguments.fp8)
     print_table(results)
-    plot(results, arguments.plot)
+    if not arguments.fp8:
+        plot(results, arguments.plot)
     return 0
 
 

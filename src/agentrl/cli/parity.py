@@ -29,6 +29,7 @@ from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.terminal import stdout_console, table
 
 if TYPE_CHECKING:
+    from agentrl.documents.sampling import SamplingParams
     from agentrl.inference.client import EngineClient
     from agentrl.inference.engine import Generation
     from agentrl.model.load import Policy
@@ -37,6 +38,8 @@ MEAN_LIMIT = 1e-3
 """The mean of |Δlogprob| must stay below this, in nats."""
 BFLOAT16_LIMIT = 2e-2
 """The same for products in bfloat16, which trainer and engine round in different places."""
+FP8_LIMIT = 0.2
+"""The same for an engine with weights in fp8, which the loss corrects for."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Difference:
     mean: float
     p99: float
     max: float
+    kl: float
+    """KL(μ‖π), by the k3 estimate, in nats per token."""
     limit: float = MEAN_LIMIT
     """What the mean must stay below."""
 
@@ -57,9 +62,10 @@ class Difference:
         cls, engine: str, executor: str, ours: NDArray[Any], theirs: NDArray[Any], limit: float = MEAN_LIMIT
     ) -> Difference:
         """Compare the logprobs of the same tokens, float[T] each."""
-        delta = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
-        p99 = float(np.quantile(delta, 0.99))
-        return cls(engine, executor, len(delta), float(delta.mean()), p99, float(delta.max()), limit)
+        log_ratio = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
+        delta = np.abs(log_ratio)
+        p99, kl = float(np.quantile(delta, 0.99)), float(np.mean(np.expm1(log_ratio) - log_ratio))
+        return cls(engine, executor, len(delta), float(delta.mean()), p99, float(delta.max()), kl, limit)
 
     @property
     def within(self) -> bool:
@@ -72,11 +78,20 @@ def render(differences: Sequence[Difference], model: str) -> RenderableType:
     rows = [
         [
             item.engine, item.executor, item.tokens, f"{item.mean:.2e}", f"{item.p99:.2e}", f"{item.max:.2e}",
-            "within" if item.within else "above",
+            f"{item.kl:.2e}", "within" if item.within else "above",
         ]
         for item in differences
     ]  # fmt: skip
-    columns = ["engine", "executor", "tokens", "mean", "p99", "max", f"mean < {differences[0].limit:g}"]
+    columns = [
+        "engine",
+        "executor",
+        "tokens",
+        "mean",
+        "p99",
+        "max",
+        "KL(μ‖π)",
+        f"mean < {differences[0].limit:g}",
+    ]
     return table(f"|Δlogprob| between trainer and engine, {model}", columns, rows, text=2)
 
 
@@ -100,6 +115,8 @@ class Sample:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     logprobs: tuple[float, ...]
+    sampling_mask: bytes = b""
+    """The ids that each token was sampled from, if ``--top_p``, ``--top_k`` or ``--min_p`` left some out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +128,9 @@ class ParityFlags(Flags):
     prompts: int = flag(16, "number of prompts", within="[1, inf)")
     max_new_tokens: int = flag(64, "tokens generated per prompt", within="[1, inf)")
     temperature: float = flag(1.0, "temperature of sampling and of the logprobs")
+    top_p: float = flag(1.0, "sample from the most likely tokens with this probability", within="(0, 1]")
+    top_k: int = flag(-1, "sample from this many tokens (-1: all)", within="[-1, inf)")
+    min_p: float = flag(0.0, "sample from tokens of this probability over the largest", within="[0, 1]")
     dtype: Literal["float32", "bfloat16"] = flag("float32", "dtype of the weights")
     json: bool = flag(False, "print JSON")
 
@@ -124,7 +144,7 @@ def main(argv: list[str]) -> int:
     parser.add_flags(ModelConfig, "model_name_or_path", required=True)
     parser.add_flags(ParityFlags)
     parser.add_flags(ModelConfig, "chat_template")
-    parser.add_flags(EngineConfig, "engine_start_seconds")
+    parser.add_flags(EngineConfig, "engine_start_seconds", "rollout_quantization")
     arguments = parser.parse_args(argv)
     flags = group_of(ParityFlags, arguments)
     model = ModelConfig(
@@ -132,7 +152,11 @@ def main(argv: list[str]) -> int:
         dtype=flags.dtype,
         chat_template=arguments.chat_template,
     )
-    differences = asyncio.run(_compare(model, flags, arguments.engine_start_seconds))
+    config = EngineConfig(
+        engine_start_seconds=arguments.engine_start_seconds,
+        rollout_quantization=arguments.rollout_quantization,
+    )
+    differences = asyncio.run(_compare(model, flags, config))
     if flags.json:
         print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
     else:
@@ -140,19 +164,26 @@ def main(argv: list[str]) -> int:
     return 0 if all(difference.within for difference in differences) else 1
 
 
-async def _compare(model: ModelConfig, flags: ParityFlags, start_seconds: float) -> list[Difference]:
+async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[Difference]:
     from agentrl.distributed.world import single_process
+    from agentrl.documents.sampling import SamplingParams
     from agentrl.model.load import load_policy
 
     quiet_transformers()
     policy = load_policy(model)
     policy.model.requires_grad_(False).to(single_process().device)  # type: ignore[arg-type]
     limit = BFLOAT16_LIMIT if model.dtype == "bfloat16" else MEAN_LIMIT
+    if config.rollout_quantization == "fp8":
+        limit = FP8_LIMIT
+    params = SamplingParams(
+        temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, min_p=flags.min_p,
+        max_new_tokens=flags.max_new_tokens,
+    )  # fmt: skip
     prompts = encode_prompts(policy, flags.prompts)
     differences = []
     for name in _engines(flags):
-        async with _engine(name, model, flags.url, start_seconds) as client:
-            samples = await _sample(client, prompts, flags.max_new_tokens, flags.temperature)
+        async with _engine(model, flags.url, dataclasses.replace(config, engine=name)) as client:  # type: ignore[arg-type]
+            samples = await _sample(client, prompts, params)
         differences += await asyncio.to_thread(
             compare_samples, name, policy, samples, flags.temperature, limit
         )
@@ -178,6 +209,7 @@ def compare_samples(
     """Return a Difference per executor; one forest of chains holds all samples."""
     from agentrl.data.forest import forest_from_sequences
     from agentrl.distributed.parallel_model import ParallelModel
+    from agentrl.documents.sampling_mask import SamplingMask
     from agentrl.model.attention.executor import EXECUTORS
     from agentrl.model.forward import ForwardOptions
 
@@ -186,6 +218,8 @@ def compare_samples(
         [[False] * len(sample.prompt) + [True] * len(sample.output) for sample in samples],
         temperature=temperature,
     )
+    masks = [SamplingMask.unpack(sample.sampling_mask, len(sample.output)) for sample in samples]
+    forest = dataclasses.replace(forest, sampling_mask=SamplingMask.join(masks))
     theirs = np.concatenate([np.asarray(sample.logprobs) for sample in samples])
     differences = []
     for executor in EXECUTORS:
@@ -214,45 +248,47 @@ def _engines(flags: ParityFlags) -> list[str]:
 
 
 @asynccontextmanager
-async def _engine(
-    name: str, model: ModelConfig, url: str | None, start_seconds: float
-) -> AsyncIterator[EngineClient]:
+async def _engine(model: ModelConfig, url: str | None, config: EngineConfig) -> AsyncIterator[EngineClient]:
     """Yield a client of the engine at ``--url``, or of one that is started for the block."""
     from agentrl.inference.engines.clients import engine_client
     from agentrl.inference.engines.commands import engine_command
     from agentrl.inference.engines.process import EngineProcess, free_port
 
     if url:
-        async with engine_client(name, url, _GENERATE_SECONDS) as client:
+        async with engine_client(config.engine, url, _GENERATE_SECONDS) as client:
             yield client
         return
-    config = EngineConfig(engine=name, engine_start_seconds=start_seconds)  # type: ignore[arg-type]
     port = free_port(config.host)
     with tempfile.TemporaryDirectory(prefix="agentrl-parity-") as folder:
         command = engine_command(str(model.model_name_or_path), model, config, port)
         process = EngineProcess(command, Path(folder) / "engine.log")
         try:
-            async with engine_client(name, f"http://{config.host}:{port}", _GENERATE_SECONDS) as client:
-                await process.wait_ready(client, start_seconds)
+            async with engine_client(
+                config.engine, f"http://{config.host}:{port}", _GENERATE_SECONDS
+            ) as client:
+                await process.wait_ready(client, config.engine_start_seconds)
                 yield client
         finally:
             await process.stop()
 
 
 async def _sample(
-    client: EngineClient, prompts: Sequence[tuple[int, ...]], max_new_tokens: int, temperature: float
+    client: EngineClient, prompts: Sequence[tuple[int, ...]], params: SamplingParams
 ) -> list[Sample]:
-    from agentrl.documents.sampling import SamplingParams
-
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens)
     generations: list[Generation] = await asyncio.gather(
         *(client.generate(ids, params, f"parity-{place:06d}") for place, ids in enumerate(prompts))
     )
     samples = [
-        Sample(prompt, generation.output_ids, generation.logprobs)
+        Sample(prompt, generation.output_ids, generation.logprobs, generation.sampling_mask)
         for prompt, generation in zip(prompts, generations, strict=True)
         if generation.output_ids
     ]
     if not samples:
         raise EngineError(f"engine {client.url} generated no token for any of {len(prompts)} prompts")
+    if {generation.logprobs_of for generation in generations} - {"policy", "truncated"}:
+        raise EngineError(
+            f"engine {client.url} returns no sampling masks, and its logprobs are of what top_p, top_k or"
+            " min_p left: the trainer cannot compute these",
+            hint="leave --top_p, --top_k and --min_p out, or compare --engine local or sglang",
+        )
     return samples

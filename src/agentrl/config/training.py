@@ -176,6 +176,18 @@ class TrainConfig(ParallelConfig):
     )
     save_steps: int = flag(10, "interval of resumable checkpoints", within="[1, inf)", unit="optimizer steps")
     save_total_limit: int = flag(2, "checkpoints kept", within="[1, inf)", unit="checkpoints")
+    weight_sync: Literal["disk", "tensor", "distributed"] = flag(
+        "disk",
+        "how versions reach engines: disk: as files; tensor: from the trainer's memory, on its own host;"
+        " distributed: over the network, without a disk",
+    )
+    full_every: int = flag(
+        10,
+        "with --weight_sync tensor or distributed, also store every N-th version as files, for engines that"
+        " join later",
+        within="[1, inf)",
+        unit="versions",
+    )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
     published_versions_kept: int = flag(
         4,

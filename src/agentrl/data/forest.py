@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from agentrl.data.depth_first import depth_first
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
+from agentrl.data.forest_routing import ForestRouting, concatenate_routing, routing_of
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.errors import ForestError, StoreError
@@ -75,6 +77,8 @@ class TokenForest:
     """The images among the tokens; None without any."""
     sampling_mask: SamplingMask | None = None
     """Of the T trainable tokens: the softmax of each is over the ids that it keeps. None without any."""
+    routing: ForestRouting | None = None
+    """The experts that engines chose for the tokens; None: all route freely."""
 
     @property
     def trajectories(self) -> int:
@@ -130,9 +134,8 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
             [np.where(forest.owner < 0, -1, forest.owner + first) for forest, _, first in placed]
         ),
         trajectory=np.concatenate([forest.trajectory + first for forest, _, first in placed]),
-        images=concatenate_images(
-            [forest.images for forest in forests], [forest.tokens for forest in forests]
-        ),
+        images=concatenate_images([each.images for each in forests], [each.tokens for each in forests]),
+        routing=concatenate_routing([each.routing for each in forests], [each.tokens for each in forests]),
         sampling_mask=_joined_masks(forests),
     )
 
@@ -154,18 +157,23 @@ def at_or_below(chosen: Ints, subtree_end: Ints) -> NDArray[np.bool_]:
 
 
 def forest_from_data(
-    data: Sequence[DBRecordData], *, vocab_size: int | None = None, ages: Mapping[int, int] | None = None
+    data: Sequence[DBRecordData],
+    *,
+    vocab_size: int | None = None,
+    ages: Mapping[int, int] | None = None,
+    experts: ExpertShape | None = None,
 ) -> TokenForest:
-    """Pack trajectories into one forest; trajectory i is row i.
+    """Pack trajectories into one forest, depth first; trajectory i is row i.
 
-    ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all ages are 0. Nodes
-    are put in depth-first  Raises ForestError, with the document's id, for nodes that do not tile the
-    tokens or whose parent does not come first, spans that overlap or lie outside, a trainable root, lengths
-    that disagree, values that are not finite, ids outside [0, ``vocab_size``), and versions without an age.
+    ``ages`` maps each policy version to the age of its tokens in optimizer steps; None: all ages are 0. With
+    ``experts``, tokens have the routing of that shape. Raises ForestError, with the document's id, for nodes
+    that do not tile the tokens or whose parent does not come first, spans that overlap or lie outside, a
+    trainable root, lengths that disagree, values that are not finite, ids outside [0, ``vocab_size``), and
+    versions without an age.
     """
     if not data:
         raise ForestError("a forest needs at least one trajectory; none was given", hint="give at least one")
-    return concatenate([_one_trajectory(item, vocab_size, ages) for item in data])
+    return concatenate([_one_trajectory(item, vocab_size, ages, experts) for item in data])
 
 
 def forest_from_sequences(
@@ -182,18 +190,10 @@ def forest_from_sequences(
     for index, (ids, mask) in enumerate(zip(input_ids, trainable, strict=True)):
         name = f"sequence {index}"
         _require(len(ids) > 0, name, "it has no tokens", "drop empty sequences")
-        _require(
-            len(mask) == len(ids),
-            name,
-            f"{len(ids)} ids, but a mask of {len(mask)}",
-            "give one mask entry per id",
-        )
-        _require(
-            not mask[0],
-            name,
-            "its first token is trainable, and no token predicts it",
-            "mask only tokens that have a token before them",
-        )
+        lengths = f"{len(ids)} ids, but a mask of {len(mask)}"
+        _require(len(mask) == len(ids), name, lengths, "give one mask entry per id")
+        first = "its first token is trainable, and no token predicts it"
+        _require(not mask[0], name, first, "mask only tokens that have a token before them")
         chains.append(chain(name, np.asarray(ids, np.int64), np.asarray(mask, np.bool_), temperature))
     return forest_from_data(chains)
 
@@ -233,7 +233,7 @@ def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
 
 
 def _one_trajectory(
-    data: DBRecordData, vocab_size: int | None, ages: Mapping[int, int] | None
+    data: DBRecordData, vocab_size: int | None, ages: Mapping[int, int] | None, experts: ExpertShape | None
 ) -> TokenForest:
     ids = unpack_ids(data.input_ids).astype(np.int64)
     _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
@@ -283,6 +283,7 @@ def _one_trajectory(
         row_tokens=np.array([len(target)]),
         images=_images(data, target, new_index),
         sampling_mask=_sampling_mask(data, ids[target], vocab_size),
+        routing=routing_of(data, experts, new_index),
     )
 
 

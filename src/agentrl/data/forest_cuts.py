@@ -40,6 +40,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         row_tokens=forest.row_tokens[rows],
         images=None if forest.images is None else forest.images.select(kept),
         sampling_mask=None if forest.sampling_mask is None else forest.sampling_mask.select(labels),
+        routing=None if forest.routing is None else forest.routing.select(kept),
     )
 
 
@@ -140,7 +141,7 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
     Paths that start with the same ids are merged: within a trajectory along all equal ids, so a context reset
     branches where it leaves the old context; across trajectories along the context before the first generated
     token (``owner``). Labels move with their tokens and keep their order. No prefix occurs twice in the
-    result.
+    result. A merged token has the routing of the first of them that has one.
     """
     keys = _keys(forest)
     paths = sorted(_paths(forest), key=lambda path: keys[path].astype(">u8").tobytes())
@@ -176,6 +177,7 @@ def merge_prefixes(forest: TokenForest) -> TokenForest:
         target=target,
         owner=owner,
         images=None if forest.images is None else forest.images.select(source),
+        routing=None if forest.routing is None else forest.routing.merge(source, new_index),
     )
 
 

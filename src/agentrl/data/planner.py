@@ -11,6 +11,7 @@ import numpy as np
 
 from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
 from agentrl.data.forest_cuts import cut, join, merge_prefixes, restrict, split_paths
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, ForestError
 
@@ -40,6 +41,7 @@ def build_micro_batches(
     fill: int | None = None,
     ages: Mapping[int, int] | None = None,
     rows: SequenceRows | None = None,
+    experts: ExpertShape | None = None,
 ) -> list[TokenForest]:
     """Return the micro-batches of one optimizer step, each of at most ``max_tokens`` tokens.
 
@@ -51,7 +53,7 @@ def build_micro_batches(
     the context that groups have in common. A tree above ``max_tokens`` is cut at branch points, so a
     trajectory may be split over micro-batches and ranks (``TokenForest.holds_parts``). ``fill`` is a
     second, smaller limit for ``off`` and ``trajectory``, raised to the longest tree; ``group`` ignores it,
-    because larger micro-batches merge more context. ``ages``: see ``forest_from_data``.
+    because larger micro-batches merge more context. ``ages``, ``experts``: see ``forest_from_data``.
 
     The plan is a function of the arguments. Rank r of ``ranks`` runs ``[r::ranks]``: all ranks run the same
     number of micro-batches, with nearly equal tokens in each round and in total. If there is too little work,
@@ -61,7 +63,7 @@ def build_micro_batches(
     that are not a forest.
     """
     names = [item.id for item in data]
-    trees = step_trees(data, vocab_size=vocab_size, merging=merging, ages=ages)
+    trees = step_trees(data, vocab_size=vocab_size, merging=merging, ages=ages, experts=experts)
     paths: list[TokenForest] = []
     if rows is not None:
         paths = [path for tree in trees if tree.depth > rows.above for path in split_paths(tree)]
@@ -87,16 +89,17 @@ def step_trees(
     vocab_size: int,
     merging: PrefixMerging,
     ages: Mapping[int, int] | None = None,
+    experts: ExpertShape | None = None,
 ) -> list[TokenForest]:
     """Return the trees that a plan packs: one per model call, trajectory or group. Trajectory i is data[i].
 
-    Leaves out tokens that no trainable token follows: no loss depends on them. ``ages``: see
+    Leaves out tokens that no trainable token follows: no loss depends on them. ``ages``, ``experts``: see
     ``forest_from_data``.
     """
     made: list[TokenForest] = []
     groups: dict[str, list[TokenForest]] = {}
     for index, item in enumerate(data):
-        tree = forest_from_data([item], vocab_size=vocab_size, ages=ages)
+        tree = forest_from_data([item], vocab_size=vocab_size, ages=ages, experts=experts)
         tree = replace(tree, trajectory=np.array([index]), owner=np.where(tree.owner < 0, -1, index))
         if tree.trainable_tokens == 0:
             continue

@@ -22,6 +22,7 @@ from agentrl.model.attention.flex import BLOCK, block_attention, forest_block_ma
 from agentrl.model.attention.sdpa import Segment, segment_mask, set_attention, split_segments
 from agentrl.model.forward import ForwardOptions, forest_logprobs
 from agentrl.model.output_head import OutputHead
+from agentrl.model.routing import routing_input
 
 IMPLEMENTATION = "agentrl_context_parallel"
 TILE = 64
@@ -92,6 +93,7 @@ def _padded(forest: TokenForest, tokens: int) -> TokenForest:
         parent=np.append(forest.parent, np.where(position, forest.tokens + position - 1, -1)),
         subtree_end=np.append(forest.subtree_end, np.full(extra, tokens)),
         owner=np.append(forest.owner, np.full(extra, -1)),
+        routing=None if forest.routing is None else forest.routing.padded(extra),
     )
 
 
@@ -342,6 +344,7 @@ class ContextParallel:
                 attention_mask=None,
                 use_cache=False,
                 exchange=TokenExchange(self._group),
+                **routing_input(part.forest, device, tokens),
                 **seen,
             )
         hidden: Tensor = output.last_hidden_state[0]

@@ -34,6 +34,7 @@ FLAGS: Final = ("sample", "train", "serve")
 
 
 WeightEncoding = Literal["full", "delta", "adapter"]
+LiveKind = Literal["tensor", "distributed"]
 _FLAGS_PREFIX: Final = "flags/"
 
 
@@ -188,7 +189,7 @@ class LiveShare(Document):
 class LiveWeights(Document):
     """How engines take a version from the trainer's memory, while the trainer holds it."""
 
-    kind: Literal["tensor", "distributed"]
+    kind: LiveKind
     shares: tuple[LiveShare, ...]
     """One of each rank that holds tensors; together they are the version."""
     nccl: bool = False
@@ -224,7 +225,12 @@ class PolicyVersion(Root):
     @property
     def is_stored(self) -> bool:
         """Whether it has files, which outlive the trainer."""
-        return bool(self.files)
+        return bool(self.location)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its files are whole weights."""
+        return self.is_stored and self.encoding == "full"
 
     @property
     def bytes(self) -> int:

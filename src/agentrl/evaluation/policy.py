@@ -74,7 +74,8 @@ async def find_version(store: Store, version: int, base: str | None) -> Policy:
 
 def of_published(version: PolicyVersion) -> Policy:
     """Return the policy of a version; its weights may be deleted, or in a folder of another machine."""
-    is_there = version.pruned_at is None and (is_remote(version.location) or Path(version.location).is_dir())
+    is_near = is_remote(version.location) or Path(version.location).is_dir()
+    is_there = version.pruned_at is None and version.is_stored and is_near
     return Policy(
         version=version.id,
         step=version.step,

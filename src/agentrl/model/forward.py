@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from agentrl.data.forest import Ints, TokenForest, forest_from_sequences
 from agentrl.data.forest_cuts import merge_prefixes
+from agentrl.data.forest_routing import ForestRouting
+from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ModelError
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention
@@ -19,6 +22,7 @@ from agentrl.model.kept_ids import KeptIds
 from agentrl.model.load import allocate, compute_buffers, disable_dropout, is_empty
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, token_logprobs
 from agentrl.model.output_head import OutputHead, Projection, output_head
+from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.model.vision import reads_images
 
 logger = logging.getLogger(__name__)
@@ -100,6 +104,23 @@ def check_model(model: Any) -> None:
     logits = torch.cat([alone[0], alone[1][len(common) :]])
     for name in build_executor(model).choices(forest):
         check_output_head(model, build_executor(model, name)(forest), logits)
+
+
+@torch.no_grad()
+def check_replay(model: Any, shape: ExpertShape) -> None:
+    """Raise ModelError if a small copy of ``model`` does not use the experts that it is given."""
+    small = small_copy(model)
+    forest = forest_from_sequences([[0, 1, 2, 3]], [[False] * 4])
+    layers = len(small.get_decoder().layers)
+    wanted = np.arange(shape.top_k) + np.zeros((forest.tokens, layers, 1))
+    forest = replace(forest, routing=ForestRouting(wanted.astype(np.int16)))
+    replay = RouterReplay.install(small, shape)
+    build_executor(small, trains=False)(forest)
+    if replay.choices != forest.tokens * len(find_routers(small)):
+        raise ModelError(
+            f"{type(model).__name__} does not pass its decoder's arguments to the attention of each layer",
+            hint="set --router_replay off",
+        )
 
 
 def list_kinds(model: Any) -> list[int]:

@@ -134,17 +134,24 @@ class PolicyVersions(Repository):
     async def withdraw_after(self, step: int, *, attempt: int | None = None) -> int:
         """Withdraw every version of a step above ``step``, which has been reverted; return how many.
 
-        Each transaction withdraws a few hundred, oldest first. After an interruption, call it again.
+        Also withdraws those above the newest stored version: they were in the memory of a trainer that has
+        ended. Each transaction withdraws a few hundred, oldest first. After an interruption, call it again.
         """
+        kept = {
+            "status": VersionStatus.PUBLISHED.value, "location": {"$ne": ""}, "step": {"$lte": step},
+        }  # fmt: skip
+        stored = await self._one(PolicyVersion, VERSION, kept, sort=[("_id", DESCENDING)])
+        lost: Json = {"location": "", "_id": {"$gt": -1 if stored is None else stored.id}}
+        later: Json = {
+            "$or": [{"step": {"$gt": step}}, lost],
+            "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)},
+        }
         withdrawn = 0
-        while count := await self._withdraw_some(step, attempt):
+        while count := await self._withdraw_some(later, attempt):
             withdrawn += count
         return withdrawn
 
-    async def _withdraw_some(self, step: int, attempt: int | None) -> int:
-        later: Json = {
-            "step": {"$gt": step}, "status": {"$in": sources(VERSION_EDGES, VersionStatus.WITHDRAWN)},
-        }  # fmt: skip
+    async def _withdraw_some(self, later: Json, attempt: int | None) -> int:
 
         async def write(session: AsyncClientSession) -> int:
             cursor = self._collection(VERSION).find(
@@ -166,7 +173,7 @@ class PolicyVersions(Repository):
         """
         allowed = [VersionStatus.WITHDRAWN.value, VersionStatus.PUBLISHED.value]
         content = version.to_document()
-        fields = ("train_step", "location", "files", "encoding", "base")
+        fields = ("train_step", "location", "files", "encoding", "base", "live")
         again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
             name: content[name] for name in fields
         }

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from agentrl.documents.run import LiveKind, LiveWeights
 from agentrl.errors import PublishError
 from agentrl.train.optimizer import optimizer_state, write_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.delta import SUFFIX, encode
 from agentrl.weights.folder import ADAPTER_WEIGHTS
+from agentrl.weights.live import LiveHolder
 from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.sharded_writer import Written, join, write_beside, write_share
 from agentrl.weights.snapshot import FILE_BYTES, FilePlan, Snapshot, Snapshots
@@ -96,6 +98,7 @@ class RankWriter:
         self._held: dict[int, Snapshot] = {}
         """By step: those that are being written, and the newest one, from which the next may differ."""
         self._reads: dict[int, list[Future[Any]]] = {}
+        self._holder: LiveHolder | None = None
         on_gpu = policy.model.device.type == "cuda"
         self._stager = DefaultStager(
             StagingOptions(
@@ -134,6 +137,16 @@ class RankWriter:
             self._reads[base].append(written)
         return written
 
+    def hold_version(self, step: int, kind: LiveKind) -> Future[LiveWeights]:
+        """Hold what engines load of ``step`` in memory, for engines that take it without a disk."""
+        self._release(keep={step})
+        snapshot = self._take(step)
+        if self._holder is None:
+            self._holder = LiveHolder(kind, self._trainer.policy.model.device)
+        held = self._versions.submit(partial(self._holder.hold, snapshot.tensors), self._holder.join)
+        self._reads[step].append(held)
+        return held
+
     def write_checkpoint(self, step: int, folder: Path, writes_model: bool) -> list[Future[Any]]:
         """Write ``model``, unless it is linked from a version, and ``optimizer`` of a checkpoint."""
         lane, policy, writes = self._checkpoints, self._trainer.policy, []
@@ -154,6 +167,8 @@ class RankWriter:
         """Wait for what is being written."""
         for lane in (self._versions, self._checkpoints):
             lane.close()
+        if self._holder is not None:
+            self._holder.close()
 
     def _take(self, step: int) -> Snapshot:
         if step not in self._held:

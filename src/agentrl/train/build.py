@@ -33,13 +33,14 @@ from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import device_peak
-from agentrl.model.forward import ForwardOptions, check_model
+from agentrl.model.forward import ForwardOptions, check_model, check_replay
 from agentrl.model.load import Policy, disable_dropout, empty_model, load_model, load_policy
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK
 from agentrl.model.precision import Precision, choose_precision
+from agentrl.model.routing import RouterReplay
 from agentrl.train.optimizer import build_optimizer, build_scheduler, freeze
 from agentrl.train.step import FrozenLogprobs, PolicyTrainer, Reference
-from agentrl.weights.folder import architecture, base_folder
+from agentrl.weights.folder import architecture, base_folder, replayed_experts
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def build_trainer(
     if not is_shared:  # with more ranks each reads only its part, after the model is split
         policy.model.to(world.device)  # type: ignore[arg-type]
     check_model(policy.model)
+    replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
     enable_checkpointing(policy.model, mode, offload=memory.activation_offload)
     if memory.torch_compile:
@@ -155,7 +157,28 @@ def build_trainer(
         memory=dataclasses.replace(memory, activation_checkpointing=mode),
         peak=device_peak(world.device, precision.products),
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
+        replay=replay,
     )
+
+
+def build_replay(config: ModelConfig, memory: MemoryConfig, policy: Policy) -> RouterReplay | None:
+    """Let the routers of ``policy`` replay an engine's choices; None without a mixture, or where they cannot.
+
+    Raises ModelError or ConfigError where ``--router_replay on`` demands it and the model or a flag prevents.
+    """
+    shape = replayed_experts(config, str(policy.base))
+    if shape is None:
+        return None
+    try:
+        if memory.torch_compile:
+            raise ConfigError("--torch_compile: compiled layers choose their experts themselves")
+        check_replay(policy.model, shape)
+        return RouterReplay.install(policy.model, shape)
+    except (ConfigError, ModelError) as error:
+        if config.router_replay == "on":
+            raise
+        logger.warning("the engine's choices of experts are not replayed: %s", error.message)
+        return None
 
 
 def build_reference(

@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl.distributed.world import World
 from agentrl.documents.images import Image
+from agentrl.documents.run import LiveKind, LiveWeights
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
 from agentrl.train.background import Lane, RankWriter
@@ -44,6 +45,11 @@ class Controller:
         self._broadcast("write_version", step, folder, base)
         return self.writer.write_version(step, folder, base)
 
+    def hold_version(self, step: int, kind: LiveKind) -> Future[LiveWeights]:
+        """Run ``RankWriter.hold_version`` on all ranks; the future has what all of them hold."""
+        self._broadcast("hold_version", step, kind)
+        return self.writer.hold_version(step, kind)
+
     def write_checkpoint(self, step: int, folder: Path, writes_model: bool) -> list[Future[Any]]:
         """Run ``RankWriter.write_checkpoint`` on all ranks."""
         self._broadcast("write_checkpoint", step, folder, writes_model)
@@ -75,6 +81,7 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,
         "write_version": writer.write_version,
+        "hold_version": writer.hold_version,
         "write_checkpoint": writer.write_checkpoint,
     }
     name, arguments = world.receive()

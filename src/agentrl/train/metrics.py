@@ -60,6 +60,18 @@ def speed_metrics(
     }
 
 
+def routing_metrics(forests: Sequence[TokenForest], differing: float) -> dict[str, float]:
+    """Return how much routing a rank replayed in ``forests``; ``differing`` is the routers' own report."""
+    found = [forest.routing for forest in forests if forest.routing is not None]
+    merged = sum(routing.merged for routing in found)
+    return {
+        "router_replayed": sum(routing.tokens for routing in found)
+        / max(sum(forest.tokens for forest in forests), 1),
+        "router_differs": differing,
+        "router_merge_differs": sum(routing.differing for routing in found) / max(merged, 1),
+    }
+
+
 def merging_metrics(metrics: Mapping[str, Any], total_tokens: int) -> dict[str, float]:
     """Return what merging prefixes saved in a step that reports ``metrics``.
 

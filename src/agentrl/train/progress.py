@@ -63,7 +63,9 @@ async def roll_back(
     await publish_base(store, base, attempt)
     withdrawn = await store.policy_versions.withdraw_after(step, attempt=attempt)
     if withdrawn:
-        logger.info("%d policy versions after step %d are withdrawn", withdrawn, step)
+        logger.info(
+            "%d policy versions after step %d, or lost with a trainer, are withdrawn", withdrawn, step
+        )
     reverted = await store.steps.revert_after(step, attempt=attempt)
     if reverted:
         logger.info("%d steps after step %d are reverted; their data are ready again", reverted, step)

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import begin_folder, discard_folder
 from agentrl.config.schema import TrainConfig
-from agentrl.documents.run import PolicyVersion
+from agentrl.documents.run import LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.spans import tracer
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
-from agentrl.weights.publish import PublishTarget, publish
+from agentrl.weights.publish import PublishTarget, publish, publish_live
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,10 @@ class Publication:
 
     step: int
     train_step: str | None
-    temporary: Path
-    write: Future[Written]
+    temporary: Path | None
+    write: Future[Written] | None
+    """What is stored in ``temporary``; both are None if it is in the trainer's memory alone."""
+    live: Future[LiveWeights] | None
     checkpoint: asyncio.Future[Unfinished | None]
     """The checkpoint of the same step that links its files; it is published after that."""
     task: asyncio.Task[PublishError | None] = field(init=False)
@@ -78,6 +80,8 @@ class Publisher:
     """The publication in flight, or an ended one whose result was not looked at yet."""
     failure: PublishError | None = None
     """Why the last publication failed."""
+    unstored: int = 0
+    """Versions since the last stored one that were in the trainer's memory alone."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to publish the weights of ``step``.
@@ -133,37 +137,44 @@ class Publisher:
                 return
             await self.end()
             self._log_unpublished()
-        if progress.is_published or not (is_last or self.is_due(progress.step) or progress.is_overdue):
+        if progress.is_published and not (is_last and self.unstored):
+            return
+        if not (is_last or self.is_due(progress.step) or progress.is_overdue):
             return
         await self.lease.check()
         try:
             with tracer().span("publish"):
-                await self._copy(links)
+                await self._copy(links, is_last)
         except PublishError as error:
             await self._failed(error)
 
-    async def _copy(self, links: bool) -> None:
-        progress, policy = self.progress, self.controller.policy
+    async def _copy(self, links: bool, is_last: bool) -> None:
+        progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
+        is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
         step, needed = progress.step, self.controller.writer.model.bytes
         target = self.output / "weights" / f"step-{step:06d}"
 
-        def copy() -> tuple[Path, Future[Written]]:
+        def copy() -> tuple[Path | None, Future[Written] | None, Future[LiveWeights] | None]:
+            live = None if sync == "disk" else self.controller.hold_version(step, sync)
+            if not is_stored:
+                return None, None, live
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
-            return temporary, self.controller.write_version(step, temporary)
+            return temporary, self.controller.write_version(step, temporary), live
 
         began = time.perf_counter()
-        temporary, write = await asyncio.to_thread(copy)
+        temporary, write, live = await asyncio.to_thread(copy)
         publication = Publication(
             step=step,
             train_step=progress.train_steps[-1] if progress.train_steps else None,
             temporary=temporary,
             write=write,
+            live=live,
             checkpoint=asyncio.get_running_loop().create_future(),
             began=began,
         )
-        if not links:
+        if not links or not is_stored:
             publication.checkpoint.set_result(None)
         if policy.adapter is not None:
             self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
@@ -172,7 +183,33 @@ class Publisher:
 
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
+        try:
+            live: LiveWeights | None = None
+            if publication.live is not None:
+                live = await asyncio.wrap_future(publication.live)
+            if publication.write is not None:
+                published = await self._publish_stored(publication, live)
+            else:
+                assert live is not None
+                published = await publish_live(
+                    self.store, live, attempt=self.progress.attempt,
+                    step=publication.step, train_step_id=publication.train_step,
+                )  # fmt: skip
+        except PublishError as error:
+            return error
+        self.unstored = 0 if published.is_stored else self.unstored + 1
+        self.published, progress = published, self.progress
+        progress.version, progress.published_step = published.id, publication.step
+        progress.is_overdue = False
+        self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
+        self.metrics["published_bytes"] = published.bytes
+        return None
+
+    async def _publish_stored(self, publication: Publication, live: LiveWeights | None) -> PolicyVersion:
+        """Publish a version whose files are being written; PublishError if that fails."""
         checkpoint: Unfinished | None = None
+        assert publication.temporary is not None
+        assert publication.write is not None
         try:
             with explain_write_errors(publication.temporary, self.controller.writer.model.bytes):
                 written = await asyncio.wrap_future(publication.write)
@@ -185,23 +222,15 @@ class Publisher:
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
             )
-            published = await publish(
+            return await publish(
                 self.store, publication.temporary, written, target,
-                step=publication.step, train_step_id=publication.train_step,
+                step=publication.step, train_step_id=publication.train_step, live=live,
             )  # fmt: skip
-        except PublishError as error:
-            return error
         finally:
             checkpoint = checkpoint or await publication.checkpoint
             if checkpoint is not None and not checkpoint.model.done():
                 checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
             await asyncio.to_thread(discard_folder, publication.temporary)
-        self.published, progress = published, self.progress
-        progress.version, progress.published_step = published.id, publication.step
-        progress.is_overdue = False
-        self.metrics["seconds_publish_background"] = time.perf_counter() - publication.began
-        self.metrics["published_bytes"] = published.bytes
-        return None
 
     async def end(self) -> None:
         """Wait for the publication in flight, if any; keep why it failed in ``failure``."""

@@ -151,7 +151,7 @@ class Saver:
             attempt=progress.attempt,
         )
         version = self.publisher.published
-        has_version = version is not None and version.step == state.step and version.encoding == "full"
+        has_version = version is not None and version.step == state.step and version.is_full
         linked = Path(version.location) if version and has_version and policy.adapter is None else None
 
         def begin() -> Unfinished:

@@ -29,8 +29,9 @@ from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter
+from agentrl.model.routing import RouterReplay
 from agentrl.model.vision import attach_pixels
-from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, speed_metrics
+from agentrl.train.metrics import call_tokens, join_metrics, merging_metrics, routing_metrics, speed_metrics
 from agentrl.train.step_loss import StepLoss, TokenRecorder, TokenValues, recorders
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class FrozenLogprobs:
                 for forest, (logprobs, _) in zip(attached, computed, strict=True)
             ]
         if self.reference is not None:
-            computed = self.reference.logprobs(policy, attached, options)
+            # The reference is another model: its own routers choose, as they would if it sampled.
+            free = [replace(forest, routing=None) for forest in attached]
+            computed = self.reference.logprobs(policy, free, options)
             attached = [
                 replace(forest, reference_logprob=_to_numpy(logprobs))
                 for forest, (logprobs, _) in zip(attached, computed, strict=True)
@@ -124,6 +127,8 @@ class PolicyTrainer:
     """What ``mfu`` compares a step's speed with."""
     recorded_tokens: int = 0
     """Tokens of a step whose log-ratio and entropy are reported, at most."""
+    replay: RouterReplay | None = None
+    """Of a mixture's routers, which take the experts that the engine chose."""
 
     def train(
         self,
@@ -180,7 +185,7 @@ class PolicyTrainer:
             data, self.max_tokens, vocab_size=model.config.get_text_config().vocab_size,
             merging=self.prefix_merging, ranks=mesh.layout.data,
             fill=CPU_FILL if model.device.type == "cpu" else None, ages=ages,
-            rows=self.model.executor.rows,
+            rows=self.model.executor.rows, experts=None if self.replay is None else self.replay.shape,
         )  # fmt: skip
         own = planned[mesh.data_rank :: mesh.layout.data]
         return [attach_pixels(forest, self.policy.pixels, images) for forest in own]
@@ -206,6 +211,8 @@ class PolicyTrainer:
             forests, watch.seconds, ModelShape.of(model.config), self.peak, backward=Backward.of(model),
             step_tokens=metrics["tokens"], ranks=self.model.mesh.layout.ranks_per_data,
         )  # fmt: skip
+        if self.replay is not None:
+            speed |= routing_metrics(forests, self.replay.take_differing())
         return StepResult(metrics | {"grad_norm": grad_norm, "lr": learning_rate} | speed, is_finite)
 
 

@@ -6,13 +6,12 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from agentrl.documents.run import LiveShare, LiveWeights
+from agentrl.documents.run import LiveKind, LiveShare, LiveWeights
 from agentrl.errors import ConfigError
 from agentrl.processes import identify
 from agentrl.weights.memory_file import MemoryFile, open_memory_file, write_memory_file
@@ -26,7 +25,7 @@ _HELD = 2
 class LiveHolder:
     """Holds one rank's shares of the newest versions. The memory is free when the process ends."""
 
-    kind: Literal["tensor", "distributed"]
+    kind: LiveKind
     device: torch.device
     """Of training: with a GPU, ``distributed`` sends over NCCL to engines that have one."""
     _held: dict[str, tuple[int, MemoryFile]] = field(default_factory=dict)
@@ -43,8 +42,13 @@ class LiveHolder:
         if self.kind == "distributed":
             self._sender = WeightSender(self._weights, self.device)
 
-    def hold(self, tensors: Mapping[str, Tensor]) -> LiveShare:
-        """Hold ``tensors``, by their names in files, and forget the version before the last one."""
+    def hold(self, tensors: Mapping[str, Tensor]) -> LiveShare | None:
+        """Hold ``tensors``, by their names in files, and forget the version before the last one.
+
+        Returns None for a rank without a share.
+        """
+        if not tensors:
+            return None
         name = uuid4().hex
         descriptor = write_memory_file(name, tensors)
         file = f"/proc/{self._process.pid}/fd/{descriptor}"
@@ -57,9 +61,10 @@ class LiveHolder:
             file=None if self._sender else file, port=port,
         )  # fmt: skip
 
-    def join(self, shares: Sequence[LiveShare]) -> LiveWeights:
+    def join(self, shares: Sequence[LiveShare | None]) -> LiveWeights:
         """Return the version whose shares the ranks hold."""
-        return LiveWeights(kind=self.kind, shares=tuple(shares), nccl=self.device.type == "cuda")
+        held = tuple(share for share in shares if share is not None)
+        return LiveWeights(kind=self.kind, shares=held, nccl=self.device.type == "cuda")
 
     def close(self) -> None:
         """Forget all versions."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
-from agentrl.documents.run import FileChecksum, PolicyVersion
+from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights.delta import SUFFIX
@@ -60,12 +60,14 @@ async def publish(
     step: int,
     train_step_id: str | None,
     base: int | None = None,
+    live: LiveWeights | None = None,
 ) -> PolicyVersion:
     """Publish the weights of ``step`` in ``temporary`` as a PolicyVersion and as folder ``root/v00000N``.
 
     N is one more than any earlier version, including withdrawn ones. If a version with the same weights was
     withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it keep their
-    age. ``base`` is the version from which ``written`` differs; None for whole weights. Prunes old folders.
+    age. ``base`` is the version from which ``written`` differs; None for whole weights. The trainer's memory
+    has them too where ``live`` is given. Prunes old folders.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
     never write the same folder. Raises LeaseLostError if another trainer has taken over, and PublishError if
@@ -74,10 +76,11 @@ async def publish(
     try:
         twin = withdrawn_twin(await store.policy_versions.withdrawn(step), written)
         if twin is not None:
-            document = await _reinstate(store, twin, target, temporary, written, train_step_id, base)
+            again = replace(twin, train_step=train_step_id, live=live)
+            document = await _reinstate(store, again, target, temporary, written, base)
         else:
             number, reserved = await _number(store)
-            if reserved is not None and reserved.attempt == target.attempt:
+            if reserved is not None and reserved.attempt == target.attempt and reserved.location:
                 location = reserved.location
             else:
                 folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
@@ -85,7 +88,7 @@ async def publish(
             document = PolicyVersion(
                 id=number, step=step, location=location, files=written.files,
                 encoding="full" if base is None else "delta", base=base, digest=written.digest,
-                train_step=train_step_id, attempt=target.attempt,
+                live=live, train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
             await store.policy_versions.reserve(document, attempt=target.attempt)
             await asyncio.to_thread(place_version, temporary, Path(document.location), number, written)
@@ -94,6 +97,23 @@ async def publish(
     finally:
         await asyncio.to_thread(discard_folder, temporary)
     await _prune(store, target)
+    return document
+
+
+async def publish_live(
+    store: Store, live: LiveWeights, *, attempt: int | None, step: int, train_step_id: str | None
+) -> PolicyVersion:
+    """Publish the weights of ``step``, which are in the trainer's memory alone, as the next PolicyVersion.
+
+    Raises LeaseLostError if another trainer has taken over.
+    """
+    number, _ = await _number(store)
+    document = PolicyVersion(
+        id=number, step=step, location="", files=(), live=live, train_step=train_step_id, attempt=attempt
+    )
+    await store.policy_versions.reserve(document, attempt=attempt)
+    document = replace(document, published_at=now())
+    await store.policy_versions.publish(document, attempt=attempt)
     return document
 
 
@@ -131,11 +151,10 @@ async def _reinstate(
     target: PublishTarget,
     temporary: Path,
     written: Written,
-    train_step_id: str | None,
     base: int | None,
 ) -> PolicyVersion:
     """Publish ``earlier`` again, with its own folder if that is intact, else with ``temporary``."""
-    again = replace(earlier, status=VersionStatus.PUBLISHED, train_step=train_step_id, pruned_at=None)
+    again = replace(earlier, status=VersionStatus.PUBLISHED, pruned_at=None)
     if not await asyncio.to_thread(_is_whole, earlier):
         own = version_folder(target.root, earlier.id, target.attempt)
         location = await asyncio.to_thread(place_version, temporary, own, earlier.id, written)

@@ -17,6 +17,8 @@ def test_the_difference_is_absolute_over_all_tokens() -> None:
     difference = Difference.of("local", "varlen", ours, theirs)
     assert (difference.tokens, difference.mean, difference.max) == (3, 0.5, 1.0)
     assert difference.p99 == pytest.approx(0.99)
+    ratios = np.exp(np.array([0.0, 0.5, -1.0]))
+    assert difference.kl == pytest.approx(np.mean(ratios - 1 - np.log(ratios)))
     assert not difference.within
 
 

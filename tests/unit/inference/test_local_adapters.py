@@ -20,6 +20,7 @@ from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
+from agentrl.weights.sharded_writer import write_alone
 
 PROMPT = [n * 7919 % 200 for n in range(40)]
 
@@ -123,7 +124,7 @@ def test_rows_of_several_adapters_and_of_none_have_the_trainers_logprobs(
             assert (wanted - logprobs(plain, request)).abs().max() > 0.05
     # The first request of each adapter computes the prompt; the second one reuses it, and no other does.
     assert [request.cached_tokens for request in made] == [0] * 3 + [len(PROMPT) - 1] * 3
-    trained["one@3"].policy.published.save_pretrained(str(tmp_path))
+    write_alone(trained["one@3"].policy.published, tmp_path)
     merged = load_policy(ModelConfig(model_name_or_path=str(base)), tmp_path).model
     torch.testing.assert_close(torch.tensor(made[0].logprobs), logprobs(merged, made[0]), atol=1e-4, rtol=0)
 

@@ -17,7 +17,7 @@ from agentrl.device_lease import has_gpu
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.shipped_files import clone, deploy_files
-from agentrl.weights.folder import stored_dtype
+from agentrl.weights.folder import replayed_experts, stored_dtype
 
 ENGINES = ("local", "sglang", "vllm")
 _SGLANG_ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
@@ -131,6 +131,8 @@ def _sglang_command(
         *_context("--context-length", model),
         *("--incremental-streaming-output", "--stream-interval", str(_STREAM_INTERVAL)),
     ]
+    if replayed_experts(model, model_path) is not None:
+        common.append("--enable-return-routed-experts")
     python = engine_python("sglang")
     further = [*shlex.split(config.engine_args), "--served-model-name", f"{model.model_name}@{instance}"]
     if has_gpu():

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.errors import ModelError
 from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.routing import routing_input
 
 IMPLEMENTATION = "agentrl_flex"
 BLOCK = 128
@@ -123,6 +124,7 @@ def run_flex(model: Any, forest: TokenForest) -> Tensor:
         position_ids=torch.from_numpy(np.pad(forest.position_ids, padding)).to(device)[None],
         attention_mask=None,
         use_cache=False,
+        **routing_input(forest, device, padding=padding[1]),
         block_mask=forest_block_mask(ends, device),
     )
     return cast(Tensor, output.last_hidden_state[0, : forest.tokens])

@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.errors import ModelError
+from agentrl.model.routing import routing_input
 from agentrl.model.vision import forest_inputs
 
 IMPLEMENTATION = "agentrl_segments"
@@ -123,6 +124,7 @@ def run_varlen(model: Any, forest: TokenForest) -> Tensor:
         **forest_inputs(model, forest),
         attention_mask=None,
         use_cache=False,
+        **routing_input(forest, device),
         segment_plan=plan_segments(segments),
         segment_masks=[segment_mask(segment, device) for segment in segments],
     )
@@ -206,6 +208,7 @@ def run_sdpa(model: Any, forest: TokenForest) -> Tensor:
         **forest_inputs(model, forest),
         attention_mask=forest_mask(torch.from_numpy(forest.subtree_end).to(device)),
         use_cache=False,
+        **routing_input(forest, device),
     )
     return cast(Tensor, output.last_hidden_state[0])
 
@@ -213,7 +216,7 @@ def run_sdpa(model: Any, forest: TokenForest) -> Tensor:
 def run_per_sequence(model: Any, forest: TokenForest) -> Tensor:
     """Return hidden states [N, H] from one call per path; a shared prefix is computed once per path."""
     pieces = [
-        _run(model, _path_ids(forest, segment)[None])[0, segment.ancestor_count :]
+        _run(model, forest, _path_tokens(segment)[None])[0, segment.ancestor_count :]
         for segment in split_segments(forest)
     ]
     return torch.cat(pieces)
@@ -224,9 +227,9 @@ def run_per_sequence_padded(model: Any, forest: TokenForest) -> Tensor:
     segments = split_segments(forest)
     rows = np.zeros((len(segments), forest.depth), dtype=np.int64)
     for row, segment in zip(rows, segments, strict=True):
-        ids = _path_ids(forest, segment)
-        row[: len(ids)] = ids
-    hidden = _run(model, rows)
+        tokens = _path_tokens(segment)
+        row[: len(tokens)] = tokens
+    hidden = _run(model, forest, rows)
     pieces = [
         states[segment.ancestor_count :][: segment.end - segment.start]
         for states, segment in zip(hidden, segments, strict=True)
@@ -234,17 +237,19 @@ def run_per_sequence_padded(model: Any, forest: TokenForest) -> Tensor:
     return torch.cat(pieces)
 
 
-def _path_ids(forest: TokenForest, segment: Segment) -> Ints:
-    """Return the ids from the root to the end of ``segment``."""
-    ranges = (*segment.ancestors, (segment.start, segment.end))
-    return np.concatenate([forest.input_ids[start:end] for start, end in ranges])
+def _path_tokens(segment: Segment) -> Ints:
+    """Return the places in the forest from the root to the end of ``segment``."""
+    return np.concatenate([np.arange(start, end) for start, end in segment.path])
 
 
-def _run(model: Any, rows: Ints) -> Tensor:
-    """Return hidden states [P, L, H] of sequences int64[P, L]."""
+def _run(model: Any, forest: TokenForest, rows: Ints) -> Tensor:
+    """Return hidden states [P, L, H] of sequences of the forest's tokens, int64[P, L]."""
     set_attention(model, "sdpa")
     output = model.get_decoder()(
-        input_ids=torch.from_numpy(rows).to(model.device), attention_mask=None, use_cache=False
+        input_ids=torch.from_numpy(forest.input_ids[rows]).to(model.device),
+        attention_mask=None,
+        use_cache=False,
+        **routing_input(forest, model.device, rows.reshape(-1)),
     )
     hidden: Tensor = output.last_hidden_state
     return hidden

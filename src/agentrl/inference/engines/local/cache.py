@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from agentrl.documents.routing import ExpertShape
 from agentrl.inference.engines.local.adapters import LoadedAdapter
 
 _ROUND = 64
@@ -53,11 +55,17 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        experts: ExpertShape | None = None,
     ) -> None:
         self._shape = (max_tokens, num_kv_heads, head_dim)
         self._layers, self._dtype, self._device = num_layers, dtype, device
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.experts: Tensor | None = None
+        """int16 [max_tokens, layers, k], the experts of each row's token, in a mixture."""
+        if experts is not None:
+            size = (max_tokens, experts.layers, experts.top_k)
+            self.experts = torch.zeros(size, dtype=torch.int16, device=device)
         self.max_tokens = max_tokens
         self._slots: list[Slot] = []
         self._clock = 0
@@ -130,6 +138,12 @@ class KVCache:
             self._copy(start, slot.start, slot.computed)
         return True
 
+    def chosen_experts(self, slot: Slot, start: int, end: int) -> NDArray[np.int32] | None:
+        """Return the experts [n, layers, k] of tokens ``[start, end)``; None if one is not computed."""
+        if self.experts is None or not start < end <= slot.computed:
+            return None
+        return self.experts[slot.start + start : slot.start + end].cpu().numpy().astype("<i4")
+
     def release(self, slot: Slot, tokens: NDArray[np.int32]) -> None:
         """Release a slot; its computed part of ``tokens`` stays for reuse until the rows are needed."""
         self._clock += 1
@@ -171,7 +185,7 @@ class KVCache:
 
     def _copy(self, source: int, target: int, length: int) -> None:
         overlap = abs(source - target) < length
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
             rows = tensor[source : source + length]
             tensor[target : target + length] = rows.clone() if overlap else rows
 

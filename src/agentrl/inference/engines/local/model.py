@@ -25,8 +25,9 @@ from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, 
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
+from agentrl.model.routing import record_choices
 from agentrl.model.vision import PixelReader
-from agentrl.weights.folder import stored_dtype
+from agentrl.weights.folder import expert_shape, stored_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class LocalModel:
         self.max_position: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(folder, config)
         self._model: Any = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
+        self._experts = expert_shape(config.to_dict())
+        self._chosen = record_choices(self._model) if self._experts else {}
         self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._group = config.num_attention_heads // self._num_kv_heads
@@ -105,6 +108,7 @@ class LocalModel:
         if isinstance(source, str):
             model.folder = source
         model._model = _load(source, dtype, self.device, self._model).to(self.dtype)  # type: ignore[arg-type]
+        model._chosen = record_choices(model._model) if self._experts else {}
         model._settle()
         return model
 
@@ -137,6 +141,7 @@ class LocalModel:
             head_dim=self._head_dim,
             dtype=self.dtype,
             device=self.device,
+            experts=self._experts if self._chosen else None,
         )
 
     def _check_same_shape(self, other: LocalModel) -> None:
@@ -169,15 +174,19 @@ class LocalModel:
             inputs = vision_inputs(self._model, chunks, np.maximum(ids, 0), self.device)
             model: Any = self._model
             output = model.get_decoder()(**inputs, use_cache=False, slot_batch=batch)
-            return cast("Tensor", model.get_output_embeddings()(output.last_hidden_state[0, wanted]).float())
-        output = self._model(
-            input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device),
-            position_ids=torch.from_numpy(positions)[None].to(self.device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
-            slot_batch=batch,
-        )
-        return cast("Tensor", output.logits[0].float())
+            logits = model.get_output_embeddings()(output.last_hidden_state[0, wanted])
+        else:
+            logits = self._model(
+                input_ids=torch.from_numpy(ids.astype(np.int64))[None].to(self.device),
+                position_ids=torch.from_numpy(positions)[None].to(self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
+                slot_batch=batch,
+            ).logits[0]
+        if cache.experts is not None:
+            for layer, chosen in self._chosen.items():
+                cache.experts[batch.rows, layer] = chosen.to(torch.int16)
+        return cast("Tensor", logits.float())
 
     def read_adapter(self, name: str, folder: str) -> LoadedAdapter:
         """Return the adapter in ``folder`` for this model, which is unchanged until ``adapt``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -27,3 +28,13 @@ async def read_json(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
     return body
+
+
+def read_routed_from(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
+    """Return the first token whose experts are wanted; None if none are."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= prompt_tokens:
+        raise BadRequestError(f"routed_experts_start_len is {start!r}, outside [0, {prompt_tokens}]")
+    return start

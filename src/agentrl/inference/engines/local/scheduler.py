@@ -60,6 +60,10 @@ class GenerationRequest:
     adapter: LoadedAdapter | None = None
     """Every token is sampled with it, also when it is unloaded meanwhile."""
     finish_reason: dict[str, Any] | None = None
+    routed_from: int | None = None
+    """The first token whose experts are wanted."""
+    routing: NDArray[np.int32] | None = None
+    """The experts [n, layers, k] of the tokens from there to the last but one, at the end."""
 
     def __post_init__(self) -> None:
         self.length = self.prompt_tokens
@@ -293,6 +297,9 @@ class Scheduler:
 
     def _end(self, request: GenerationRequest) -> None:
         if request.slot is not None:
+            if request.routed_from is not None:
+                last = request.length - 1
+                request.routing = self.cache.chosen_experts(request.slot, request.routed_from, last)
             self.cache.release(request.slot, request.tokens)
             request.slot = None
             self.running.remove(request)

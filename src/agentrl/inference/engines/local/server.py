@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,7 +21,12 @@ from agentrl.documents.images import image_of_url
 from agentrl.documents.sampling import logprobs_of
 from agentrl.errors import AgentRLError, ImageError
 from agentrl.inference.engines.local.model import LocalModel
-from agentrl.inference.engines.local.requests import BadRequestError, bad_request, read_json
+from agentrl.inference.engines.local.requests import (
+    BadRequestError,
+    bad_request,
+    read_json,
+    read_routed_from,
+)
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, read_params, read_stops
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler, Worker
 from agentrl.inference.engines.local.vision import read_request_images
@@ -248,6 +254,7 @@ class LocalServer:
             stop_strings=stop_strings,
             progress=report if body.get("stream") else None,
             progress_tokens=STREAM_INTERVAL,
+            routed_from=read_routed_from(body, len(ids)),
             adapter=adapter,
         )
 
@@ -286,6 +293,8 @@ class LocalServer:
             "weight_versions": [dict(span) for span in generation.spans],
             "num_retractions": generation.retractions,
         }
+        if reason is not None and generation.routing is not None:
+            meta["routed_experts"] = base64.b64encode(generation.routing.tobytes()).decode()
         if body.get("return_logprob"):
             rows = zip(generation.logprobs[first:], ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
