@@ -305,7 +305,7 @@ async def engine(*, shape: str, folder: str, kind: str, seconds: float, given: s
         write = await asyncio.to_thread(controller.write_version, 1, temporary)
         version = await publish(
             store, temporary, await asyncio.wrap_future(write),
-            PublishTarget(root=root / "weights", attempt=attempt, keep=2), step=1, train_step_id=None,
+            PublishTarget(root=str(root / "weights"), attempt=attempt, keep=2), step=1, train_step_id=None,
         )  # fmt: skip
         published = time.perf_counter() - began
         began = time.perf_counter()

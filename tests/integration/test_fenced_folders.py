@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Awaitable, Callable
@@ -19,6 +18,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.store.client import Store
 from agentrl.train.lease import TrainerLease
 from agentrl.weights import publish as publishing
+from agentrl.weights import storage
 from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import PublishTarget, publish, publish_base
 from agentrl.weights.sharded_writer import Written
@@ -56,7 +56,7 @@ class Run:
             await call()
         return await publish(
             self.store, temporary, Written(files, {"w": TensorChecksum("U8", (64,), files[-1].sha256)}),
-            PublishTarget(root=self.output / "weights", attempt=attempt, keep=2),
+            PublishTarget(root=str(self.output / "weights"), attempt=attempt, keep=2),
             step=step, train_step_id=None,
         )  # fmt: skip
 
@@ -75,7 +75,7 @@ async def run(store: Store, tmp_path: Path) -> Run:
     return run
 
 
-MOMENTS = ("written", "place_version", "delete_folders")
+MOMENTS = ("written", "place_version", "delete")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -85,7 +85,8 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
     """The successor publishes while the first trainer is in the middle of ``moment``."""
     for step in (1, 2):
         await run.publish(1, step)
-    loop, whole = asyncio.get_running_loop(), getattr(publishing, moment, None)
+    owner = storage if moment == "delete" else publishing
+    whole = getattr(owner, moment, None)
     successors: list[PolicyVersion] = []
 
     async def succeed() -> None:
@@ -93,17 +94,17 @@ async def test_a_version_of_a_replaced_trainer_is_not_published_and_replaces_non
         await run.store.policy_versions.withdraw_after(2, attempt=attempt)
         successors.extend([await run.publish(attempt, step) for step in (3, 4)])
 
-    def interrupted(*arguments: Any) -> Any:
+    async def interrupted(*arguments: Any) -> None:
         assert whole is not None
-        monkeypatch.setattr(publishing, moment, whole)
-        asyncio.run_coroutine_threadsafe(succeed(), loop).result(60)
-        return whole(*arguments)
+        monkeypatch.setattr(owner, moment, whole)
+        await succeed()
+        await whole(*arguments)
 
     if moment == "written":
         run.written = succeed
     else:
-        monkeypatch.setattr(publishing, moment, interrupted)
-    if moment == "delete_folders":
+        monkeypatch.setattr(owner, moment, interrupted)
+    if moment == "delete":
         await run.publish(1, 3)
     else:
         with pytest.raises(LeaseLostError):

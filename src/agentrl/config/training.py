@@ -189,6 +189,11 @@ class TrainConfig(ParallelConfig):
         unit="versions",
     )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    publish_to: str | None = flag(
+        None,
+        "where published weights are stored, in a subfolder of the run's name: a folder, or a URL with s3://,"
+        " gs://, http:// or https:// (default: the folder weights in --output_dir)",
+    )
     published_versions_kept: int = flag(
         4,
         "versions of published weights kept on disk; at least 2, since engines may still load the older one",

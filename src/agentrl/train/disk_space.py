@@ -62,7 +62,7 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
     own = stored_dtype(base)
     copies = _MOMENTS + (dtype != own and own != "float32")
     return Retention(
-        versions=config.published_versions_kept,
+        versions=config.published_versions_kept if config.publish_to is None else 0,
         version_bytes=model_bytes(base, _BYTES[own]),
         checkpoints=config.save_total_limit,
         checkpoint_bytes=0 if is_adapter else model_bytes(base, _BYTES[own] + copies * _BYTES[dtype]),

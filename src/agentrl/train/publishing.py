@@ -21,6 +21,7 @@ from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
 from agentrl.weights.publish import PublishTarget, publish, publish_live
+from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,8 @@ class Publisher:
     progress: Progress
     lease: TrainerLease
     output: Path
+    root: str
+    """Location of the versions: a folder's absolute path, or a URL."""
     max_staleness: int
     """Maximum number of steps since the newest published version; sampling waits beyond it."""
     stop: asyncio.Event
@@ -152,7 +155,9 @@ class Publisher:
         progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
         is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
         step, needed = progress.step, self.controller.writer.model.bytes
-        target = self.output / "weights" / f"step-{step:06d}"
+        # Beside the versions, so that it can be renamed; a URL gets a copy of it.
+        folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
+        target = folder / f"step-{step:06d}"
 
         def copy() -> tuple[Path | None, Future[Written] | None, Future[LiveWeights] | None]:
             live = None if sync == "disk" else self.controller.hold_version(step, sync)
@@ -217,7 +222,7 @@ class Publisher:
             if checkpoint is not None:
                 await asyncio.to_thread(checkpoint.link_model, publication.temporary)
             target = PublishTarget(
-                root=self.output / "weights",
+                root=self.root,
                 attempt=self.progress.attempt,
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,

@@ -53,6 +53,7 @@ from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
+from agentrl.weights.storage import is_remote, require_storage
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +100,24 @@ def _checkpoint_roots(configs: Configs) -> list[Path]:
     return [output] if not fallback else [output, Path(fallback) / run.run_name]
 
 
+def _versions_root(configs: Configs) -> str:
+    """Return the location of the run's versions. Raises ConfigError if --publish_to cannot be used."""
+    run, given = configs[RunConfig], configs[TrainConfig].publish_to
+    if given is None:
+        return str((Path(run.output) / "weights").resolve())
+    require_storage(given)
+    root = given.rstrip("/") if is_remote(given) else str(Path(given).resolve())
+    return f"{root}/{run.run_name}"
+
+
 def _prepare_folders(configs: Configs, roots: Sequence[Path]) -> None:
     """Check that what the run keeps fits the disk, and remove what killed processes left."""
     model = configs[ModelConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0
     kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
     check_output(roots[0], kept, roots[1:])
-    for folder in (*roots, roots[0] / "weights"):
+    root = _versions_root(configs)
+    for folder in (*roots, roots[0] / "weights", *([] if is_remote(root) else [Path(root)])):
         remove_leftovers(folder)
 
 
@@ -161,6 +173,7 @@ def _trainer(
         progress=progress,
         lease=lease,
         output=output,
+        root=_versions_root(configs),
         max_staleness=_max_staleness(configs[SamplingConfig]),
         stop=stop,
     )

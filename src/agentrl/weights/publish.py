@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import shutil
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from agentrl.documents.base import now
 from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
+from agentrl.weights import storage
 from agentrl.weights.delta import SUFFIX
 from agentrl.weights.model_folder import (
     checksums,
@@ -42,7 +42,8 @@ _WEIGHTS = (".safetensors", ".index.json", SUFFIX)
 class PublishTarget:
     """Where a trainer publishes its versions, and which ones stay on disk."""
 
-    root: Path
+    root: str
+    """Location of the versions: a folder's absolute path, or a URL (``agentrl.weights.storage``)."""
     attempt: int
     """Fencing token of the trainer's lease: the store refuses writes once another trainer has taken over."""
     keep: int
@@ -83,15 +84,16 @@ async def publish(
             if reserved is not None and reserved.attempt == target.attempt and reserved.location:
                 location = reserved.location
             else:
-                folder = free_folder(target.root, number, target.attempt, is_contested=reserved is not None)
-                location = str(folder.resolve())
+                names = await storage.folder_names(target.root)
+                name = free_name(names, number, target.attempt, is_contested=reserved is not None)
+                location = f"{target.root}/{name}"
             document = PolicyVersion(
                 id=number, step=step, location=location, files=written.files,
                 encoding="full" if base is None else "delta", base=base, digest=written.digest,
                 live=live, train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
             await store.policy_versions.reserve(document, attempt=target.attempt)
-            await asyncio.to_thread(place_version, temporary, Path(document.location), number, written)
+            await place_version(temporary, document.location, number, written)
             document = replace(document, published_at=now())
             await store.policy_versions.publish(document, attempt=target.attempt)
     finally:
@@ -156,8 +158,8 @@ async def _reinstate(
     """Publish ``earlier`` again, with its own folder if that is intact, else with ``temporary``."""
     again = replace(earlier, status=VersionStatus.PUBLISHED, pruned_at=None)
     if not await asyncio.to_thread(_is_whole, earlier):
-        own = version_folder(target.root, earlier.id, target.attempt)
-        location = await asyncio.to_thread(place_version, temporary, own, earlier.id, written)
+        location = f"{target.root}/{version_name(earlier.id, target.attempt)}"
+        await place_version(temporary, location, earlier.id, written)
         again = replace(
             again,
             location=location,
@@ -194,7 +196,7 @@ async def publish_base(store: Store, folder: Path, attempt: int | None = None) -
 
 async def _prune(store: Store, target: PublishTarget) -> None:
     """Delete the folders that are no longer needed, after marking their versions as pruned."""
-    folders = await asyncio.to_thread(version_folders, target.root)
+    folders = version_folders(await _folder_names(store, target.root))
     known = await store.policy_versions.by_ids(sorted(set(folders.values())))
     newest = await store.policy_versions.newest_id()
     live = await store.services.live(LIVE_ENGINE_SECONDS)
@@ -207,42 +209,68 @@ async def _prune(store: Store, target: PublishTarget) -> None:
             if policy.id % target.keep_every == 0 and policy.status is VersionStatus.PUBLISHED
         )
     in_use |= await store.evaluations.needed_versions()
-    kept = kept_versions(folders.values(), in_use, keep=target.keep)
+    kept = with_bases(kept_versions(folders.values(), in_use, keep=target.keep), known)
     deleted, pruned = surplus_folders(folders, known, kept, -1 if newest is None else newest)
     if deleted:
         await store.policy_versions.mark_pruned(pruned, attempt=target.attempt)
-        await asyncio.to_thread(delete_folders, target.root, deleted)
+        files = {storage.name_of(policy.location): policy.files for policy in known}
+        for name in deleted:
+            await storage.delete(f"{target.root}/{name}", files.get(name, ()))
         logger.debug("deleted %s", deleted)
 
 
-def version_folder(root: Path, version: int, attempt: int | None = None) -> Path:
-    """Return the folder of a version: ``root/v000007``, or ``root/v000007-3`` for trainer attempt 3."""
-    return root / (f"v{version:06d}" + ("" if attempt is None else f"-{attempt}"))
+async def _folder_names(store: Store, root: str) -> list[str]:
+    """Return the names of the folders in ``root``; by the database where the storage lists nothing."""
+    if not root.startswith("http"):
+        return await storage.folder_names(root)
+    stored = [policy for policy in await store.policy_versions.all() if policy.pruned_at is None]
+    return [storage.name_of(policy.location) for policy in stored if policy.location.startswith(f"{root}/")]
 
 
-def free_folder(root: Path, version: int, attempt: int, *, is_contested: bool) -> Path:
-    """Return a folder for ``version`` that no other trainer writes or has written.
+def version_name(version: int, attempt: int | None = None) -> str:
+    """Return the name of a version's folder: ``v000007``, or ``v000007-3`` for trainer attempt 3."""
+    return f"v{version:06d}" + ("" if attempt is None else f"-{attempt}")
+
+
+def free_name(names: Collection[str], version: int, attempt: int, *, is_contested: bool) -> str:
+    """Return a folder name for ``version`` that no other trainer writes or has written; ``names`` exist.
 
     ``is_contested``: another trainer has reserved the number and may still write its folder.
     """
-    plain = version_folder(root, version)
-    return version_folder(root, version, attempt) if is_contested or plain.exists() else plain
+    plain = version_name(version)
+    return version_name(version, attempt) if is_contested or plain in names else plain
 
 
-def place_version(temporary: Path, target: Path, version: int, written: Written) -> str:
-    """Write the manifest of ``version`` into ``temporary`` and rename it to ``target``; return its path."""
-    with explain_write_errors(target, written.bytes):
-        write_manifest(temporary, version=version, files=written.files, tensors=written.tensors)
-        finish_folder(temporary, target)
-    return str(target.resolve())
+async def place_version(temporary: Path, location: str, version: int, written: Written) -> None:
+    """Write the manifest of ``version`` into ``temporary``, and rename or upload it to ``location``."""
+
+    def finish() -> None:
+        with explain_write_errors(temporary, written.bytes):
+            write_manifest(temporary, version=version, files=written.files, tensors=written.tensors)
+            if not storage.is_remote(location):
+                finish_folder(temporary, Path(location))
+
+    await asyncio.to_thread(finish)
+    if storage.is_remote(location):
+        await storage.upload(temporary, location, written.files)
 
 
-def version_folders(root: Path) -> dict[str, int]:
-    """Return {folder name: version} for the version folders in ``root``."""
-    if not root.is_dir():
-        return {}
-    found = ((path.name, _FOLDER.fullmatch(path.name)) for path in root.iterdir())
+def version_folders(names: Iterable[str]) -> dict[str, int]:
+    """Return {folder name: version} for those of ``names`` that are version folders."""
+    found = ((name, _FOLDER.fullmatch(name)) for name in names)
     return {name: int(match[1]) for name, match in found if match is not None}
+
+
+def with_bases(kept: Iterable[int], known: Iterable[PolicyVersion]) -> set[int]:
+    """Return ``kept``, and the versions that these need: of which they are deltas or adapters."""
+    base = {policy.id: policy.base for policy in known}
+    found: set[int] = set()
+    for version in kept:
+        needed: int | None = version
+        while needed is not None and needed not in found:
+            found.add(needed)
+            needed = base.get(needed)
+    return found
 
 
 def kept_versions(folders: Iterable[int], in_use: Collection[int], *, keep: int) -> set[int]:
@@ -262,19 +290,13 @@ def surplus_folders(
     deleted, pruned = [], []
     for name, version in folders.items():
         policy = policies.get(version)
-        if policy is not None and Path(policy.location).name == name and policy.pruned_at is None:
+        if policy is not None and storage.name_of(policy.location) == name and policy.pruned_at is None:
             if version not in kept and policy.status is not VersionStatus.RESERVED:
                 deleted.append(name)
                 pruned.append(version)
         elif version <= newest:
             deleted.append(name)
     return deleted, pruned
-
-
-def delete_folders(root: Path, names: Iterable[str]) -> None:
-    """Delete the folders ``names`` of ``root``."""
-    for name in names:
-        shutil.rmtree(root / name, ignore_errors=True)
 
 
 async def newer_versions(store: Store, after: int, poll_seconds: float) -> AsyncIterator[PolicyVersion]:

@@ -43,6 +43,11 @@ def is_remote(location: str) -> bool:
     return "://" in location
 
 
+def name_of(location: str) -> str:
+    """Return the name of the folder or file at ``location``."""
+    return location.rstrip("/").rpartition("/")[2]
+
+
 def require_storage(location: str) -> None:
     """Raise ConfigError unless versions can be published to ``location``. Connects to nothing."""
     if not is_remote(location):
@@ -144,7 +149,7 @@ async def folder_names(root: str) -> list[str]:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
         raise
-    return [path.rstrip("/").rpartition("/")[2] for path in found]
+    return [name_of(path) for path in found]
 
 
 async def delete(location: str, files: Sequence[FileChecksum]) -> None:

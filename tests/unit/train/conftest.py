@@ -75,7 +75,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         stop = asyncio.Event()
         publisher = Publisher(
             store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
-            output=output, max_staleness=max_staleness, stop=stop,
+            output=output, root=str(output / "weights"), max_staleness=max_staleness, stop=stop,
         )  # fmt: skip
         saver = Saver(
             run_name="run", config=config, controller=controller, progress=progress, lease=lease,

@@ -40,7 +40,7 @@ async def publish_step(
     complete_folder(policy.base, temporary)
     written = Written(checksums(temporary), {"step": TensorChecksum("U8", (), str(step))})
     return await publish(
-        cast("Store", store), temporary, written, PublishTarget(root=root, attempt=attempt, keep=2),
+        cast("Store", store), temporary, written, PublishTarget(root=str(root), attempt=attempt, keep=2),
         step=step, train_step_id=f"{attempt}/{step}",
     )  # fmt: skip
 

@@ -13,12 +13,13 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.weights.model_folder import checksums, complete_folder, verify
 from agentrl.weights.publish import (
-    free_folder,
+    free_name,
     kept_versions,
     place_version,
     surplus_folders,
-    version_folder,
     version_folders,
+    version_name,
+    with_bases,
 )
 from agentrl.weights.sharded_writer import Written, write_alone
 from agentrl.weights.snapshot import PublishedModel, model_parts
@@ -37,13 +38,13 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_version_is_weights_config_tokenizer_and_manifest(tmp_path: Path, base: Path) -> None:
-    target = version_folder(tmp_path / "weights", 7)
+async def test_a_version_is_weights_config_tokenizer_and_manifest(tmp_path: Path, base: Path) -> None:
+    target = tmp_path / "weights" / version_name(7)
     temporary, model = begin_folder(target), tiny_model("qwen3")
     written = write_alone(PublishedModel(model, partial(model_parts, model), None), temporary)
     complete_folder(base, temporary)
     written = Written(checksums(temporary, written.files), written.tensors)
-    assert place_version(temporary, target, 7, written) == str(tmp_path / "weights" / "v000007")
+    await place_version(temporary, str(target), 7, written)
     assert sorted(path.name for path in target.iterdir()) == [
         "chat_template.jinja", "config.json", "generation_config.json", "manifest.json", "model.safetensors",
         "tokenizer.json",
@@ -62,11 +63,10 @@ def test_a_chat_template_of_the_run_replaces_the_models(tmp_path: Path, base: Pa
     assert (tmp_path / "version" / "chat_template.jinja").read_text() == "ours"
 
 
-def test_a_folder_that_another_trainer_may_write_is_never_taken(tmp_path: Path) -> None:
-    assert free_folder(tmp_path, 3, 2, is_contested=False) == tmp_path / "v000003"
-    assert free_folder(tmp_path, 3, 2, is_contested=True) == tmp_path / "v000003-2"
-    (tmp_path / "v000003").mkdir()
-    assert free_folder(tmp_path, 3, 2, is_contested=False) == tmp_path / "v000003-2"
+def test_a_folder_that_another_trainer_may_write_is_never_taken() -> None:
+    assert free_name((), 3, 2, is_contested=False) == "v000003"
+    assert free_name((), 3, 2, is_contested=True) == "v000003-2"
+    assert free_name(["v000003"], 3, 2, is_contested=False) == "v000003-2"
 
 
 def policy(number: int, name: str | None = None, **fields: object) -> PolicyVersion:
@@ -89,10 +89,17 @@ def test_pruning_always_keeps_two_versions() -> None:
     assert kept_versions((1, 2, 3), (), keep=1) == {2, 3}
 
 
-def test_folders_without_a_document_are_deleted_unless_they_are_being_published(tmp_path: Path) -> None:
-    for name in ("v000001", "v000002", "v000002-3", "v000003", "v000004", "v000001-best", "notes"):
-        (tmp_path / name).mkdir()
-    folders = version_folders(tmp_path)
+def test_the_chain_of_a_kept_delta_stays() -> None:
+    bases = {2: 1, 3: 2, 4: None, 5: 4, 6: 5, 7: 6}
+    known = [policy(number, base=bases.get(number)) for number in range(1, 8)]
+    assert with_bases({7}, known) == {4, 5, 6, 7}
+    assert with_bases({3, 7}, known) == set(range(1, 8))
+    assert with_bases({4, 9}, known) == {4, 9}
+
+
+def test_folders_without_a_document_are_deleted_unless_they_are_being_published() -> None:
+    names = ("v000001", "v000002", "v000002-3", "v000003", "v000004", "v000001-best", "notes")
+    folders = version_folders(names)
     assert sorted(folders) == ["v000001", "v000002", "v000002-3", "v000003", "v000004"]
     known = [
         policy(1, pruned_at=policy(0).published_at), policy(2, "v000002-3"),
