@@ -20,6 +20,7 @@ from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AdapterConfig,
     ClaimConfig,
+    DeviceConfig,
     LossConfig,
     MemoryConfig,
     ModelConfig,
@@ -45,7 +46,7 @@ def train(argv: list[str]) -> int:
         description="Train on sampled groups, publish the weights, save checkpoints; resume after a restart.",
         shown=(
             RunConfig, ModelConfig, TaskConfig, SamplingConfig, ClaimConfig, LossConfig, OptimConfig,
-            AdapterConfig, MemoryConfig, TrainConfig, TraceConfig,
+            AdapterConfig, MemoryConfig, TrainConfig, DeviceConfig, TraceConfig,
         ),
         validate=_check_flags,
     )  # fmt: skip

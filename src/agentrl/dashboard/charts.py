@@ -151,7 +151,7 @@ CURVES: Sequence[Curve] = (
     Curve(id="seconds", title="Where a step's seconds go",
           metrics={"wait for data": "seconds_data", "pack": "seconds_pack", "forward": "seconds_forward",
                    "backward": "seconds_backward", "optimizer": "seconds_optimizer",
-                   "publish": "seconds_publish"},
+                   "publish": "seconds_publish", "take the device": "seconds_device"},
           help="Much waiting: more samplers and engines. Little: a larger trainer.", unit="seconds",
           kind="stack"),
     Curve(id="speed", title="Throughput",

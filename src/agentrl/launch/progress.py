@@ -291,7 +291,7 @@ def _committed_at(step: StepRow | None) -> float:
 async def _read_start(store: Store) -> Start:
     engines = await store.views.engines()
     scores = [row.score for row in await store.views.trajectories(split="train") if row.score is not None]
-    serving = (ServiceStatus.READY, ServiceStatus.UPDATING)
+    serving = (ServiceStatus.READY, ServiceStatus.UPDATING, ServiceStatus.LENT)
     counts = await store.details.groups()
     return Start(
         is_serving=any(engine.status in serving for engine in engines),

@@ -131,7 +131,9 @@ def _show_bar(work: Work, out: TextIO, ended: threading.Event, began: float, sec
 
 HEADER_EVERY = 20
 MISSING = "–"
-_SECONDS = ("seconds_data", "seconds_forward_backward", "seconds_optimizer", "seconds_publish")
+_SECONDS = (
+    "seconds_data", "seconds_forward_backward", "seconds_optimizer", "seconds_publish", "seconds_device",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentrl.documents.run import LiveKind, LiveWeights
 from agentrl.documents.training import DBRecordData
 from agentrl.model.load import Policy
 from agentrl.train.background import Lane, RankWriter
+from agentrl.train.offload import to_device, to_host
 from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.sharded_writer import Written
 
@@ -39,6 +41,16 @@ class Controller:
         """Run ``PolicyTrainer.train`` on all ranks."""
         self._broadcast("train", tuple(data), ages, images)
         return self.trainer.train(data, ages, images)
+
+    def to_host(self) -> None:
+        """Move weights and moments to the host's memory on all ranks."""
+        self._broadcast("to_host")
+        to_host(self.trainer)
+
+    def to_device(self) -> None:
+        """Move weights and moments to the device on all ranks."""
+        self._broadcast("to_device")
+        to_device(self.trainer, self.world.device)
 
     def write_version(self, step: int, folder: Path, base: int | None = None) -> Future[Written]:
         """Run ``RankWriter.write_version`` on all ranks; the future has what all of them wrote."""
@@ -80,6 +92,8 @@ def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
     writer = _writer(trainer, world)
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,
+        "to_host": partial(to_host, trainer),
+        "to_device": partial(to_device, trainer, world.device),
         "write_version": writer.write_version,
         "hold_version": writer.hold_version,
         "write_checkpoint": writer.write_checkpoint,

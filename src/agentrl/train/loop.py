@@ -20,6 +20,7 @@ from agentrl.observe.terminal import excerpt
 from agentrl.observe.trackers import Tracker
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.progress import Progress
@@ -58,6 +59,7 @@ class Trainer:
     stream: DataStream
     progress: Progress
     lease: TrainerLease
+    turns: DeviceTurns
     stop: asyncio.Event
     view: StepView
     tracker: Tracker
@@ -74,11 +76,13 @@ class Trainer:
         try:
             await self.saver.publisher.begin()
             while not self._is_done():
-                started = time.perf_counter()
+                started, moving = time.perf_counter(), self.turns.seconds
+                await self.turns.end()
                 batch = await self._next_data()
                 if batch is None:
                     break
-                await self._train(batch, time.perf_counter() - started)
+                moving = self.turns.seconds - moving
+                await self._train(batch, time.perf_counter() - started - moving)
         except PublishError as error:
             raise await self.saver.keep(error) from error
         except BaseException:
@@ -126,6 +130,7 @@ class Trainer:
                 await asyncio.wait((*waits, *also), return_when=asyncio.FIRST_COMPLETED)
                 if flight is not None and flight.task.done() and not take.done():
                     await publisher.begin()
+                    await self.turns.end()
             if lost.done():
                 await self.lease.check()
             batch = take.result() if take.done() else None
@@ -157,6 +162,7 @@ class Trainer:
             self.stream.prefetch(plan.step + 1)
         named = {image.sha256 for item in batch.data for image in item.images}
         images = await self.store.images.get(named) if named else {}
+        await self.turns.begin()
         began = time.time()
         result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
         trace_updates(span, began, result.metrics)
@@ -175,6 +181,8 @@ class Trainer:
             "seconds_data": seconds_data,
             **self.saver.publisher.metrics,
         }
+        if self.turns.lease is not None:
+            metrics["seconds_device"] = self.turns.take_seconds()
         with tracer().span("commit"):
             await self._commit(plan, metrics, window.tasks)
         self.token_writer.start(plan, result.tokens)

@@ -17,6 +17,7 @@ from agentrl.documents.run import LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.spans import tracer
 from agentrl.train.checkpoint import Unfinished
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
@@ -69,6 +70,7 @@ class Publisher:
     controller: Controller
     progress: Progress
     lease: TrainerLease
+    turns: DeviceTurns
     output: Path
     root: str
     """Location of the versions: a folder's absolute path, or a URL."""
@@ -168,6 +170,7 @@ class Publisher:
                 temporary = begin_folder(target)
             return temporary, self.controller.write_version(step, temporary), live
 
+        await self.turns.begin()
         began = time.perf_counter()
         temporary, write, live = await asyncio.to_thread(copy)
         publication = Publication(

@@ -60,6 +60,7 @@ class Saver:
         waited = time.perf_counter() - began
         if saves:
             self._log_unsaved(await self._begin_saving(*self._roots))
+        await self.publisher.turns.end()  # what is written now lies in the host's memory
         began = time.perf_counter()
         await self.publisher.wait_for_bound()
         self.publisher.metrics["seconds_publish"] = waited + time.perf_counter() - began
@@ -163,6 +164,7 @@ class Saver:
                 unfinished.link_model(linked)
             return unfinished
 
+        await self.publisher.turns.begin()
         try:
             return await asyncio.to_thread(begin)
         except PublishError as error:

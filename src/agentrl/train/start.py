@@ -31,6 +31,7 @@ from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.device_lease import DeviceLease, leased_devices
 from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
@@ -45,6 +46,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.disk_space import check_output, retention
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
@@ -84,13 +86,25 @@ async def _train(configs: Configs, world: World) -> None:
             hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
         ):
             await asyncio.to_thread(_prepare_folders, configs, roots)
+            device = await _take_device(configs)
             controller, found, progress = await _resume(store, lease, configs, world, roots)
-            trainer = _trainer(store, lease, configs, controller, found, progress, stop)
+            turns = DeviceTurns(lease=device, controller=controller)
+            trainer = _trainer(store, lease, configs, turns, found, progress, stop)
             try:
                 await trainer.run()
             finally:
                 trainer.tracker.close()
         controller.end()
+
+
+async def _take_device(configs: Configs) -> DeviceLease | None:
+    """Return the lease of a device that engines use too, acquired; None without ``--colocate``."""
+    if not configs[EngineConfig].is_colocated:
+        return None
+    run = configs[RunConfig]
+    lease = DeviceLease(leased_devices(run.output), f"the trainer of run {run.run_name}")
+    await lease.acquire(urgent=True)
+    return lease
 
 
 def _checkpoint_roots(configs: Configs) -> list[Path]:
@@ -159,12 +173,12 @@ def _trainer(
     store: Store,
     lease: TrainerLease,
     configs: Configs,
-    controller: Controller,
+    turns: DeviceTurns,
     found: Checkpoint | None,
     progress: Progress,
     stop: asyncio.Event,
 ) -> Trainer:
-    run, config = configs[RunConfig], configs[TrainConfig]
+    run, config, controller = configs[RunConfig], configs[TrainConfig], turns.controller
     output, *fallback = _checkpoint_roots(configs)
     publisher = Publisher(
         store=store,
@@ -172,6 +186,7 @@ def _trainer(
         controller=controller,
         progress=progress,
         lease=lease,
+        turns=turns,
         output=output,
         root=_versions_root(configs),
         max_staleness=_max_staleness(configs[SamplingConfig]),
@@ -198,6 +213,7 @@ def _trainer(
         stream=_stream(store, configs, controller, progress),
         progress=progress,
         lease=lease,
+        turns=turns,
         stop=stop,
         view=StepView(max_steps=config.max_steps),
         tracker=open_trackers(config.report_to, run, output, _parameters(configs)),

@@ -17,12 +17,14 @@ from training_data import group, training_configs
 from agentrl.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.device_lease import DeviceLease
 from agentrl.distributed.world import single_process
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracker_threads import open_trackers
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.progress import roll_back
@@ -50,8 +52,9 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
     base, output = write_tiny_policy(tmp_path / "base"), tmp_path / "output"
 
     async def begin(
-        choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH, **changes: Any
-    ) -> Trainer:
+        choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH,
+        device: DeviceLease | None = None, **changes: Any
+    ) -> Trainer:  # fmt: skip
         config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
         lease = TrainerLease(
             cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
@@ -73,9 +76,10 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
             groups_per_step=config.groups_per_step, num_epochs=1, freshness=freshness, wait_seconds=30.0,
         )  # fmt: skip
         stop = asyncio.Event()
+        turns = DeviceTurns(lease=device, controller=controller)
         publisher = Publisher(
             store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
-            output=output, root=str(output / "weights"), max_staleness=max_staleness, stop=stop,
+            turns=turns, output=output, root=str(output / "weights"), max_staleness=max_staleness, stop=stop,
         )  # fmt: skip
         saver = Saver(
             run_name="run", config=config, controller=controller, progress=progress, lease=lease,
@@ -85,7 +89,8 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         return Trainer(
             store=cast("Store", store), run_name="run", config=config, controller=controller, saver=saver,
             stream=DataStream(cast("Store", store), settings, progress.replay), progress=progress,
-            lease=lease, stop=stop, view=StepView(Console(file=StringIO())),
+            lease=lease, turns=turns, stop=stop,
+            view=StepView(Console(file=StringIO())),
             tracker=open_trackers("none", RunConfig(), output),
         )  # fmt: skip
 

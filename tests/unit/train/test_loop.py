@@ -13,10 +13,13 @@ from fake_store import FakeStore
 from training_data import group
 
 from agentrl.atomic_folder import remove_leftovers
+from agentrl.data.stream import DataStream, StepData
+from agentrl.device_lease import DeviceLease
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
 from agentrl.observe.metric_definitions import DEFINITIONS
 from agentrl.train import background, checkpoint
+from agentrl.train.controller import Controller
 from agentrl.train.loop import Trainer
 from agentrl.train.publishing import Publisher
 from agentrl.train.step import PolicyTrainer, StepResult
@@ -120,6 +123,49 @@ async def test_everything_is_trained_published_and_saved(
     assert found is not None
     assert found.state.train_steps == ("1/1", "1/2", "1/3")
     assert (found.state.step, found.state.policy_version) == (3, 2)
+
+
+async def test_the_trainer_has_the_device_from_its_data_to_the_copy_of_its_weights(
+    store: FakeStore, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, fresh = await reference(store, start)
+    vars(store).update(fresh)
+    engine, device = (DeviceLease(["d"], name, folder=tmp_path / "locks") for name in ("engine", "trainer"))
+    await device.acquire(urgent=True)
+    events: list[str] = []
+    sampled = asyncio.Event()
+    train, write, take = PolicyTrainer.train, Controller.write_version, DataStream.take
+
+    def noted_train(*arguments: Any) -> StepResult:
+        events.append("train")
+        return train(*arguments)
+
+    def noted_write(*arguments: Any) -> Any:
+        events.append("copy")
+        return write(*arguments)
+
+    async def take_samples(stream: DataStream, step: int) -> StepData | None:
+        await sampled.wait()
+        sampled.clear()
+        return await take(stream, step)
+
+    async def lend() -> None:
+        while True:
+            await engine.acquire()
+            events.append("sample")
+            sampled.set()
+            await engine.until_wanted()
+            engine.release()
+
+    monkeypatch.setattr(PolicyTrainer, "train", noted_train)
+    monkeypatch.setattr(Controller, "write_version", noted_write)
+    monkeypatch.setattr(DataStream, "take", take_samples)
+    lending = asyncio.create_task(lend())
+    await (await start(device=device)).run()
+    lending.cancel()
+    assert outcome(store) == expected
+    assert events == ["sample", *["train", "copy", "sample"] * 3]
+    assert all(step.metrics["seconds_device"] > 0 for step in store.train_steps.values())
 
 
 async def test_every_metric_is_reported(store: FakeStore, start: Start) -> None:

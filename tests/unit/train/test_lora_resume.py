@@ -84,8 +84,8 @@ def test_what_is_published_is_a_plain_model_with_the_same_logprobs(tmp_path: Pat
 def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     lease: Any = None
     publisher = Publisher(
-        store=lease, config=TrainConfig(), controller=lease, progress=lease, lease=lease, output=Path(),
-        root="", max_staleness=1, stop=asyncio.Event(),
+        store=lease, config=TrainConfig(), controller=lease, progress=lease, lease=lease, turns=lease,
+        output=Path(), root="", max_staleness=1, stop=asyncio.Event(),
     )  # fmt: skip
     warned = []
     for share in (None, 0.33, 0.5, 0.95, 0.8):
