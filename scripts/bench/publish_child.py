@@ -174,7 +174,8 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
             progress = Progress(attempt=lease.attempt)
             publisher = Publisher(
                 store=store, config=configs[TrainConfig], controller=controller, progress=progress,
-                lease=lease, output=folder / "out", max_staleness=4, stop=asyncio.Event(),
+                lease=lease, output=folder / "out", root=str(folder / "weights"), max_staleness=4,
+                stop=asyncio.Event(),
             )  # fmt: skip
             served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):
@@ -191,7 +192,9 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                     found["waits"].append(waited)
                     found["served"].append(time.perf_counter() - began)
             newest = await store.policy_versions.latest()
-            found["bytes"] = 0 if newest is None else newest.bytes
+            assert newest is not None
+            # A version in the trainer's memory has no files; engines get all of its tensors.
+            found["bytes"] = newest.bytes or 2 * controller.policy.model.num_parameters()
             await publisher.end()
         controller.end()
     return found
