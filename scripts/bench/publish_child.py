@@ -43,7 +43,7 @@ CHANGED = 0.013
 """Share of the weights that a step changes."""
 FLAGS = {
     "baseline": (),
-    "full": (),
+    "full": ("--publish", "full"),
     "delta": ("--publish", "delta"),
     "tensor": ("--weight_sync", "tensor"),
     "distributed": ("--weight_sync", "distributed"),
