@@ -33,6 +33,7 @@ from agentrl.model.precision import Precision
 from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
+from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.progress import Progress
 from agentrl.train.publishing import Publisher
@@ -174,7 +175,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
             progress = Progress(attempt=lease.attempt)
             publisher = Publisher(
                 store=store, config=configs[TrainConfig], controller=controller, progress=progress,
-                lease=lease, output=folder / "out", root=str(folder / "weights"), max_staleness=4,
+                lease=lease, turns=DeviceTurns(lease=None, controller=controller), output=folder / "out", root=str(folder / "weights"), max_staleness=4,
                 stop=asyncio.Event(),
             )  # fmt: skip
             served = await until_served(store, -1, process)
