@@ -175,8 +175,8 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
             progress = Progress(attempt=lease.attempt)
             publisher = Publisher(
                 store=store, config=configs[TrainConfig], controller=controller, progress=progress,
-                lease=lease, turns=DeviceTurns(lease=None, controller=controller), output=folder / "out", root=str(folder / "weights"), max_staleness=4,
-                stop=asyncio.Event(),
+                lease=lease, turns=DeviceTurns(lease=None, controller=controller), output=folder / "out",
+                root=str(folder / "weights"), max_staleness=4, stop=asyncio.Event(),
             )  # fmt: skip
             served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):

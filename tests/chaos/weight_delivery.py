@@ -45,7 +45,7 @@ RUN = "weights"
 SITES = ("site-0", "site-1")
 _READY_SECONDS = 90.0
 _FOLLOW_SECONDS = 120.0
-_CHANCE_SECONDS = 5.0
+_CHANCE_SECONDS = 3.0
 """How long a kill waits for its moment; then it comes without."""
 _GAP_SECONDS = (0.5, 2.0)
 _LATENCY = 0.02
@@ -114,7 +114,7 @@ class Delivery:
         own = {
             "trainer": [
                 "train", "--output_dir", out, "--publish_to", Bucket.url, "--publish", "delta",
-                "--groups_per_step", "2", "--num_generations", "2", "--learning_rate", "1e-4",
+                "--groups_per_step", "2", "--num_generations", "2", "--learning_rate", "1e-5",
                 "--max_staleness", "3", "--staleness_policy", "decay", "--out_of_date_decay", "0",
                 "--save_steps", "2", "--verify_data", "false",
             ],
