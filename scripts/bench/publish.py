@@ -47,7 +47,7 @@ def measure(way: str, model: str, options: argparse.Namespace, uri: str) -> dict
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, str(CHILD), json.dumps(wanted)],
-            env={**os.environ, "OMP_NUM_THREADS": str(options.threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(options.threads), "TQDM_DISABLE": "1"},
             stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT, check=True,
         )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
