@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.config.schema import RunConfig
@@ -23,7 +24,10 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.weights.delta import encode
 from agentrl.weights.model_folder import write_manifest
+from agentrl.weights.snapshot import WHOLE
+from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
 
@@ -64,6 +68,7 @@ def start(store: Store, mongo: str, tmp_path: Path) -> Iterator[Start]:
         *(*AGENTRL, "serve", "--engine", "local", "--run_name", store.run_name),
         *("--db_connection_string", mongo, "--model_name_or_path", str(save_model(tmp_path / "base", 1))),
         *("--log_dir", str(tmp_path / "logs"), "--heartbeat_seconds", "0.2", "--max_total_tokens", "8192"),
+        *("--weights_dir", str(tmp_path / "copies")),
     ]
     started: list[subprocess.Popen[bytes]] = []
 
@@ -97,10 +102,27 @@ async def engine_when(
 
 
 async def publish(store: Store, folder: Path, version: int) -> PolicyVersion:
-    files = write_manifest(folder, version=version)
-    document = PolicyVersion(id=version, step=version, location=str(folder), files=files, train_step=None)
+    tensors = {name: TensorChecksum.of(value) for name, value in load_file(folder / WHOLE).items()}
+    files = write_manifest(folder, version=version, tensors=tensors)
+    document = PolicyVersion(
+        id=version, step=version, location=str(folder), files=files, train_step=None,
+        digest=weights_digest(tensors),
+    )  # fmt: skip
     await store.policy_versions.publish(document)
     return document
+
+
+async def publish_delta(store: Store, base: PolicyVersion, folder: Path, version: int, seed: int) -> None:
+    """Publish the random weights of ``seed`` as a delta."""
+    after = load_file(save_model(folder / "whole", seed) / WHOLE)
+    (folder / "delta").mkdir()
+    written = encode(load_file(Path(base.location) / WHOLE), after, folder / "delta" / "rank-0.delta")
+    files = write_manifest(folder / "delta", version=version, tensors=written.tensors)
+    document = PolicyVersion(
+        id=version, step=version, location=str(folder / "delta"), files=files, train_step=None,
+        encoding="delta", base=base.id, digest=weights_digest(written.tensors),
+    )  # fmt: skip
+    await store.policy_versions.publish(document)
 
 
 async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
@@ -114,7 +136,7 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
     async with router.session("trajectory") as session:
         flying = asyncio.create_task(session.generate([5, 6, 7], params))
         await engine_when(store, serve, lambda s: s.running_requests == 1)
-        await publish(store, save_model(tmp_path / "v1", 2), 1)
+        first = await publish(store, save_model(tmp_path / "v1", 2), 1)
         await engine_when(store, serve, lambda s: s.policy_version == 1)
         made = await flying
         assert len(made.output_ids) == 1200
@@ -131,6 +153,15 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
         assert refused.policy_version == 1
         assert "model.safetensors" in str(refused.detail)
         assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 1
+
+        await publish_delta(store, first, tmp_path / "v3", 3, seed=4)
+        assert (await engine_when(store, serve, lambda s: s.policy_version == 3)).detail is None
+        copied, whole = (
+            load_file(folder / WHOLE)
+            for folder in (tmp_path / "copies" / store.run_name / "model", tmp_path / "v3" / "whole")
+        )
+        assert all(copied[name].equal(value) for name, value in whole.items())
+        assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 3
     await router.close()
 
     serve.send_signal(signal.SIGTERM)
