@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, MemoryConfig, PlacementConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, EvaluationConfig, MemoryConfig, PlacementConfig, TrainConfig
 from agentrl.errors import ConfigError
 
 Numbers = tuple[int, ...]
@@ -90,6 +90,8 @@ class Need:
             f"--inf_tp_size {engine.inf_tp_size}: CUDA gives a process one MIG instance",
             "set --inf_tp_size 1, or switch MIG off",
         )
+        # An evaluation of each version starts an engine of its own, which takes no turns.
+        has_own_evaluation = configs[EvaluationConfig].eval_steps is not None
         reasons = {
             "CUDA gives a process one MIG instance": gpus.are_mig,
             "images are trained in one process": has_images,
@@ -101,7 +103,7 @@ class Need:
             engine_gpus=engine.inf_tp_size,
             trainer_sizes={name: getattr(train, name) for name in _SIZES if getattr(train, name) > 1},
             machines=machines,
-            takes_turns=engine.colocate != "false",
+            takes_turns=engine.is_colocated or (engine.colocate == "auto" and not has_own_evaluation),
             single=next((reason for reason, holds in reasons.items() if holds), ""),
         )
 
@@ -172,7 +174,7 @@ def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
             not both or len(gpus) == 1 or need.takes_turns,
             f"--train_gpus {flags.train_gpus} and --engine_gpus {flags.engine_gpus} both name GPU"
             f" {ranges(both)}: a training step and an engine's KV cache do not fit one GPU together",
-            "leave out --colocate false: they take turns then; or give each GPU to one of them",
+            "set --colocate true: they take turns then; or give each GPU to one of them",
         )
     elif trainer and need.serves:
         engines = _whole(_rest(everything, trainer), need.engine_gpus)
