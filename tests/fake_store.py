@@ -239,6 +239,9 @@ class _PolicyVersions(_Part):
         kept = [version for version in self.store.versions.values() if version.status is status]
         return sorted(kept, key=lambda version: -version.id)
 
+    async def all(self) -> list[PolicyVersion]:
+        return [version for _, version in sorted(self.store.versions.items())]
+
     async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:
         return [version for id, version in sorted(self.store.versions.items()) if id in ids]
 

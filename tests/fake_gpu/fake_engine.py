@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.documents.sampling import SamplingParams
 from agentrl.inference.engines.local import model as engine
+from agentrl.inference.engines.local.attention import ATTENTION
 from agentrl.inference.engines.local.cache import Slot
 from agentrl.inference.engines.local.sampling import RowSampler, sample
 from agentrl.model.attention.sdpa import set_attention
@@ -31,7 +32,7 @@ def generate(folder: str) -> dict[str, Any]:
         empty = (
             build.from_config(engine.load_config(folder), dtype=torch.bfloat16).eval().requires_grad_(False)
         )
-    set_attention(empty, engine.ATTENTION)
+    set_attention(empty, ATTENTION)
 
     def load(folder: str, dtype: torch.dtype, device: torch.device) -> Any:
         """Give the model tensors without values, in place of what reads its weights."""

@@ -43,6 +43,8 @@ PLAIN: dict[str, Any] = {}
 COLD = {"temperature": 0.5}
 HOT = {"temperature": 1.5}
 GREEDY = {"temperature": 0.0}
+TRUNCATED = {"temperature": 1.5, "top_p": 0.8}
+FEW = {"top_k": 5, "min_p": 0.05}
 PENALISED = {"temperature": 0.5, "presence_penalty": 1.5}
 
 
@@ -139,6 +141,17 @@ async def test_calls_at_temperatures_of_their_own_are_on_policy(served: Served) 
     assert report["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert report["ratio_max"] == pytest.approx(1.0, abs=1e-3)
     assert report["kl_k1"] == pytest.approx(0.0, abs=1e-4)
+
+
+async def test_truncated_calls_are_on_policy_over_the_ids_that_they_were_sampled_from(served: Served) -> None:
+    outcome = decide(await sample_group(served, (TRUNCATED, PLAIN, FEW), (FEW, TRUNCATED)))
+    assert [[span.call for span in item.spans] for item in outcome.data] == [[0, 1, 2], [0, 1]]
+    assert outcome.summary["masked_calls"] == []
+    report = step(served, outcome)
+    assert report["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert report["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    unmasked = tuple(replace(item, sampling_mask=b"") for item in outcome.data)
+    assert step(served, replace(outcome, data=unmasked))["ratio_mean"] < 0.98
 
 
 async def test_a_penalized_call_is_context_where_the_engine_gives_the_policys_logprobs(

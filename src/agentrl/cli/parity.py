@@ -23,12 +23,13 @@ from rich.console import RenderableType
 
 from agentrl.config.flags import Flags, flag
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.config.schema import EngineConfig, MemoryConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
 from agentrl.observe.terminal import stdout_console, table
 
 if TYPE_CHECKING:
+    from agentrl.documents.routing import ExpertShape
     from agentrl.documents.sampling import SamplingParams
     from agentrl.inference.client import EngineClient
     from agentrl.inference.engine import Generation
@@ -38,7 +39,7 @@ MEAN_LIMIT = 1e-3
 """The mean of |Δlogprob| must stay below this, in nats."""
 BFLOAT16_LIMIT = 2e-2
 """The same for products in bfloat16, which trainer and engine round in different places."""
-FP8_LIMIT = 0.2
+FP8_LIMIT = 0.5
 """The same for an engine with weights in fp8, which the loss corrects for."""
 
 
@@ -56,16 +57,25 @@ class Difference:
     """KL(μ‖π), by the k3 estimate, in nats per token."""
     limit: float = MEAN_LIMIT
     """What the mean must stay below."""
+    routing: Literal["", "own", "replayed"] = ""
+    """Of a mixture: the trainer's own choice of experts, or the engine's, replayed as in training."""
 
     @classmethod
     def of(
-        cls, engine: str, executor: str, ours: NDArray[Any], theirs: NDArray[Any], limit: float = MEAN_LIMIT
+        cls,
+        engine: str,
+        executor: str,
+        ours: NDArray[Any],
+        theirs: NDArray[Any],
+        limit: float = MEAN_LIMIT,
+        routing: Literal["", "own", "replayed"] = "",
     ) -> Difference:
         """Compare the logprobs of the same tokens, float[T] each."""
         log_ratio = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
         delta = np.abs(log_ratio)
         p99, kl = float(np.quantile(delta, 0.99)), float(np.mean(np.expm1(log_ratio) - log_ratio))
-        return cls(engine, executor, len(delta), float(delta.mean()), p99, float(delta.max()), kl, limit)
+        mean, largest = float(delta.mean()), float(delta.max())
+        return cls(engine, executor, len(delta), mean, p99, largest, kl, limit, routing)
 
     @property
     def within(self) -> bool:
@@ -77,7 +87,8 @@ def render(differences: Sequence[Difference], model: str) -> RenderableType:
     """Return a table with a row per difference; there is one at least."""
     rows = [
         [
-            item.engine, item.executor, item.tokens, f"{item.mean:.2e}", f"{item.p99:.2e}", f"{item.max:.2e}",
+            item.engine, f"{item.executor}, {item.routing} routing" if item.routing else item.executor,
+            item.tokens, f"{item.mean:.2e}", f"{item.p99:.2e}", f"{item.max:.2e}",
             f"{item.kl:.2e}", "within" if item.within else "above",
         ]
         for item in differences
@@ -117,6 +128,8 @@ class Sample:
     logprobs: tuple[float, ...]
     sampling_mask: bytes = b""
     """The ids that each token was sampled from, if ``--top_p``, ``--top_k`` or ``--min_p`` left some out."""
+    routing: bytes = b""
+    """The experts of each token but the last, of a mixture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +156,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_flags(ModelConfig, "model_name_or_path", required=True)
     parser.add_flags(ParityFlags)
-    parser.add_flags(ModelConfig, "chat_template")
+    parser.add_flags(ModelConfig, "chat_template", "router_replay")
     parser.add_flags(EngineConfig, "engine_start_seconds", "rollout_quantization")
     arguments = parser.parse_args(argv)
     flags = group_of(ParityFlags, arguments)
@@ -151,6 +164,7 @@ def main(argv: list[str]) -> int:
         model_name_or_path=os.path.abspath(arguments.model_name_or_path),
         dtype=flags.dtype,
         chat_template=arguments.chat_template,
+        router_replay=arguments.router_replay,
     )
     config = EngineConfig(
         engine_start_seconds=arguments.engine_start_seconds,
@@ -161,13 +175,14 @@ def main(argv: list[str]) -> int:
         print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
     else:
         stdout_console().print(render(differences, arguments.model_name_or_path))
-    return 0 if all(difference.within for difference in differences) else 1
+    return 0 if all(difference.within or difference.routing == "own" for difference in differences) else 1
 
 
 async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig) -> list[Difference]:
     from agentrl.distributed.world import single_process
     from agentrl.documents.sampling import SamplingParams
     from agentrl.model.load import load_policy
+    from agentrl.train.build import build_replay
 
     quiet_transformers()
     policy = load_policy(model)
@@ -179,13 +194,16 @@ async def _compare(model: ModelConfig, flags: ParityFlags, config: EngineConfig)
         temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, min_p=flags.min_p,
         max_new_tokens=flags.max_new_tokens,
     )  # fmt: skip
+    replay = build_replay(model, MemoryConfig(), policy)
+    experts = None if replay is None else replay.shape
     prompts = encode_prompts(policy, flags.prompts)
     differences = []
     for name in _engines(flags):
-        async with _engine(model, flags.url, dataclasses.replace(config, engine=name)) as client:  # type: ignore[arg-type]
+        served = dataclasses.replace(config, engine=name)  # type: ignore[arg-type]
+        async with _engine(model, flags.url, served, experts) as client:
             samples = await _sample(client, prompts, params)
         differences += await asyncio.to_thread(
-            compare_samples, name, policy, samples, flags.temperature, limit
+            compare_samples, name, policy, samples, flags.temperature, limit, experts
         )
     return differences
 
@@ -204,11 +222,21 @@ def encode_prompts(policy: Policy, count: int) -> list[tuple[int, ...]]:
 
 
 def compare_samples(
-    engine: str, policy: Policy, samples: Sequence[Sample], temperature: float, limit: float
+    engine: str,
+    policy: Policy,
+    samples: Sequence[Sample],
+    temperature: float,
+    limit: float,
+    experts: ExpertShape | None = None,
 ) -> list[Difference]:
-    """Return a Difference per executor; one forest of chains holds all samples."""
-    from agentrl.data.forest import forest_from_sequences
+    """Return a Difference per executor; one forest of chains holds all samples.
+
+    With ``experts``, whose routing the policy replays, there are two: without and with the samples' routing.
+    """
+    from agentrl.data.forest import TokenForest, forest_from_sequences
+    from agentrl.data.forest_routing import ForestRouting
     from agentrl.distributed.parallel_model import ParallelModel
+    from agentrl.documents.routing import free_routing, unpack_routing
     from agentrl.documents.sampling_mask import SamplingMask
     from agentrl.model.attention.executor import EXECUTORS
     from agentrl.model.forward import ForwardOptions
@@ -221,11 +249,18 @@ def compare_samples(
     masks = [SamplingMask.unpack(sample.sampling_mask, len(sample.output)) for sample in samples]
     forest = dataclasses.replace(forest, sampling_mask=SamplingMask.join(masks))
     theirs = np.concatenate([np.asarray(sample.logprobs) for sample in samples])
+    forests: dict[Literal["", "own", "replayed"], TokenForest] = {"": forest}
+    if experts is not None and all(sample.routing for sample in samples):
+        pieces = [sample.routing + free_routing(1) for sample in samples]
+        routing = ForestRouting(unpack_routing(b"".join(pieces), experts))
+        forests = {"own": forest, "replayed": dataclasses.replace(forest, routing=routing)}
     differences = []
     for executor in EXECUTORS:
         model = ParallelModel(policy.model, executor=executor, trains=False)
-        ((logprobs, _),) = model.logprobs([forest], ForwardOptions())
-        differences.append(Difference.of(engine, executor, logprobs.detach().cpu().numpy(), theirs, limit))
+        for kind, each in forests.items():
+            ((logprobs, _),) = model.logprobs([each], ForwardOptions())
+            ours = logprobs.detach().cpu().numpy()
+            differences.append(Difference.of(engine, executor, ours, theirs, limit, kind))
     return differences
 
 
@@ -248,14 +283,16 @@ def _engines(flags: ParityFlags) -> list[str]:
 
 
 @asynccontextmanager
-async def _engine(model: ModelConfig, url: str | None, config: EngineConfig) -> AsyncIterator[EngineClient]:
+async def _engine(
+    model: ModelConfig, url: str | None, config: EngineConfig, experts: ExpertShape | None
+) -> AsyncIterator[EngineClient]:
     """Yield a client of the engine at ``--url``, or of one that is started for the block."""
     from agentrl.inference.engines.clients import engine_client
     from agentrl.inference.engines.commands import engine_command
     from agentrl.inference.engines.process import EngineProcess, free_port
 
     if url:
-        async with engine_client(config.engine, url, _GENERATE_SECONDS) as client:
+        async with engine_client(config.engine, url, _GENERATE_SECONDS, experts=experts) as client:
             yield client
         return
     port = free_port(config.host)
@@ -264,7 +301,7 @@ async def _engine(model: ModelConfig, url: str | None, config: EngineConfig) -> 
         process = EngineProcess(command, Path(folder) / "engine.log")
         try:
             async with engine_client(
-                config.engine, f"http://{config.host}:{port}", _GENERATE_SECONDS
+                config.engine, f"http://{config.host}:{port}", _GENERATE_SECONDS, experts=experts
             ) as client:
                 await process.wait_ready(client, config.engine_start_seconds)
                 yield client
@@ -276,12 +313,15 @@ async def _sample(
     client: EngineClient, prompts: Sequence[tuple[int, ...]], params: SamplingParams
 ) -> list[Sample]:
     generations: list[Generation] = await asyncio.gather(
-        *(client.generate(ids, params, f"parity-{place:06d}") for place, ids in enumerate(prompts))
+        *(
+            client.generate(ids, params, f"parity-{place:06d}", routed_from=0)
+            for place, ids in enumerate(prompts)
+        )
     )
     samples = [
-        Sample(prompt, generation.output_ids, generation.logprobs, generation.sampling_mask)
-        for prompt, generation in zip(prompts, generations, strict=True)
-        if generation.output_ids
+        Sample(prompt, made.output_ids, made.logprobs, made.sampling_mask, made.routing)
+        for prompt, made in zip(prompts, generations, strict=True)
+        if made.output_ids
     ]
     if not samples:
         raise EngineError(f"engine {client.url} generated no token for any of {len(prompts)} prompts")

@@ -182,13 +182,18 @@ class TrainConfig(ParallelConfig):
         " distributed: over the network, without a disk",
     )
     full_every: int = flag(
-        10,
-        "with --weight_sync tensor or distributed, also store every N-th version as files, for engines that"
-        " join later",
+        20,
+        "store whole weights at least every N-th version, between deltas or beside --weight_sync tensor or"
+        " distributed; an engine that starts reads them and the deltas since",
         within="[1, inf)",
         unit="versions",
     )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
+    publish: Literal["auto", "full", "delta"] = flag(
+        "auto",
+        "what a version holds: full, the whole weights; delta, the elements that differ from the version"
+        " before; auto, a delta where it has less than half of the bytes",
+    )
     publish_to: str | None = flag(
         None,
         "where published weights are stored, in a subfolder of the run's name: a folder, or a URL with s3://,"

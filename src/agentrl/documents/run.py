@@ -265,6 +265,8 @@ class InferenceService(Root):
     tokenizer: str | None = None
     """Fingerprint of the tokenizer in the folder that the engine serves."""
     detail: str | None = None
+    needs_full: bool = False
+    """Whether it waits for whole weights: a delta that it needs is damaged or missing."""
     host: str
     pid: int
     instance: str | None = None

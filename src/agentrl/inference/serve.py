@@ -205,6 +205,7 @@ class ServedEngine:
             running_tokens=self._load.tokens,
             context_length=self._context_length,
             detail=self._detail,
+            needs_full=self._weights.needs_full,
         )
 
     async def _follow(self) -> None:

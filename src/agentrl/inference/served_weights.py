@@ -32,6 +32,10 @@ class ServedWeights:
         self._store = store
         self._copy = copy
         self._loaded = loaded
+        self._ready: dict[int, PolicyVersion] = {}
+        """By the version that was fetched last: what can be loaded for it."""
+        self.needs_full = False
+        """Whether the version that was fetched last needs a delta that is damaged or missing."""
         self._live = LiveLoader(client)
 
     def started(self) -> None:
@@ -47,9 +51,14 @@ class ServedWeights:
                 "it is only in the memory of a trainer that this engine does not reach; the next stored"
                 " version is loaded"
             )
-        ready = await self._copy.bring(self._store, version)
-        if ready.id <= self._loaded < version.id:
-            raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
+        try:
+            ready = await self._copy.bring(self._store, version)
+            if ready.id <= self._loaded < version.id:
+                raise PublishError(f"it cannot be had, and the newest that can is version {ready.id}")
+        except PublishError:
+            self.needs_full = version.encoding == "delta"
+            raise
+        self._ready, self.needs_full = {version.id: ready}, ready.id < version.id
 
     async def load(self, version: PolicyVersion) -> int:
         """Load ``version``, which was fetched; return the number of the version that is served then.
@@ -72,7 +81,8 @@ class ServedWeights:
             else:
                 self._loaded = version.id
                 return version.id
-        return await self._load_held(*await self._copy.hold(self._store, version))
+        ready = self._ready.get(version.id, version)
+        return await self._load_held(*await self._copy.hold(self._store, ready))
 
     async def _load_held(self, version: PolicyVersion, folder: str) -> int:
         try:

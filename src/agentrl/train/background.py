@@ -129,12 +129,12 @@ class RankWriter:
         snapshot = self._take(step)
         if base is None:
             write = partial(write_share, folder, snapshot)
+            written = self._versions.submit(write, partial(self._complete, folder, self._configuration))
         else:
-            write = partial(_encode, folder, self.model.rank, self._held[base], snapshot)
-        written = self._versions.submit(write, partial(self._complete, folder, self._configuration))
-        self._reads[step].append(written)
-        if base is not None:
+            encode_share = partial(_encode, folder, self.model.rank, self._held[base], snapshot)
+            written = self._versions.submit(encode_share, join)
             self._reads[base].append(written)
+        self._reads[step].append(written)
         return written
 
     def hold_version(self, step: int, kind: LiveKind) -> Future[LiveWeights]:

@@ -37,7 +37,8 @@ LEAST_SHARE = 0.9
 WRITE_SECONDS = 3600.0
 """How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
-_REPORT_SECONDS = 30.0
+REPORT_SECONDS = 30.0
+"""Interval of the lines about such a wait."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +50,8 @@ class Publication:
     temporary: Path | None
     write: Future[Written] | None
     """What is stored in ``temporary``; both are None if it is in the trainer's memory alone."""
+    base: PolicyVersion | None
+    """The version from which it differs; None for whole weights."""
     live: Future[LiveWeights] | None
     checkpoint: asyncio.Future[Unfinished | None]
     """The checkpoint of the same step that links its files; it is published after that."""
@@ -87,6 +90,12 @@ class Publisher:
     """Why the last publication failed."""
     unstored: int = 0
     """Versions since the last stored one that were in the trainer's memory alone."""
+    _base: PolicyVersion | None = None
+    """The version from which the next one may differ: every rank holds its weights."""
+    _deltas: int = 0
+    """Versions since the last whole weights."""
+    _deltas_from: int = 0
+    """The version from which deltas are tried again, after one that was not small."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to publish the weights of ``step``.
@@ -110,6 +119,8 @@ class Publisher:
         while (ahead := progress.step - progress.published_step) > self.max_staleness:
             if self.flight is not None:
                 await self.end()
+                if self.failure is None:
+                    await self.begin()
                 continue
             if self.failure is not None:
                 left = deadline - time.monotonic()
@@ -156,7 +167,7 @@ class Publisher:
     async def _copy(self, links: bool, is_last: bool) -> None:
         progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
         is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
-        step, needed = progress.step, self.controller.writer.model.bytes
+        step, needed, base = progress.step, self.controller.writer.model.bytes, self._choose_base()
         # Beside the versions, so that it can be renamed; a URL gets a copy of it.
         folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
         target = folder / f"step-{step:06d}"
@@ -168,7 +179,8 @@ class Publisher:
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
-            return temporary, self.controller.write_version(step, temporary), live
+            since = None if base is None else base.step
+            return temporary, self.controller.write_version(step, temporary, since), live
 
         await self.turns.begin()
         began = time.perf_counter()
@@ -178,16 +190,30 @@ class Publisher:
             train_step=progress.train_steps[-1] if progress.train_steps else None,
             temporary=temporary,
             write=write,
+            base=base,
             live=live,
             checkpoint=asyncio.get_running_loop().create_future(),
             began=began,
         )
-        if not links or not is_stored:
+        if not links or not is_stored or base is not None:
             publication.checkpoint.set_result(None)
         if policy.adapter is not None:
             self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
         publication.task = asyncio.create_task(self._publish(publication))
         self.flight = publication
+
+    def _choose_base(self) -> PolicyVersion | None:
+        """Return the version from which the next one is to differ; None for whole weights.
+
+        These begin a trainer and each interval of ``--full_every``, and are stored beside ``--weight_sync``.
+        """
+        config, base, self._base = self.config, self._base, None
+        is_due = config.weight_sync != "disk" or self._deltas + 1 >= config.full_every
+        if base is None or is_due or config.publish == "full":
+            return None  # the ranks use the memory of the base's snapshot again
+        if config.publish == "delta" or base.id >= self._deltas_from:
+            self._base = base
+        return self._base
 
     async def _publish(self, publication: Publication) -> PublishError | None:
         """Publish a version once it is written; return why it failed, if it did."""
@@ -206,6 +232,11 @@ class Publisher:
         except PublishError as error:
             return error
         self.unstored = 0 if published.is_stored else self.unstored + 1
+        if published.is_stored:
+            self._base = published
+        self._deltas = self._deltas + 1 if publication.base is not None else 0
+        if publication.base is not None and 2 * published.bytes > self.controller.writer.model.bytes:
+            self._deltas_from = published.id + self.config.full_every
         self.published, progress = published, self.progress
         progress.version, progress.published_step = published.id, publication.step
         progress.is_overdue = False
@@ -233,6 +264,7 @@ class Publisher:
             return await publish(
                 self.store, publication.temporary, written, target,
                 step=publication.step, train_step_id=publication.train_step, live=live,
+                base=publication.base.id if publication.base is not None else None,
             )  # fmt: skip
         finally:
             checkpoint = checkpoint or await publication.checkpoint
@@ -283,8 +315,8 @@ async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> 
 
     Raises PublishError if it takes longer than ``WRITE_SECONDS``.
     """
-    for _ in range(math.ceil(WRITE_SECONDS / _REPORT_SECONDS)):
-        if (await asyncio.wait([task], timeout=_REPORT_SECONDS))[0]:
+    for _ in range(math.ceil(WRITE_SECONDS / REPORT_SECONDS)):
+        if (await asyncio.wait([task], timeout=REPORT_SECONDS))[0]:
             return task.result()
         logger.info("waiting until %s is written", what)
     raise PublishError(

@@ -19,6 +19,7 @@ from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.train.publishing import Publisher, wait_for_write
 from agentrl.weights.folder import architecture
+from agentrl.weights.local_copy import is_in_place
 
 if TYPE_CHECKING:
     from agentrl.train.controller import Controller
@@ -79,8 +80,11 @@ class Saver:
 
     async def keep(self, error: PublishError) -> PublishError:
         """Save a checkpoint before training ends with ``error``; return an error that says what is saved."""
-        self._log_unsaved(await self._end_saving())
-        other = await self._save()
+        try:
+            self._log_unsaved(await self._end_saving())
+            other = await self._save()
+        except PublishError as hangs:
+            other = hangs
         return self.stopped(error) if other is None else self.stopped(error, other)
 
     async def close(self) -> None:
@@ -152,8 +156,9 @@ class Saver:
             attempt=progress.attempt,
         )
         version = self.publisher.published
-        has_version = version is not None and version.step == state.step and version.is_full
-        linked = Path(version.location) if version and has_version and policy.adapter is None else None
+        linked = None
+        if version is not None and version.step == state.step and version.is_full and policy.adapter is None:
+            linked = Path(version.location) if is_in_place(version) else None
 
         def begin() -> Unfinished:
             unfinished = checkpoint.begin(

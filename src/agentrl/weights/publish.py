@@ -131,20 +131,15 @@ async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
 def withdrawn_twin(withdrawn: Sequence[PolicyVersion], written: Written) -> PolicyVersion | None:
     """Return the first of the ``withdrawn`` versions that has the same weights, tokenizer and configuration.
 
-    Their files may be others: of another number of ranks, or a delta.
+    Its files may be others: of another number of ranks, or a delta, which has neither of the latter.
     """
 
     def beside(files: Sequence[FileChecksum]) -> set[FileChecksum]:
         return {file for file in files if not file.name.endswith(_WEIGHTS)}
 
-    return next(
-        (
-            policy
-            for policy in withdrawn
-            if policy.digest == written.digest and beside(policy.files) == beside(written.files)
-        ),
-        None,
-    )
+    own = beside(written.files)
+    same = (policy for policy in withdrawn if policy.digest == written.digest)
+    return next((policy for policy in same if not own or beside(policy.files) in (own, set())), None)
 
 
 async def _reinstate(

@@ -43,12 +43,14 @@ from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.pipeline_stages import tied_weight
 from agentrl.distributed.world import leave_processes
+from agentrl.documents.routing import ExpertShape
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions
 from agentrl.model.load import Policy
 from agentrl.model.lora import Adapter, add_adapter
 from agentrl.model.precision import Precision
+from agentrl.model.routing import RouterReplay, find_routers
 from agentrl.train.background import Lane, RankWriter
 from agentrl.train.build import checkpointing_mode, compile_layers, enable_checkpointing
 from agentrl.train.optimizer import build_optimizer, load_optimizer
@@ -60,6 +62,8 @@ LIMIT = 1e-4
 LIMITS = {"float32": LIMIT, "bfloat16": 0.25}
 """Of every deviation, by the dtype of products in the layout."""
 LORA = AdapterConfig(lora_rank=5)
+EXPERTS = ExpertShape(layers=2, top_k=2, experts=8)
+"""Of the mixture, and of the routing of a step's data."""
 FILE_BYTES = 20_000
 """So that a tiny model is written in several files."""
 STEPS = 3
@@ -132,9 +136,18 @@ CASES = {
 }
 
 
-def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
+def install_replay(model: Any) -> RouterReplay | None:
+    """Let a mixture take the experts that the data of a step name."""
+    return RouterReplay.install(model, EXPERTS) if find_routers(model) else None
+
+
+def build_trainer(
+    model: ParallelModel, case: Case, adapter: Adapter | None = None, replay: RouterReplay | None = None
+) -> PolicyTrainer:
     """Return what trains ``model``; in a single process without merging prefixes or splitting data."""
     is_single = model.mesh.layout.world == 1
+    if is_single:
+        replay = install_replay(model.model)
     # Rounding decides on which side of a bound a token is: without one.
     gspo = {"loss_calculater": "GSPO", "old_logprobs": "recompute", "epsilon": 0.2}
     loss = gspo if case.whole_steps else {}
@@ -157,11 +170,13 @@ def build_trainer(model: ParallelModel, case: Case, adapter: Adapter | None = No
         frozen=FrozenLogprobs(start=case.whole_steps),
         epochs=2 if case.whole_steps else 1,
         recorded_tokens=1 << 20,
+        replay=replay,
     )
 
 
 def build_parallel(model: Any, case: Case, adapter: Adapter | None = None) -> PolicyTrainer:
     """Split ``model`` over the layout of ``case``, and return what trains it."""
+    replay = install_replay(model)
     enable_checkpointing(model, checkpointing_mode(case.memory, gradient_checkpointing=False))
     if case.memory.torch_compile:
         compile_layers(model)
@@ -173,7 +188,7 @@ def build_parallel(model: Any, case: Case, adapter: Adapter | None = None) -> Po
         reduction=case.memory.gradient_reduction,
         precision=Precision(products=getattr(torch, case.products)),
     )
-    return build_trainer(parallel, case, adapter)
+    return build_trainer(parallel, case, adapter, replay)
 
 
 def rank_writer(together: PolicyTrainer, limit: int = FILE_BYTES) -> RankWriter:
@@ -293,6 +308,7 @@ def compare_step(alone: PolicyTrainer, together: PolicyTrainer, step: int) -> di
     counts = {"trajectories": len(data), "trainable_tokens": sum(item.trainable_tokens for item in data)}
     for key, count in counts.items():
         assert expected[key] == found[key] == count, f"{key}: {expected[key]}, {found[key]}, not {count}"
+    assert (expected.get("router_replayed", 0) > 0.7) == (alone.replay is not None)
     is_exact = together.model.products == torch.float32
     worst = {key: abs(found[key] - expected[key]) / abs(expected[key]) for key in ("loss", "grad_norm")}
     differences = compare_tokens(data, single.tokens, result.tokens)

@@ -8,6 +8,7 @@ import numpy as np
 from tiny_models import VOCABULARY, trajectory
 
 from agentrl.documents.model_call import pack_ids, unpack_ids
+from agentrl.documents.routing import pack_routing
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData
 
@@ -61,4 +62,14 @@ def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
         else trained[:, None][:, :0]
     )
     mask = SamplingMask.of(kept.reshape(len(trained), -1).tolist()).pack()
-    return replace(item, task=task, input_ids=pack_ids(ids.tolist()), sampling_mask=mask)
+    return replace(
+        item, task=task, input_ids=pack_ids(ids.tolist()), sampling_mask=mask, routing=_routing(ids)
+    )
+
+
+def _routing(ids: np.ndarray) -> bytes:
+    """Return two of 8 experts for each token and layer, by its id; every seventh id routes freely."""
+    first = ids[:, None] + np.arange(2)
+    experts = np.stack([first % 8, (first + 1 + ids[:, None] % 3) % 8], -1)
+    experts[ids % 7 == 0] = 0
+    return pack_routing(experts)

@@ -330,6 +330,8 @@ BREAKS: dict[str, tuple[int, str, Break]] = {
         5, "made by 1/1", lambda d: d.set("TrainStep", run.STEP, status="reverted")),
     "a version of no step": (
         5, "the step that made it", lambda d: d.set("PolicyVersion", 1, train_step="9/9")),
+    "a delta without its base": (
+        5, "its base", lambda d: d.set("PolicyVersion", 1, base=9, encoding="delta")),
     "tokens of an unknown version": (
         5, "policy version 8 of its tokens",
         lambda d: d.set("DispatchedSamplingTask", CALL, versions__0__version=8)),

@@ -190,7 +190,7 @@ async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tm
     assert harness.client.calls == updates(version)
     assert harness.store.services.beats[-1] == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
-        "running_tokens": 700, "context_length": None, "detail": None,
+        "running_tokens": 700, "context_length": None, "detail": None, "needs_full": False,
     }  # fmt: skip
 
 
@@ -369,9 +369,14 @@ async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp
     assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
     assert harness.client.calls == [("update", str(harness.copy.folder), 3)]
     (tmp_path / "published/v000003/rank-0.delta").unlink()
+    late = ServedWeights(harness.client, store, LocalCopy(tmp_path / "late"), loaded=1)  # type: ignore[arg-type]
+    await late.fetch(chain.versions[3])
+    assert late.needs_full
+    assert await late.load(chain.versions[3]) == 2
     alone = ServedWeights(harness.client, store, LocalCopy(tmp_path / "alone"), loaded=2)  # type: ignore[arg-type]
     with pytest.raises(PublishError, match="the newest that can is version 2"):
         await alone.fetch(chain.versions[3])
+    assert alone.needs_full
 
 
 async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(

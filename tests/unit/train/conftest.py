@@ -55,7 +55,7 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         choice: str = "auto", max_staleness: int = 0, freshness: Freshness = FRESH,
         device: DeviceLease | None = None, **changes: Any
     ) -> Trainer:  # fmt: skip
-        config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, **changes})
+        config = TrainConfig(**{"groups_per_step": 2, "save_steps": 1, "publish": "full", **changes})
         lease = TrainerLease(
             cast("Store", store), await store.trainer_lease.acquire("me", "h", 1, 60.0), 60.0
         )

@@ -6,20 +6,18 @@ import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
 from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, read_adapter
+from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
@@ -30,27 +28,6 @@ from agentrl.model.vision import PixelReader
 from agentrl.weights.folder import expert_shape, stored_dtype
 
 logger = logging.getLogger(__name__)
-
-ATTENTION = "agentrl_slots"
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """The attention of one chunk: queries [begin, end) of the batch over cache rows [first, last)."""
-
-    begin: int
-    end: int
-    first: int
-    last: int
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    cache: KVCache
-    rows: Tensor
-    segments: tuple[_Segment, ...]
 
 
 class LocalModel:
@@ -165,7 +142,7 @@ class LocalModel:
         ends = np.cumsum(counts)
         wanted = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.wants_logits]
         self._adapted.assign([chunk.slot.adapter for chunk in chunks], counts)
-        batch = _Batch(
+        batch = SlotBatch(
             cache=cache,
             rows=torch.from_numpy(starts + positions).to(self.device),
             segments=tuple(self._segment(c, int(end)) for c, end in zip(chunks, ends, strict=True)),
@@ -212,7 +189,7 @@ class LocalModel:
             if isinstance(module, nn.Linear | PackedLinear) and module is not head
         }
 
-    def _segment(self, chunk: Chunk, end: int) -> _Segment:
+    def _segment(self, chunk: Chunk, end: int) -> Segment:
         count = len(chunk.token_ids)
         length = chunk.start + count
         mask = None
@@ -221,7 +198,7 @@ class LocalModel:
             queries = torch.arange(chunk.start, length, device=self.device)
             mask = (keys[None, :] <= queries[:, None]).repeat(self._group, 1)
         first = chunk.slot.start
-        return _Segment(end - count, end, first, first + length, mask)
+        return Segment(end - count, end, first, first + length, mask)
 
     @torch.inference_mode()
     def _check_against_plain_attention(self) -> None:
@@ -322,46 +299,3 @@ def _eos_ids(folder: str, config: Any) -> frozenset[int]:
         values.append(json.loads(path.read_text(encoding="utf-8")).get("eos_token_id"))
     flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
     return frozenset(item for item in flat if item is not None)
-
-
-def _slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    slot_batch: _Batch | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention over the KV cache; each layer calls it with query [1, heads, n, dim] of the batch.
-
-    The query heads of one key head become additional query rows, so that keys and values are read once and
-    never repeated.
-    """
-    named = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if slot_batch is None or named:
-        raise ModelError(f"the local engine's attention does not support {named or 'a call without a batch'}")
-    layer = cast("int", module.layer_idx)
-    cache = slot_batch.cache
-    layer_keys, layer_values = cache.keys[layer], cache.values[layer]
-    layer_keys.index_copy_(0, slot_batch.rows, key[0].transpose(0, 1))
-    layer_values.index_copy_(0, slot_batch.rows, value[0].transpose(0, 1))
-    heads, count, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    grouped = query.view(kv_heads, group, count, dim)
-    output = query.new_empty(count, kv_heads, group, dim)
-    for segment in slot_batch.segments:
-        keys = layer_keys[segment.first : segment.last].transpose(0, 1)
-        values = layer_values[segment.first : segment.last].transpose(0, 1)
-        n = segment.end - segment.begin
-        rows = grouped[:, :, segment.begin : segment.end].reshape(kv_heads, group * n, dim)
-        mixed = F.scaled_dot_product_attention(
-            rows[None], keys[None], values[None], attn_mask=segment.mask, scale=scaling
-        )
-        output[segment.begin : segment.end] = mixed.view(kv_heads, group, n, dim).permute(2, 0, 1, 3)
-    return output.view(1, count, heads, dim), None
-
-
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _slot_attention)

@@ -28,9 +28,10 @@ from agentrl.inference.engines.local.requests import (
     read_routed_from,
 )
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, read_params, read_stops
-from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler, Worker
+from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler
 from agentrl.inference.engines.local.vision import read_request_images
 from agentrl.inference.engines.local.weights import LoadedWeights
+from agentrl.inference.engines.local.worker import Worker
 
 Json = dict[str, Any]
 T = TypeVar("T")

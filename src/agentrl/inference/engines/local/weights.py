@@ -22,7 +22,8 @@ from agentrl.device_lease import return_freed_memory
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.requests import BadRequestError, read_json
-from agentrl.inference.engines.local.scheduler import Scheduler, Worker
+from agentrl.inference.engines.local.scheduler import Scheduler
+from agentrl.inference.engines.local.worker import Worker
 from agentrl.weights.memory_file import StoredTensor, open_memory_file, unflatten
 from agentrl.weights.weight_group import broadcast, connect, join_group
 

@@ -26,6 +26,7 @@ class Versions(Whole):
         steps = await moment.by_id(STEP, made_by, {"step": 1, "status": 1})
         findings.count(Invariant.VERSIONS, "versions", len(versions))
         findings.add(Invariant.VERSIONS, None, number_problems(versions))
+        findings.add(Invariant.VERSIONS, None, base_problems(versions))
         for version in versions:
             findings.add(Invariant.VERSIONS, None, origin_problems(version, steps))
         await self._files(versions, findings)
@@ -71,6 +72,17 @@ def number_problems(versions: Sequence[Json]) -> Iterator[Problem]:
                 f"PolicyVersion {version['_id']}", "numbers without a gap", expected, version["_id"]
             )
         expected = version["_id"] + 1
+
+
+def base_problems(versions: Sequence[Json]) -> Iterator[Problem]:
+    """Yield published versions that are kept while the version that they change or extend is not."""
+    kept = {version["_id"] for version in versions if version.get("pruned_at") is None and version["files"]}
+    for version in versions:
+        base = version.get("base")
+        is_published = version["status"] == VersionStatus.PUBLISHED
+        if is_published and version["_id"] in kept and base is not None and base not in kept:
+            expected = f"version {base} with its files"
+            yield Problem(f"PolicyVersion {version['_id']}", "its base", expected, "none")
 
 
 def origin_problems(version: Json, steps: Mapping[str, Json]) -> Iterator[Problem]:
