@@ -131,7 +131,9 @@ class EngineClient(EngineControl):
         if self._experts is None or routed_from is None:
             return generation
         tokens = len(input_ids) + len(generation.output_ids) - 1 - routed_from
-        packed = await asyncio.to_thread(packed_experts, collector.routed_experts, tokens, self._experts)
+        packed = await asyncio.to_thread(
+            packed_experts, collector.routed_experts, routed_from, tokens, self._experts
+        )
         if packed is None and generation.output_ids and not self._is_unrouted:
             self._is_unrouted = True
             log.warning(
@@ -282,12 +284,19 @@ class EngineClient(EngineControl):
                 await self.abort(rid)
 
 
-def packed_experts(encoded: str | None, tokens: int, shape: ExpertShape) -> bytes | None:
-    """Return the packed experts of ``tokens`` tokens; None unless ``encoded`` holds exactly these."""
+def packed_experts(encoded: str | None, start: int, tokens: int, shape: ExpertShape) -> bytes | None:
+    """Return the packed experts of ``tokens`` tokens from ``start`` on.
+
+    None unless ``encoded`` holds these, or those of all tokens: an older SGLang knows no start.
+    """
     try:
         experts = np.frombuffer(base64.b64decode(encoded or "", validate=True), "<i4")
-        experts = experts.reshape(tokens, shape.layers, shape.top_k)
+        experts = experts.reshape(-1, shape.layers, shape.top_k)
     except (binascii.Error, ValueError, TypeError):
+        return None
+    if len(experts) == start + tokens:
+        experts = experts[start:]
+    if len(experts) != tokens:
         return None
     is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
     return pack_routing(experts) if is_valid else None

@@ -15,6 +15,7 @@ from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.live_weights import PartlyLoadedError, is_reachable
 from agentrl.inference.served_weights import ServedWeights
 from agentrl.processes import identify
+from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest
 
 HERE = identify(os.getpid())
@@ -71,7 +72,8 @@ def version(number: int, folder: Path | None = None, live: LiveWeights | None = 
 
 
 def served(engine: Engine, *versions: PolicyVersion) -> ServedWeights:
-    return ServedWeights(engine, Store(*versions))  # type: ignore[arg-type]
+    copy = LocalCopy(Path("of-versions-that-are-not-loaded-in-place"))
+    return ServedWeights(engine, Store(*versions), copy)  # type: ignore[arg-type]
 
 
 async def test_a_live_version_needs_no_folder() -> None:
