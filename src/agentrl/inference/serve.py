@@ -329,8 +329,10 @@ class ServedEngine:
                 await self._report()
 
     async def _reload(self) -> None:
-        """Load the newest version that was fetched, or the weights that the engine started with."""
+        """Load the newest version that was fetched, or the one that the engine started with."""
         async with self._fetching:
+            if self._fetched is None and self._version:  # the copy of it that was loaded may have changed
+                self._fetched = await self._store.policy_versions.get(self._version)
             if self._fetched is None:
                 await self._client.update_weights(self._folder, self._version)
             else:
