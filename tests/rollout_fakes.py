@@ -63,6 +63,8 @@ class ScriptedEngine:
         self.version = 3
         self.context_length: int | None = None
         self.partial: PartialGeneration | None = None
+        self.experts_of: Callable[[Sequence[int]], bytes] | None = None
+        """The routing of token ids, if the engine returns any."""
 
     async def generate(
         self,
@@ -95,6 +97,9 @@ class ScriptedEngine:
             cached_tokens=0,
             seconds=0.01,
             engine_url="http://engine",
+            routing=b""
+            if self.experts_of is None
+            else self.experts_of([*input_ids, *ids][routed_from or 0 : -1]),
         )
 
     @asynccontextmanager

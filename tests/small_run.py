@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
@@ -15,6 +16,7 @@ from agentrl.documents.model_call import (
     pack_ids,
 )
 from agentrl.documents.record import Failure
+from agentrl.documents.routing import pack_routing
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
@@ -59,6 +61,7 @@ def call(claimed: Claim, index: int, version: int, prompt_tokens: int) -> Dispat
         versions=(VersionSpan(version=version, start=0, end=4),), prompt_tokens=prompt_tokens,
         generated_tokens=4, engine="e", generate_seconds=0.1, context_ids=pack_ids([10 + index, 20]),
         output_ids=pack_ids([claimed.traj_id, 1, 2, 3]), logprobs=pack_floats([-0.5, -0.25, -1.0, -2.0]),
+        routing=pack_routing(np.arange(10 + 2 * bool(index)).reshape(-1, 1, 2)),
     )  # fmt: skip
 
 

@@ -41,6 +41,8 @@ from chaos.plan import Members, make_plan
 from chaos.refusals import Report as RefusalReport
 from chaos.refusals import run_refusals
 from chaos.report import Report, check_run, examine
+from chaos.weight_delivery import Report as DeliveryReport
+from chaos.weight_delivery import run_weight_delivery
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class Options:
     only: str | None
     refusals: float | None
     harness: float | None
+    weights: float | None
+    away: float
 
 
 def main(argv: list[str]) -> int:
@@ -95,7 +99,11 @@ def main(argv: list[str]) -> int:
     return 1 if report.violations else 0
 
 
-async def _work(options: Options, folder: Path) -> Report | DrillReport | RefusalReport | HarnessReport:
+async def _work(
+    options: Options, folder: Path
+) -> Report | DrillReport | RefusalReport | HarnessReport | DeliveryReport:
+    if options.weights is not None:
+        return await run_weight_delivery(folder, options.weights, away=options.away, seed=options.seed)
     if options.harness is not None:
         return await run_harness_kills(folder, options.harness, tasks=_HARNESS_TASKS, seed=options.seed)
     if options.refusals is not None:
@@ -240,6 +248,14 @@ def _parse(argv: list[str]) -> Options:
     parser.add_argument(
         "--harness", type=float, metavar="SECONDS",
         help="instead: gateway, harnesses, samplers and mongod are killed so long under 16 harnesses",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", type=float, metavar="SECONDS",
+        help="instead: trainer and engines are killed so long while weights travel over an S3 server",
+    )  # fmt: skip
+    parser.add_argument(
+        "--away", type=float, default=60.0, metavar="SECONDS",
+        help="with --weights: how long the bucket is away in turns (%(default)g)",
     )  # fmt: skip
     options = Options(**vars(parser.parse_args(argv)))
     if options.minutes <= 0 or options.gap <= 0 or options.tasks <= 0:

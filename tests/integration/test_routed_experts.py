@@ -101,6 +101,11 @@ async def test_a_generation_without_its_whole_routing_has_none_and_one_warning(
     assert len(told) == 1
 
 
+async def test_the_routing_of_all_tokens_is_cut_to_those_that_are_asked_for() -> None:
+    made, _ = await generated(answer([5, 6], "stop", encoded(5)))
+    assert unpack_routing(made.routing, SHAPE)[:, 0, 0].tolist() == [2, 3, 4]
+
+
 async def test_no_routing_is_asked_for_that_an_answer_could_not_hold() -> None:
     wide = ExpertShape(layers=10_000, top_k=100, experts=128)
     async with ScriptedEngine(answer_plain).serving() as engine:

@@ -137,10 +137,10 @@ async def test_a_resumed_generation_has_the_masks_of_its_parts() -> None:
         )  # fmt: skip
         await call.done()
 
-    async with ScriptedEngine(dies, goes_on).serving() as engine:
+    async with ScriptedEngine(dies).serving() as first, ScriptedEngine(goes_on).serving() as second:
 
         async def live() -> list[InferenceService]:
-            return [engine.service("a")]
+            return [first.service("a"), second.service("b", running_tokens=1)]
 
         router = EngineRouter(live, wait_seconds=5.0, backoff=0.01)
         async with router.session("t") as session:

@@ -13,9 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from engine_policy import assert_logprobs
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import ServiceStatus
@@ -23,7 +26,12 @@ from agentrl.inference.client import EngineClient
 from agentrl.inference.router import EngineRouter
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.weights.delta import encode
+from agentrl.weights.live import LiveHolder
 from agentrl.weights.model_folder import write_manifest
+from agentrl.weights.publish import publish_live
+from agentrl.weights.snapshot import WHOLE
+from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
 AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
 
@@ -64,6 +72,7 @@ def start(store: Store, mongo: str, tmp_path: Path) -> Iterator[Start]:
         *(*AGENTRL, "serve", "--engine", "local", "--run_name", store.run_name),
         *("--db_connection_string", mongo, "--model_name_or_path", str(save_model(tmp_path / "base", 1))),
         *("--log_dir", str(tmp_path / "logs"), "--heartbeat_seconds", "0.2", "--max_total_tokens", "8192"),
+        *("--weights_dir", str(tmp_path / "copies")),
     ]
     started: list[subprocess.Popen[bytes]] = []
 
@@ -97,10 +106,27 @@ async def engine_when(
 
 
 async def publish(store: Store, folder: Path, version: int) -> PolicyVersion:
-    files = write_manifest(folder, version=version)
-    document = PolicyVersion(id=version, step=version, location=str(folder), files=files, train_step=None)
+    tensors = {name: TensorChecksum.of(value) for name, value in load_file(folder / WHOLE).items()}
+    files = write_manifest(folder, version=version, tensors=tensors)
+    document = PolicyVersion(
+        id=version, step=version, location=str(folder), files=files, train_step=None,
+        digest=weights_digest(tensors),
+    )  # fmt: skip
     await store.policy_versions.publish(document)
     return document
+
+
+async def publish_delta(store: Store, base: PolicyVersion, folder: Path, version: int, seed: int) -> None:
+    """Publish the random weights of ``seed`` as a delta."""
+    after = load_file(save_model(folder / "whole", seed) / WHOLE)
+    (folder / "delta").mkdir()
+    written = encode(load_file(Path(base.location) / WHOLE), after, folder / "delta" / "rank-0.delta")
+    files = write_manifest(folder / "delta", version=version, tensors=written.tensors)
+    document = PolicyVersion(
+        id=version, step=version, location=str(folder / "delta"), files=files, train_step=None,
+        encoding="delta", base=base.id, digest=weights_digest(written.tensors),
+    )  # fmt: skip
+    await store.policy_versions.publish(document)
 
 
 async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
@@ -114,7 +140,7 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
     async with router.session("trajectory") as session:
         flying = asyncio.create_task(session.generate([5, 6, 7], params))
         await engine_when(store, serve, lambda s: s.running_requests == 1)
-        await publish(store, save_model(tmp_path / "v1", 2), 1)
+        first = await publish(store, save_model(tmp_path / "v1", 2), 1)
         await engine_when(store, serve, lambda s: s.policy_version == 1)
         made = await flying
         assert len(made.output_ids) == 1200
@@ -131,6 +157,15 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
         assert refused.policy_version == 1
         assert "model.safetensors" in str(refused.detail)
         assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 1
+
+        await publish_delta(store, first, tmp_path / "v3", 3, seed=4)
+        assert (await engine_when(store, serve, lambda s: s.policy_version == 3)).detail is None
+        copied, whole = (
+            load_file(folder / WHOLE)
+            for folder in (tmp_path / "copies" / store.run_name / "model", tmp_path / "v3" / "whole")
+        )
+        assert all(copied[name].equal(value) for name, value in whole.items())
+        assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 3
     await router.close()
 
     serve.send_signal(signal.SIGTERM)
@@ -156,6 +191,50 @@ async def test_a_restart_serves_the_newest_version_at_once(
     again = start()
     service = await engine_when(store, again, lambda s: s.id != first.id and s.status is ServiceStatus.READY)
     assert service.policy_version == 1
+
+
+async def test_it_follows_versions_in_a_trainers_memory_and_outlives_the_trainer(
+    store: Store, start: Start, tmp_path: Path
+) -> None:
+    folders = {seed: save_model(tmp_path / f"m{seed}", seed) for seed in (2, 3, 4, 5)}
+    tensors = {seed: load_file(folder / "model.safetensors") for seed, folder in folders.items()}
+    holders = [LiveHolder(kind, torch.device("cpu")) for kind in ("tensor", "distributed")]
+    greedy = SamplingParams(max_new_tokens=12, temperature=0.0, extra={"ignore_eos": True})
+
+    async def hold(holder: LiveHolder, seed: int) -> int:
+        live = holder.join([holder.hold(tensors[seed])])
+        made = await publish_live(store, live, attempt=None, step=seed, train_step_id=None)
+        return made.id
+
+    async def serves(serve: subprocess.Popen[bytes], version: int, seed: int) -> InferenceService:
+        service = await engine_when(
+            store, serve, lambda s: (s.policy_version, s.status) == (version, ServiceStatus.READY)
+        )
+        async with EngineClient(service.url) as client:
+            made = await client.generate([5, 6, 7], greedy, f"seed-{seed}")
+        assert made.versions == (VersionSpan(version=version, start=0, end=12),)
+        assert_logprobs(str(folders[seed]), [5, 6, 7], made)
+        return service
+
+    serve = start()
+    await engine_when(store, serve, lambda s: s.status is ServiceStatus.READY)
+    await publish(store, tmp_path / "base", 0)
+    for holder, seed in zip(holders, (2, 3), strict=True):
+        first = await serves(serve, await hold(holder, seed), seed)
+    serve.kill()
+    await asyncio.to_thread(serve.wait, 10)
+    newest = await hold(holders[1], 4)
+    late = start()
+    await engine_when(store, late, lambda s: s.id != first.id and s.policy_version == newest)
+    await serves(late, newest, 4)
+    for holder in holders:
+        holder.close()
+    lost = holders[0].join([(await store.policy_versions.all())[1].live.shares[0]])  # type: ignore[union-attr]
+    await publish_live(store, lost, attempt=None, step=5, train_step_id=None)
+    refused = await engine_when(store, late, lambda s: s.detail is not None)
+    assert refused.policy_version == newest
+    await publish(store, folders[5], newest + 2)
+    await serves(late, newest + 2, 5)
 
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:

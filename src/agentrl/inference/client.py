@@ -35,6 +35,7 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     Generation,
     Progress,
+    adapter_version,
     known_format,
     malformed,
 )
@@ -55,6 +56,8 @@ _ROUTING_KEY = "X-SMG-Routing-Key"
 class EngineClient(EngineControl):
     """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
 
+    adapter: str | None = None
+    """The adapter that requests name from now on, ``RUN@VERSION``; None: the engine's own weights."""
     _returns_masks = True
     """Whether to ask for sampling masks: until an answer shows that the engine has none."""
     _is_unrouted = False
@@ -94,6 +97,9 @@ class EngineClient(EngineControl):
         ids_json = encoded.update(input_ids, collector.vocab_size)
         if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
             routed_from = None
+        adapter = self.adapter
+        if adapter is not None:
+            collector.version, collector.is_fixed = adapter_version(adapter), True
         masked = self._returns_masks and params.truncates
         path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
@@ -111,6 +117,8 @@ class EngineClient(EngineControl):
                     keep=keep, progress=progress, routed_from=routed_from,
                 )  # fmt: skip
             if isinstance(error, EngineRefusedError):
+                if adapter is not None and adapter in error.message:  # unloaded; a newer one is there
+                    raise EngineError(error.message, hint=error.hint) from error
                 raise
             await self._abort_quietly(rid)
             raise
@@ -131,7 +139,9 @@ class EngineClient(EngineControl):
         if self._experts is None or routed_from is None:
             return generation
         tokens = len(input_ids) + len(generation.output_ids) - 1 - routed_from
-        packed = await asyncio.to_thread(packed_experts, collector.routed_experts, tokens, self._experts)
+        packed = await asyncio.to_thread(
+            packed_experts, collector.routed_experts, routed_from, tokens, self._experts
+        )
         if packed is None and generation.output_ids and not self._is_unrouted:
             self._is_unrouted = True
             log.warning(
@@ -227,6 +237,8 @@ class EngineClient(EngineControl):
             }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
+        if self.adapter is not None:
+            rest["lora_path"] = self.adapter
         if routed_from is not None:
             rest |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
@@ -282,12 +294,19 @@ class EngineClient(EngineControl):
                 await self.abort(rid)
 
 
-def packed_experts(encoded: str | None, tokens: int, shape: ExpertShape) -> bytes | None:
-    """Return the packed experts of ``tokens`` tokens; None unless ``encoded`` holds exactly these."""
+def packed_experts(encoded: str | None, start: int, tokens: int, shape: ExpertShape) -> bytes | None:
+    """Return the packed experts of ``tokens`` tokens from ``start`` on.
+
+    None unless ``encoded`` holds these, or those of all tokens: an older SGLang knows no start.
+    """
     try:
         experts = np.frombuffer(base64.b64decode(encoded or "", validate=True), "<i4")
-        experts = experts.reshape(tokens, shape.layers, shape.top_k)
+        experts = experts.reshape(-1, shape.layers, shape.top_k)
     except (binascii.Error, ValueError, TypeError):
+        return None
+    if len(experts) == start + tokens:
+        experts = experts[start:]
+    if len(experts) != tokens:
         return None
     is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
     return pack_routing(experts) if is_valid else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl.documents.run import InferenceService, PolicyVersion, WeightEncoding
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.store.views.rows import StepRow
 
@@ -18,8 +18,10 @@ class PublishedVersion:
 
     version: int
     step: int
-    encoding: WeightEncoding
+    encoding: str
+    """``full``, ``delta`` or ``adapter``; ``tensor`` or ``distributed`` in the trainer's memory alone."""
     bytes: int
+    """Of its files; 0 in the trainer's memory."""
     seconds_waited: float | None
     """How long the trainer waited for it; None before the next step is committed."""
     engines: int
@@ -37,7 +39,7 @@ def published_versions(
         PublishedVersion(
             version=version.id,
             step=version.step,
-            encoding=version.encoding,
+            encoding=version.live.kind if version.live and not version.files else version.encoding,
             bytes=version.bytes,
             # The metrics of a step are those of the last publication before it.
             seconds_waited=waited.get(version.step + 1) if version.id > 0 else None,

@@ -149,7 +149,8 @@ def _weights(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
     if not run.versions:
         return
     newest = run.versions[0]
-    text = Text(f"version {newest.version} {newest.encoding} {amount(newest.bytes)}")
+    text = Text(f"version {newest.version} {newest.encoding}, ")
+    text.append(amount(newest.bytes) if newest.bytes else "in the trainer's memory")
     if newest.seconds_waited is not None:
         text.append(f", trainer waited {newest.seconds_waited:.1f} s")
     if newest.seconds_until_served is not None:

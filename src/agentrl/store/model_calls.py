@@ -179,7 +179,8 @@ class ModelCalls(Repository):
         the Record is not running, or another gateway has taken the request over.
         """
         answer = _Answer(claim, call, request, after)
-        is_large = len(call.context_ids) + len(call.output_ids) + len(call.sampling_mask) > LARGE
+        packed = (call.context_ids, call.output_ids, call.sampling_mask, call.routing)
+        is_large = sum(map(len, packed)) > LARGE
         return await (self._answer(answer) if is_large else self._answering.write(answer))
 
     async def _answer(self, answer: _Answer) -> DispatchedSamplingTask:

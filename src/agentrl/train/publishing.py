@@ -21,7 +21,7 @@ from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
-from agentrl.weights.publish import PublishTarget, publish, publish_live
+from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_live
 from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
@@ -167,7 +167,9 @@ class Publisher:
     async def _copy(self, links: bool, is_last: bool) -> None:
         progress, policy, sync = self.progress, self.controller.policy, self.config.weight_sync
         is_stored = sync == "disk" or is_last or self.unstored + 1 >= self.config.full_every
-        step, needed, base = progress.step, self.controller.writer.model.bytes, self._choose_base()
+        engines = await self.store.services.live(LIVE_ENGINE_SECONDS)
+        base = self._choose_base(lacks_link=any(engine.needs_full for engine in engines))
+        step, needed = progress.step, self.controller.writer.model.bytes
         # Beside the versions, so that it can be renamed; a URL gets a copy of it.
         folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
         target = folder / f"step-{step:06d}"
@@ -202,14 +204,16 @@ class Publisher:
         publication.task = asyncio.create_task(self._publish(publication))
         self.flight = publication
 
-    def _choose_base(self) -> PolicyVersion | None:
+    def _choose_base(self, *, lacks_link: bool) -> PolicyVersion | None:
         """Return the version from which the next one is to differ; None for whole weights.
 
-        These begin a trainer and each interval of ``--full_every``, and are stored beside ``--weight_sync``.
+        These begin a trainer and each interval of ``--full_every``, are stored beside ``--weight_sync``, and
+        help an engine that ``lacks_link`` of the chain of deltas.
         """
         config, base, self._base = self.config, self._base, None
         is_due = config.weight_sync != "disk" or self._deltas + 1 >= config.full_every
-        if base is None or is_due or config.publish == "full":
+        is_adapter = self.controller.policy.publishes_adapter
+        if base is None or is_due or lacks_link or is_adapter or config.publish == "full":
             return None  # the ranks use the memory of the base's snapshot again
         if config.publish == "delta" or base.id >= self._deltas_from:
             self._base = base
@@ -261,10 +265,13 @@ class Publisher:
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
             )
+            base = 0 if self.controller.policy.publishes_adapter else None
+            if publication.base is not None:
+                base = publication.base.id
             return await publish(
                 self.store, publication.temporary, written, target,
                 step=publication.step, train_step_id=publication.train_step, live=live,
-                base=publication.base.id if publication.base is not None else None,
+                base=base,
             )  # fmt: skip
         finally:
             checkpoint = checkpoint or await publication.checkpoint

@@ -11,7 +11,7 @@ import pytest
 from ready_data import ready_data
 
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
-from agentrl.documents.run import FileChecksum, PolicyVersion
+from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion, ProcessIdentity
 from agentrl.documents.status import CallStatus, DataStatus, RecordStatus, StepStatus, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
@@ -257,6 +257,23 @@ async def test_versions_only_grow(store: Store) -> None:
         await store.policy_versions.reinstate(version(9))
     await store.policy_versions.publish(version(3))
     assert [stored.id for stored in await store.policy_versions.all()] == [0, 1, 2, 3]
+
+
+async def test_versions_above_the_newest_stored_one_are_withdrawn_with_their_trainers_memory(
+    store: Store,
+) -> None:
+    process = ProcessIdentity(boot_id="b", pid_namespace="n", pid=7, started=9)
+    live = LiveWeights(kind="tensor", shares=(LiveShare(name="s", host="h", process=process, file="/f"),))
+    for number, location in enumerate(["/w", "", "/w", "", ""]):
+        version = PolicyVersion(
+            id=number, step=number, location=location, files=(), live=live, train_step=None
+        )
+        await store.policy_versions.publish(version)
+        assert await store.policy_versions.get(number) == version
+    assert await store.policy_versions.withdraw_after(3) == 2
+    assert [item.id for item in await store.policy_versions.published(9)] == [2, 1, 0]
+    assert await store.policy_versions.withdraw_after(1) == 2
+    assert [item.id for item in await store.policy_versions.published(9)] == [0]
 
 
 async def test_versions_are_found_without_reading_them_all(store: Store) -> None:

@@ -35,3 +35,12 @@ def test_products_in_bfloat16_have_a_wider_limit() -> None:
     ours, theirs = np.array([BFLOAT16_LIMIT / 2]), np.array([0.0])
     assert not Difference.of("e", "x", ours, theirs).within
     assert Difference.of("e", "x", ours, theirs, BFLOAT16_LIMIT).within
+
+
+def test_a_mixture_has_a_row_without_and_with_replayed_routing() -> None:
+    ours, theirs = np.array([0.5]), np.array([0.0])
+    rows = [Difference.of("e", "varlen", ours, theirs, MEAN_LIMIT, kind) for kind in ("own", "replayed")]
+    out = io.StringIO()
+    Console(file=out, width=120).print(render(rows, "folder"))
+    assert "varlen, own routing" in out.getvalue()
+    assert "varlen, replayed routing" in out.getvalue()

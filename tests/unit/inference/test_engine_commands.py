@@ -105,3 +105,15 @@ def test_large_weights_may_load_longer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("x" * 1000)
     assert load_seconds(str(tmp_path)) == 700
     assert load_seconds(str(tmp_path / "gone")) == load_seconds(None) == 0
+
+
+@pytest.mark.parametrize("flag", ["auto", "off"])
+def test_sglang_returns_the_experts_of_a_mixture(folder: Path, flag: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for shape in ({}, {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 3}):
+        (folder / "config.json").write_text(json.dumps(config | shape))
+        command = engine_command(
+            str(folder), ModelConfig(router_replay=flag), EngineConfig(engine="sglang"), 1
+        )
+        returns = "--enable-return-routed-experts" in command.argv
+        assert returns == (bool(shape) and flag == "auto")

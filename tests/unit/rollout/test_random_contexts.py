@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import chat_models as models
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from trajectories import Trajectory, converted
 
 from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.model_call import unpack_ids
+from agentrl.documents.routing import ExpertShape, pack_routing, unpack_routing
 from agentrl.documents.status import StopReason
 from agentrl.documents.training import DBRecordData
 from agentrl.rollout.agent_io import Outcome
@@ -22,6 +25,7 @@ from agentrl.rollout.rollout import ContextManager, Rollout
 TEMPLATES = {"all": models.KEEPS_ALL, "tool_cycle": models.KEEPS_CYCLE, "none": models.KEEPS_NONE}
 MANAGERS = ("disabled", "discard_all_tools", "discard_all", "summarize", "custom")
 SEEDS = range(3)
+EXPERTS = ExpertShape(layers=1, top_k=2, experts=1000)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -76,12 +80,27 @@ async def play(seed: int, chat_format: ChatFormat, manager: str) -> Trajectory:
         prompt_reserve_tokens=900,
     )
     trajectory.engine.chat_format = chat_format  # type: ignore[assignment]
+    trajectory.engine.experts_of = lambda ids: pack_routing(experts_of(ids))
     trajectory.tools.text = "x" * chance.randrange(1, 200)
     if manager == "custom":
         custom: ContextManager = keep_latest
         trajectory.manager = custom
     await trajectory.run(wander)
     return trajectory
+
+
+def experts_of(ids: Sequence[int]) -> NDArray[np.int64]:
+    """Experts that say which id they belong to."""
+    return np.array(ids)[:, None, None] + np.arange(EXPERTS.top_k)
+
+
+def check_routing(data: DBRecordData) -> None:
+    """Check that each token has the experts of its own call, except the last one of each branch."""
+    found = unpack_routing(data.routing, EXPERTS)
+    wanted = experts_of(unpack_ids(data.input_ids).tolist())
+    parents = {node.parent for node in data.nodes}
+    wanted[[node.end - 1 for place, node in enumerate(data.nodes) if place not in parents]] = -1
+    assert (found == wanted).all()
 
 
 def contexts(data: DBRecordData) -> dict[int, list[list[int]]]:
@@ -112,6 +131,7 @@ async def test_each_generated_token_is_trained_once_in_the_context_it_was_sample
             for index, (prompt, output) in enumerate(zip(engine.prompts, engine.outputs, strict=True))
         }
         assert data.trainable_tokens == sum(map(len, engine.outputs))
+        check_routing(data)
         assert [call.index for call in calls if call.parent is None] == [
             call.index for call in calls if call.index == 0 or call.drops_thoughts or call.is_context_reset
         ]

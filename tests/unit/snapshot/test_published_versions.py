@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from snapshots import NOW, engine, printed, snapshot, step_row
 
-from agentrl.documents.run import FileChecksum, PolicyVersion, ServedVersion
+from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion, ServedVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.snapshot.published_versions import published_versions
 from agentrl.snapshot.status_screen import render_run_status
@@ -33,5 +33,8 @@ def test_a_version_has_its_bytes_and_the_seconds_until_the_last_engine_served_it
     assert (newest.version, newest.step, newest.encoding, newest.bytes) == (2, 9, "delta", 3 << 20)
     assert (newest.seconds_waited, newest.engines, newest.seconds_until_served) == (0.25, 3, 1.5)
     assert (base.version, base.seconds_waited, base.engines, base.seconds_until_served) == (0, None, 0, None)
+    live = LiveWeights(kind="tensor", shares=())
+    [row] = published_versions([replace(VERSIONS[0], files=(), live=live, encoding="full")], steps, [])
+    assert (row.encoding, row.bytes) == ("tensor", 0)
     page = printed(render_run_status(snapshot(versions=[newest, base])))
-    assert "weights    version 2 delta 3.0 MiB, trainer waited 0.2 s, served by 3 after 1.5 s" in page
+    assert "weights    version 2 delta, 3.0 MiB, trainer waited 0.2 s, served by 3 after 1.5 s" in page

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from training_data import group
 from waiting import until
 
+from agentrl.documents.run import InferenceService
 from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.errors import LeaseLostError, PublishError
 from agentrl.train import background, publishing
@@ -175,6 +176,14 @@ async def test_deltas_lead_to_the_trained_weights(
     assert all(torch.equal(found[name], trained[name]) for name in trained)
     saved = load_file(trainer.saver.output / "checkpoint-000006" / "model" / "model.safetensors")
     assert all(torch.equal(saved[name], trained[name]) for name in trained)
+
+
+async def test_an_engine_that_lacks_a_delta_gets_whole_weights(store: FakeStore, start: Start) -> None:
+    store.engines = [
+        InferenceService(id="e", url="u", engine="local", model="m", host="h", pid=1, needs_full=True)
+    ]
+    await (await start(publish="delta", max_steps=3)).run()
+    assert {version.encoding for version in store.versions.values()} == {"full"}
 
 
 async def test_deltas_that_are_not_small_are_not_written_by_default(store: FakeStore, start: Start) -> None:

@@ -8,13 +8,24 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fake_store import FakeStore
+from safetensors.torch import load_file, save_file
 
+from agentrl.atomic_folder import begin_folder
+from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, PublishError
 from agentrl.weights import storage
+from agentrl.weights.delta import encode
+from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import MANIFEST, checksums, write_manifest
+from agentrl.weights.publish import PublishTarget, publish
+from agentrl.weights.sharded_writer import Written
 from agentrl.weights.storage import delete, download, folder_names, read, require_storage, upload
+from agentrl.weights.tensor_checksums import TensorChecksum
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -122,6 +133,43 @@ async def test_a_version_returns_bit_by_bit(
     with pytest.raises(PublishError, match=r"model\.safetensors"):
         await download(location, files, target)
     assert checksums(target) == files
+
+
+async def test_versions_are_published_followed_and_pruned_there(root: str, tmp_path: Path) -> None:
+    store: Any = FakeStore()
+    store.attempt = 1
+    weights = {"w": torch.zeros(100)}
+    copy = LocalCopy(tmp_path / "copy")
+    target = PublishTarget(root=root, attempt=1, keep=2)
+    version: PolicyVersion | None = None
+    for step in range(1, 7):
+        before, weights = weights, weights | {"w": weights["w"] + torch.arange(100).eq(step)}
+        temporary = begin_folder(tmp_path / "published" / "step")
+        is_full = step in (1, 4)
+        if is_full:
+            save_file(weights, temporary / "model.safetensors")
+        else:
+            encode(before, weights, temporary / "rank-0.delta")
+        tensors = {"w": TensorChecksum.of(weights["w"])}
+        written = Written(checksums(temporary), tensors)
+        version = await publish(
+            store, temporary, written, target, step=step, train_step_id=None,
+            base=None if version is None or is_full else version.id,
+        )  # fmt: skip
+        assert version.location == f"{root}/{storage.name_of(version.location)}"
+        held, folder = await copy.hold(store, await copy.bring(store, version))
+        assert held == version
+        assert load_file(f"{folder}/model.safetensors")["w"].equal(weights["w"])
+        copy.release()
+    pruned = [number for number, each in store.versions.items() if each.pruned_at is not None]
+    assert pruned == [0, 1, 2]  # 4 and 5 are kept, and 5 is a delta of 4
+    assert not list((tmp_path / "published").glob(".tmp-*"))
+    for number, each in store.versions.items():
+        if number in pruned:
+            with pytest.raises(PublishError, match="manifest"):
+                await read(f"{each.location}/{MANIFEST}")
+        else:
+            await read(f"{each.location}/{MANIFEST}")
 
 
 async def test_a_file_with_other_bytes_is_not_kept(root: str, tmp_path: Path) -> None:
