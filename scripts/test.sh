@@ -11,7 +11,8 @@ set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
 
-apart=(tests/unit tests/exactness tests/fake_gpu tests/unmoved tests/integration/store tests/integration/test_bench_quick.py)
+apart=(tests/unit tests/exactness tests/fake_gpu tests/unmoved tests/integration/store tests/integration/dashboard
+  tests/integration/test_bench_quick.py)
 
 # What tests need outside .venv, and the site: done while .venv is installed and checks run. Exit status 4: no npm.
 install_others() {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from agentrl.model.lora import Adapter
+from agentrl.model.lora import Adapter, ServedAdapter
 from agentrl.weights.folder import ADAPTER_WEIGHTS
 from agentrl.weights.sharded_writer import Written, write_beside, write_share
 from agentrl.weights.snapshot import Snapshot
@@ -20,4 +20,13 @@ def write_adapter(adapter: Adapter, folder: Path, weights: Mapping[str, Tensor] 
     )
     written = write_share(folder, Snapshot({ADAPTER_WEIGHTS: content}))
     write_beside(folder, written, adapter.configuration())
+    return written
+
+
+def write_served(adapter: Adapter, folder: Path) -> Written:
+    """Write what engines load of ``adapter`` into ``folder``, which exists, as a version holds it."""
+    source = ServedAdapter(adapter)
+    content = source.convert({part.name: part.make() for part in source.parts()})
+    written = write_share(folder, Snapshot({ADAPTER_WEIGHTS: content}))
+    write_beside(folder, written, source.configuration())
     return written

@@ -25,10 +25,12 @@ from engine_policy import (
 from safetensors.torch import load_file
 from tcp_server import TcpServer
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 from waiting import until
+from written_adapter import write_served
 
 from agentrl.chat.parsers.reasoning import THINK
-from agentrl.config.schema import AgentConfig, EngineConfig, ModelConfig
+from agentrl.config.schema import AdapterConfig, AgentConfig, EngineConfig, ModelConfig
 from agentrl.documents.model_call import VersionSpan
 from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.documents.sampling import SamplingParams
@@ -40,16 +42,18 @@ from agentrl.gateway.request import GatewayRequest
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineInterruptedError, EngineRefusedError, Generation
 from agentrl.inference.engines.clients import engine_client
-from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.commands import engine_command, has_gpu
 from agentrl.inference.engines.process import EngineProcess, free_port
 from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
+from agentrl.model.lora import add_adapter
 from agentrl.rollout.prompts import Budget
 from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 CONTEXT = 4096
+ADAPTER = AdapterConfig(lora_rank=4)
 LONG_TOKENS = 2500
 LONG = SamplingParams(max_new_tokens=LONG_TOKENS, extra={"ignore_eos": True})
 SHORT = SamplingParams(max_new_tokens=12, extra={"ignore_eos": True})
@@ -86,7 +90,7 @@ def served(
     config = EngineConfig(engine=kind, max_total_tokens=32768, inf_mem_ratio=0.1)  # type: ignore[arg-type]
     port = free_port(config.host)
     try:
-        command = engine_command(folders[0], ModelConfig(), config, port)
+        command = engine_command(folders[0], ModelConfig(), config, port, ADAPTER)
     except ConfigError as error:
         if kind in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
             raise
@@ -139,6 +143,56 @@ async def running_long(client: EngineClient, seed: int, rid: str) -> "asyncio.Ta
             return task
         assert len(task.result().output_ids) == LONG_TOKENS
     raise AssertionError("a long generation ended before two short ones, five times")
+
+
+async def test_an_adapter_is_loaded_while_requests_run(
+    served: Served, engine: EngineClient, tmp_path: Path
+) -> None:
+    if served.kind == "vllm" and not has_gpu():
+        pytest.skip("vLLM's adapters need a GPU")
+    policies = {name: save_adapter(served.first, tmp_path / name, seed) for seed, name in enumerate("ab")}
+    long = await running_long(engine, 71, "plain")
+    await engine.load_adapter("run@7", str(tmp_path / "a"))
+    assert "run@7" in await engine.load_adapter("other@7", str(tmp_path / "b"))
+    made = {}
+    for name, key in (("run@7", "a"), ("other@7", "b"), (None, "")):
+        engine.adapter = name
+        made[key] = await engine.generate(prompt(72), SHORT, f"adapted-{key}")
+    assert made["a"].versions == made["b"].versions == (VersionSpan(version=7, start=0, end=12),)
+    for key, policy in policies.items():
+        ids = torch.tensor([[*prompt(72), *made[key].output_ids]])
+        with torch.no_grad():
+            expected = policy(ids).logits[0, 39:-1].log_softmax(-1)
+        assert_close(expected, made[key])
+    assert_logprobs(served.first, prompt(72), made[""])
+    assert made[""].versions == (VersionSpan(version=0, start=0, end=12),)
+    engine.adapter = "run@7"  # loaded again under its name, it is replaced
+    await engine.load_adapter("run@7", str(tmp_path / "b"))
+    again = await engine.generate(prompt(72), SHORT, "replaced")
+    ids = torch.tensor([[*prompt(72), *again.output_ids]])
+    with torch.no_grad():
+        assert_close(policies["b"](ids).logits[0, 39:-1].log_softmax(-1), again)
+    engine.adapter = "never@1"
+    with pytest.raises(EngineError, match="never@1") as raised:
+        await engine.generate(prompt(72), SHORT, "unknown")
+    assert not isinstance(raised.value, EngineRefusedError)
+    for name in ("run@7", "other@7"):
+        await engine.unload_adapter(name)
+    await engine.abort("plain")
+    assert_logprobs(served.first, prompt(71), await long, end=20)
+
+
+def save_adapter(base: str, folder: Path, seed: int) -> torch.nn.Module:
+    """Write a random adapter of the model in ``base``; return the adapted model."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapter = add_adapter(model, ADAPTER, Path(base), None)
+    torch.manual_seed(seed)
+    for name, value in adapter.named_parameters():
+        if ".lora_B." in name:
+            value.data.normal_(std=0.05)
+    folder.mkdir()
+    write_served(adapter, folder)
+    return model
 
 
 async def test_health_and_model_info(served: Served, engine: EngineClient) -> None:

@@ -27,9 +27,9 @@ words, records = sys.orig_argv, pathlib.Path(os.environ["STUB_RECORDS"])
 names = ["serve", "sample", "agentrl.train", "train", "eval"]
 name = next((name for name in names if name in words[1:5]), None)
 if "launch" in words[1:4]:
-    from agentrl.inference.engines import commands
+    from agentrl import device_lease
 
-    commands.has_gpu = lambda: True
+    device_lease.has_gpu = lambda: True
 elif any("get_device_properties" in word for word in words):
     print(json.dumps([False, [["NVIDIA H100", 79 * 2**30]] * int(os.environ["STUB_GPUS"])]), flush=True)
     os._exit(0)
@@ -143,9 +143,10 @@ def test_gpus_of_a_job_are_divided_by_their_names_and_accelerate_starts_the_trai
 def test_one_gpu_is_shared(machine: Machine) -> None:
     code, output = machine.launch("grpo.sh", gpus=1, processes=3)
     assert code == 0, output
-    assert "the trainer and the engine share it; the engine takes 0.5 of its memory" in output
+    assert "the trainer and the engine take turns on it; the engine takes 0.8 of its memory" in output
     assert machine.seen("serve") == machine.seen("sample") == machine.seen("train") == ["0"]
-    assert machine.started("serve")[0]["words"][-2:] == ["--inf_mem_ratio", "0.5"]
+    assert machine.started("serve")[0]["words"][-2:] == ["--colocate", "true"]
+    assert machine.started("train")[0]["words"][-2:] == ["--colocate", "true"]
 
 
 def test_an_evaluation_beside_training_sees_a_spare_gpu_or_halves_the_last_engines(machine: Machine) -> None:
@@ -171,7 +172,7 @@ def test_an_evaluation_beside_training_sees_a_spare_gpu_or_halves_the_last_engin
 
 def test_what_overlaps_or_does_not_fit_starts_nothing(machine: Machine) -> None:
     code, output = machine.launch(
-        "grpo.sh", "--train_gpus", "0-4", "--engine_gpus", "4-7", gpus=8, processes=0
+        "grpo.sh", "--train_gpus", "0-4", "--engine_gpus", "4-7", "--colocate", "false", gpus=8, processes=0
     )
     assert code == 2
     assert "--train_gpus 0-4 and --engine_gpus 4-7 both name GPU 4" in output

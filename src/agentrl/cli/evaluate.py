@@ -114,7 +114,6 @@ class TryConfig:
 
     line: int | None = flag(None, "line of the task in the file (default: its first task)")
     prompt: bool = flag(False, "print the first prompt as the model reads it, and call no engine")
-    engine_url: str | None = flag(None, "an engine's URL (default: a live engine of the run)")
 
 
 def try_task(argv: list[str]) -> int:
@@ -149,6 +148,5 @@ def try_task(argv: list[str]) -> int:
 
     flags = configs[TryConfig]
     with tracing(configs, "try"):
-        return asyncio.run(
-            run_task(configs, wanted, line=flags.line, engine_url=flags.engine_url, prompt=flags.prompt)
-        )
+        url = configs[EngineConfig].engine_url
+        return asyncio.run(run_task(configs, wanted, line=flags.line, engine_url=url, prompt=flags.prompt))

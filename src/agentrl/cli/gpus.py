@@ -27,7 +27,7 @@ from agentrl.config.schema import (
 )
 from agentrl.device_lease import has_gpu
 from agentrl.errors import AgentRLError, ConfigError
-from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.inference.engines.commands import COLOCATED_MEMORY, SHARED_MEMORY
 from agentrl.weights.folder import stored_bytes
 
 _PROBE_SECONDS = 120.0
@@ -117,10 +117,15 @@ def place_processes(
         configs, gpus, trains=trains, serves=serves, machines=machines, has_images=has_images
     )  # fmt: skip
     placement = place(gpus, flags, need)
-    share = configs[EngineConfig].inf_mem_ratio or SHARED_MEMORY
-    note = f"; the engine takes {share:g} of its memory (--inf_mem_ratio)" if placement.is_shared else ""
+    share = configs[EngineConfig].inf_mem_ratio or shared_memory(placement)
+    note = f"; the engine takes {share:g} of its memory (--inf_mem_ratio)" if placement.shared else ""
     report(f"{placement}{note}")
     return placement
+
+
+def shared_memory(placement: Placement) -> float:
+    """Return the default fraction of memory for an engine on a GPU of the trainer."""
+    return COLOCATED_MEMORY if placement.is_colocated else SHARED_MEMORY
 
 
 def _has_images(folder: str | None) -> bool:
@@ -160,7 +165,7 @@ class MemoryCheck:
         config = self.configs[EngineConfig]
         weights = stored_bytes(Path(self.model)) / _GIB
         memory = min(placement.gpus.memory_gib[number] for group in placement.engines for number in group)
-        share = config.inf_mem_ratio or (SHARED_MEMORY if placement.is_shared else _OWN_SHARE)
+        share = config.inf_mem_ratio or (shared_memory(placement) if placement.shared else _OWN_SHARE)
         limit = memory * share
         if weights / config.inf_tp_size > limit:
             raise ConfigError(
@@ -172,7 +177,7 @@ class MemoryCheck:
     def _check_trainer(self, placement: Placement, environment: Mapping[str, str]) -> None:
         """Plan a step with a full micro-batch by ``agentrl plan``, in a process of its own."""
         memory = min(placement.gpus.memory_gib[number] for number in placement.trainer)
-        if placement.is_shared:
+        if placement.shared and not placement.is_colocated:
             memory *= 1 - (self.configs[EngineConfig].inf_mem_ratio or SHARED_MEMORY)
         gpus = len(placement.trainer) * self.machines
         cluster = ["--gpus", f"{gpus}xH100", "--gpu_memory_gib", f"{memory:.2f}"]

@@ -175,6 +175,8 @@ def _main_command(
 ) -> list[str]:
     """Return the command of the evaluation, or of the trainer with a process for each of its GPUs."""
     processes = len(placement.trainer) if placement is not None else 0
+    if placement is not None and placement.is_colocated:
+        flags = [*flags, "--colocate", "true"]
     module = ["-m", "agentrl.train", *flags]
     if command == "train" and accelerate is not None:
         program = [str(Path(sys.executable).with_name("accelerate")), "launch"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, MemoryConfig, PlacementConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, EvaluationConfig, MemoryConfig, PlacementConfig, TrainConfig
 from agentrl.errors import ConfigError
 
 Numbers = tuple[int, ...]
@@ -59,6 +59,8 @@ class Need:
     """Sizes above 1 of the trainer's mesh: the number of its GPUs is a multiple of their product."""
     machines: int = 1
     """Machines of the trainer, each with as many GPUs as this one."""
+    takes_turns: bool = True
+    """Whether an engine and the trainer may have a GPU together, in turns (``--colocate``)."""
     single: str = ""
     """Why the trainer runs in one process; empty if it may run in several."""
 
@@ -88,6 +90,8 @@ class Need:
             f"--inf_tp_size {engine.inf_tp_size}: CUDA gives a process one MIG instance",
             "set --inf_tp_size 1, or switch MIG off",
         )
+        # An evaluation of each version starts an engine of its own, which takes no turns.
+        has_own_evaluation = configs[EvaluationConfig].eval_steps is not None
         reasons = {
             "CUDA gives a process one MIG instance": gpus.are_mig,
             "images are trained in one process": has_images,
@@ -99,6 +103,7 @@ class Need:
             engine_gpus=engine.inf_tp_size,
             trainer_sizes={name: getattr(train, name) for name in _SIZES if getattr(train, name) > 1},
             machines=machines,
+            takes_turns=engine.is_colocated or (engine.colocate == "auto" and not has_own_evaluation),
             single=next((reason for reason, holds in reasons.items() if holds), ""),
         )
 
@@ -110,16 +115,23 @@ class Placement:
     gpus: Gpus
     trainer: Numbers
     engines: tuple[Numbers, ...]
+    takes_turns: bool = False
+    """Whether engines and the trainer take turns on the GPUs that they have together."""
 
     @property
-    def is_shared(self) -> bool:
-        """Whether the engine and the trainer run on the same GPU."""
-        return bool(set(self.trainer) & set(itertools.chain(*self.engines)))
+    def shared(self) -> Numbers:
+        """The GPUs that both engines and the trainer have."""
+        return tuple(each for each in self.trainer if each in set(itertools.chain(*self.engines)))
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether the trainer takes turns with an engine."""
+        return self.takes_turns and bool(self.shared)
 
     @property
     def others(self) -> Numbers:
         """The GPUs that samplers, tool servers and an evaluation see: the one GPU, or the unused ones."""
-        if self.is_shared:
+        if self.shared and len(self.gpus) == 1:
             return self.trainer
         used = {*self.trainer, *itertools.chain(*self.engines)}
         return tuple(number for number in range(len(self.gpus)) if number not in used)
@@ -130,13 +142,16 @@ class Placement:
 
     def __str__(self) -> str:
         """Return one line for the terminal."""
-        if self.is_shared:
-            return f"{self.gpus}: the trainer and the engine share it"
+        how = "take turns on" if self.takes_turns else "share"
+        if self.shared and len(self.gpus) == 1:
+            return f"{self.gpus}: the trainer and the engine {how} it"
         parts = [f"trainer on {ranges(self.trainer)}"] if self.trainer else []
         if self.engines:
             groups = ", ".join(ranges(each) for each in self.engines)
             count = len(self.engines)
             parts.append(f"{count} engines on {groups}" if count > 1 else f"engine on {groups}")
+        if self.shared:
+            parts.append(f"they {how} {ranges(self.shared)}")
         if self.others:
             parts.append(f"{ranges(self.others)} unused by them")
         return f"{self.gpus}: {'; '.join(parts)}"
@@ -144,6 +159,8 @@ class Placement:
 
 def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
     """Divide the GPUs as the flags say, or else in halves; one GPU is shared.
+
+    GPUs that both flags name are shared too, in turns.
 
     The flag of a process that does not run here is ignored. Raises ConfigError for GPUs that do not exist,
     that are named twice, or that are too few.
@@ -154,10 +171,10 @@ def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
     if trainer and engines:
         both = [each for each in trainer if each in engines]
         require(
-            not both or len(gpus) == 1,
+            not both or len(gpus) == 1 or need.takes_turns,
             f"--train_gpus {flags.train_gpus} and --engine_gpus {flags.engine_gpus} both name GPU"
             f" {ranges(both)}: a training step and an engine's KV cache do not fit one GPU together",
-            "give each GPU to one of them; a machine with a single GPU shares it",
+            "set --colocate true: they take turns then; or give each GPU to one of them",
         )
     elif trainer and need.serves:
         engines = _whole(_rest(everything, trainer), need.engine_gpus)
@@ -176,7 +193,7 @@ def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
     _require_engines(gpus, engines, need)
     size = need.engine_gpus
     groups = tuple(engines[start : start + size] for start in range(0, len(engines), size))
-    return Placement(gpus=gpus, trainer=trainer, engines=groups)
+    return Placement(gpus=gpus, trainer=trainer, engines=groups, takes_turns=need.takes_turns)
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from agentrl.config.agreement import require_trainable
 from agentrl.config.load import CommandParser, Configs, group_of, parse
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import (
+    AdapterConfig,
     AgentConfig,
     ClaimConfig,
     EngineConfig,
@@ -36,13 +37,13 @@ def serve(argv: list[str]) -> int:
         argv,
         command="agentrl serve",
         description="Runs one inference engine that follows the weights that the trainer publishes.",
-        shown=[RunConfig, ModelConfig, EngineConfig],
+        shown=[RunConfig, ModelConfig, EngineConfig, AdapterConfig],
     )
     from agentrl.inference.serve import serve as run_engine
     from agentrl.observe.logging import setup
 
     setup(configs[RunConfig], "engine")
-    asyncio.run(run_engine(configs.only(RunConfig, ModelConfig, EngineConfig)))
+    asyncio.run(run_engine(configs.only(RunConfig, ModelConfig, EngineConfig, AdapterConfig)))
     return 0
 
 

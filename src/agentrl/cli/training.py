@@ -97,7 +97,15 @@ def plan(argv: list[str]) -> int:
         description="Plans a training run without a GPU: memory per rank, the layouts that fit, ordered by"
         " estimated time, their flags, and how many samplers, engines and database nodes they need. Sizes and"
         " memory flags that are given are kept; the others are searched.",
-        shown=[ModelConfig, TaskConfig, TrainConfig, MemoryConfig, AdapterConfig, OptimConfig],
+        shown=[
+            ModelConfig,
+            TaskConfig,
+            TrainConfig,
+            MemoryConfig,
+            AdapterConfig,
+            OptimConfig,
+            DeviceConfig,
+        ],
         extra=[PlanConfig],
     )
     flags = configs[PlanConfig]

@@ -209,6 +209,12 @@ class EngineConfig(EngineListConfig, DeviceConfig):
     section = "inference"
 
     engine: Literal["local", "sglang", "vllm"] = flag("local", "engine that `agentrl serve` runs")
+    engine_url: str | None = flag(
+        None,
+        "URL of a running engine: `agentrl serve` loads its run's adapters there and starts no engine, and"
+        " `agentrl try` sends its calls there (default: an engine of its own; a live one of the run)",
+        per_process=True,
+    )
     rollout_quantization: Literal["none", "fp8"] = flag(
         "none",
         "weights that engines sample with: as published (none), or rounded to fp8 when they are loaded, on a"

@@ -189,10 +189,12 @@ class TrainConfig(ParallelConfig):
         unit="versions",
     )
     publish_steps: int = flag(1, "interval of published weights", within="[1, inf)", unit="optimizer steps")
-    publish: Literal["auto", "full", "delta"] = flag(
+    publish: Literal["auto", "full", "delta", "adapter"] = flag(
         "auto",
-        "what a version holds: full, the whole weights; delta, the elements that differ from the version"
-        " before; auto, a delta where it has less than half of the bytes",
+        "what a version holds: full, the whole weights, with adapters merged in; delta, the elements that"
+        " differ from the version before; adapter, that of --lora_rank alone, which an engine without"
+        " adapters merges itself; auto, the adapter where one is trained, else a delta where it has less"
+        " than half of the bytes",
     )
     publish_to: str | None = flag(
         None,

@@ -257,6 +257,8 @@ class InferenceService(Root):
     model: str
     status: ServiceStatus = ServiceStatus.STARTING
     policy_version: int | None = None
+    adapter: str | None = None
+    """The adapter that requests must name, ``RUN@VERSION``; None: the engine serves whole weights."""
     running_requests: int = 0
     running_tokens: int = 0
     """Tokens of the running and queued requests; 0 for an engine that does not report them."""

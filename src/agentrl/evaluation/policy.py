@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +13,9 @@ from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError, PublishError
 from agentrl.store.evaluations import digest
-from agentrl.weights.folder import ADAPTER_CONFIG, is_adapter
-from agentrl.weights.local_copy import LocalCopy, is_in_place
+from agentrl.weights.folder import is_adapter
+from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place
+from agentrl.weights.merged import merged_model
 from agentrl.weights.model_folder import checksums
 from agentrl.weights.storage import is_remote
 
@@ -87,6 +86,7 @@ def of_published(version: PolicyVersion) -> Policy:
 async def hold_weights(store: Store, policy: Policy, copy: LocalCopy) -> str:
     """Return the folder of a policy, in ``copy`` if it has none; that changes only after ``copy.release``.
 
+    An adapter is merged into its base.
     Raises ModelError if its weights were deleted, are elsewhere or cannot be copied.
     """
     if policy.folder is not None:
@@ -94,7 +94,11 @@ async def hold_weights(store: Store, policy: Policy, copy: LocalCopy) -> str:
     version = None if policy.version is None else await store.policy_versions.get(policy.version)
     if version is not None and of_published(version).is_stored:
         try:
-            return (await copy.hold(store, version))[1]
+            held, folder = await copy.hold(store, version)
+            if held.encoding == "adapter":
+                whole = (await chain_to(store, held))[0]
+                return str(await merged_model(Path(folder), whole.location))
+            return folder
         except PublishError as error:
             raise ModelError(error.message, hint=error.hint) from error
     if version is not None and version.pruned_at is not None:
@@ -169,63 +173,3 @@ async def _known(store: Store) -> str:
 def _local_folder(base: str | None) -> str | None:
     """Return the absolute path of ``base`` if it is a folder."""
     return str(Path(base).resolve()) if base is not None and Path(base).is_dir() else None
-
-
-FOLDER = Path(".agentrl/merged")
-_SECONDS = 1800.0
-_STOP_SECONDS = 10.0
-_LINES = 5
-
-
-async def merged_model(adapter: Path, base: str | None) -> Path:
-    """Return a folder with the whole model; merge unless the same adapter was merged into the same model.
-
-    ``base`` is the model that the run starts from; None takes the folder that the adapter names. Raises
-    ModelError if there is no such folder, and if the adapter cannot be merged within half an hour.
-    """
-    model = await asyncio.to_thread(_base_of, adapter, base)
-    files = await asyncio.to_thread(checksums, adapter)
-    target = FOLDER / digest([plain(files), str(model)])
-    if not target.is_dir():
-        await _merge(adapter, model, target)
-    return target
-
-
-def _base_of(adapter: Path, base: str | None) -> Path:
-    try:
-        named = (
-            base
-            or json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
-    folder = Path(str(named))
-    if named is None or not folder.is_dir():
-        raise ModelError(
-            f"{adapter} holds an adapter of {named or 'an unknown model'}, which is not a folder here",
-            hint="give the model that the run starts from by --model_name_or_path",
-        )
-    return folder.resolve()
-
-
-async def _merge(adapter: Path, base: Path, target: Path) -> None:
-    command = [sys.executable, "-m", "agentrl.model.merge_adapter", str(adapter), str(base), str(target)]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(_SECONDS):
-            _, words = await process.communicate()
-    except TimeoutError as error:
-        raise ModelError(f"{adapter} could not be merged within {_SECONDS:g} s") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            async with asyncio.timeout(_STOP_SECONDS):
-                await process.wait()
-    if process.returncode != 0:
-        last = "\n".join(words.decode(errors="replace").strip().splitlines()[-_LINES:])
-        raise ModelError(
-            f"{adapter} cannot be merged into {base}:\n{last}",
-            hint="give the model that it was trained with by --model_name_or_path",
-        )

@@ -35,6 +35,7 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     Generation,
     Progress,
+    adapter_version,
     known_format,
     malformed,
 )
@@ -55,6 +56,8 @@ _ROUTING_KEY = "X-SMG-Routing-Key"
 class EngineClient(EngineControl):
     """The client of one engine. Methods raise EngineError with the url, the status and the answer."""
 
+    adapter: str | None = None
+    """The adapter that requests name from now on, ``RUN@VERSION``; None: the engine's own weights."""
     _returns_masks = True
     """Whether to ask for sampling masks: until an answer shows that the engine has none."""
     _is_unrouted = False
@@ -94,6 +97,9 @@ class EngineClient(EngineControl):
         ids_json = encoded.update(input_ids, collector.vocab_size)
         if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
             routed_from = None
+        adapter = self.adapter
+        if adapter is not None:
+            collector.version, collector.is_fixed = adapter_version(adapter), True
         masked = self._returns_masks and params.truncates
         path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
@@ -111,6 +117,8 @@ class EngineClient(EngineControl):
                     keep=keep, progress=progress, routed_from=routed_from,
                 )  # fmt: skip
             if isinstance(error, EngineRefusedError):
+                if adapter is not None and adapter in error.message:  # unloaded; a newer one is there
+                    raise EngineError(error.message, hint=error.hint) from error
                 raise
             await self._abort_quietly(rid)
             raise
@@ -229,6 +237,8 @@ class EngineClient(EngineControl):
             }
         if images:
             rest["image_data"] = [data_url(image) for image in images]
+        if self.adapter is not None:
+            rest["lora_path"] = self.adapter
         if routed_from is not None:
             rest |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return "/generate", b"".join((b'{"input_ids":', ids_json, b",", orjson.dumps(rest)[1:]))

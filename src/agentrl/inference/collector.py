@@ -49,6 +49,8 @@ class Collector:
     """Policy version of tokens for which the engine names none: the version at the start of the request."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    is_fixed: bool = False
+    """All tokens are of ``version``, that of an adapter: the engine names the version of its base."""
     _masks: list[SamplingMask] = field(default_factory=list)
     _chunk_spans: list[VersionSpan] = field(default_factory=list)
     _spans: Sequence[VersionSpan] | None = None
@@ -60,6 +62,8 @@ class Collector:
     def add(self, chunk: Chunk) -> None:
         """Append one chunk, after checking its ids and logprobs."""
         self._check(chunk)
+        if self.is_fixed:
+            chunk = replace(chunk, version=None, spans=None)
         if chunk.ids:
             start = len(self.ids)
             self.ids.extend(chunk.ids)

@@ -188,6 +188,26 @@ class EngineControl:
                 f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
             )
 
+    async def load_adapter(self, name: str, path: str) -> frozenset[str]:
+        """Load the adapter in folder ``path`` as ``name``; return the names of all that are loaded.
+
+        Running requests go on. An adapter of this name is replaced: it may be of an earlier run.
+        """
+        body = {"lora_name": name, "lora_path": path}
+        seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
+        try:
+            answer = await self._post("/load_lora_adapter", body, seconds)
+        except EngineRefusedError as error:
+            if "already loaded" not in error.message:
+                raise
+            await self.unload_adapter(name)
+            answer = await self._post("/load_lora_adapter", body, seconds)
+        return frozenset(answer.get("loaded_adapters") or (name,))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; its running requests finish with it."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, self._timeout)
+
     async def begin_update(self) -> None:
         """Begin an update whose parts arrive by calls; end one that an earlier process has begun."""
         try:

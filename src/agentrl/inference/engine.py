@@ -202,6 +202,16 @@ def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, 
     )
 
 
+def adapter_name(run_name: str, version: int) -> str:
+    """Return the name under which engines hold the adapter of a version of a run."""
+    return f"{run_name}@{version}"
+
+
+def adapter_version(name: str) -> int:
+    """Return the policy version of an adapter from its name."""
+    return int(name.rpartition("@")[2])
+
+
 def malformed(url: str, what: str) -> EngineAnswerError:
     """Return the error for an answer that no healthy engine gives."""
     return EngineAnswerError(

@@ -16,7 +16,7 @@ from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import Held
+from agentrl.inference.engine import Held, adapter_version
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.session import EngineSession
 from agentrl.rollout.outages import Outages
@@ -178,6 +178,9 @@ class EngineRouter:
                 if None not in (service.tokenizer, self._tokenizer) and service.tokenizer != self._tokenizer
             }
             self._had_engine = self._had_engine or bool(self._usable())
+            adapters = [service.adapter for service in self._usable() if service.adapter is not None]
+            if self._front is not None and adapters:  # the oldest, which every engine still has
+                self._front.adapter = min(adapters, key=adapter_version)
             if self._is_lent():
                 self._lent_at = time.monotonic()
             self._refreshed_at = time.monotonic()
@@ -328,4 +331,6 @@ class EngineRouter:
     def _client(self, service: InferenceService) -> EngineClient:
         if service.id not in self._clients:
             self._clients[service.id] = self._new_client(service)
-        return self._clients[service.id]
+        client = self._clients[service.id]
+        client.adapter = service.adapter
+        return client

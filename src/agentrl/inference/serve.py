@@ -11,22 +11,26 @@ import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, ModelConfig, RunConfig
+from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig, RunConfig
 from agentrl.device_lease import DeviceLease, has_gpu, leased_devices
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus
-from agentrl.errors import EngineError, PublishError
+from agentrl.errors import AgentRLError, ConfigError, EngineError, PublishError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.control import EngineLoad
 from agentrl.inference.engine import known_format
+from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.engines.commands import engine_command
+from agentrl.inference.engines.lora import why_merged
 from agentrl.inference.engines.process import EngineProcess, free_port, require_free_port
 from agentrl.inference.http import EngineHttp
 from agentrl.inference.live_weights import PartlyLoadedError
+from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 from agentrl.weights.local_copy import LocalCopy, weights_dir
@@ -53,11 +57,18 @@ async def serve(configs: Configs) -> None:
     from agentrl.store.client import open_store, run_exists
 
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
-    if config.port:
+    is_own = config.engine_url is None
+    if not is_own and (config.router_url is not None or config.is_colocated):
+        raise ConfigError(
+            "--engine_url names an engine of another process, which alone registers it at a --router_url and"
+            " lends its device",
+            hint="leave --router_url and co-location out",
+        )
+    if config.port and is_own:
         require_free_port(config.host, config.port)
     with retry_outages(run.db_wait_seconds):
         # A bad folder or engine begins no run. A run that has begun may have weights of its own.
-        if model.model_name_or_path is not None and not await run_exists(run):
+        if is_own and model.model_name_or_path is not None and not await run_exists(run):
             engine_command(model.model_name_or_path, model, config, config.port)
         async with await open_store(run) as store:
             await _serve(store, configs)
@@ -71,29 +82,47 @@ async def _serve(store: Store, configs: Configs) -> None:
     await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
     copy = LocalCopy(weights_dir(run.run_name, config.weights_dir))
-    version, folder = await starting_weights(store, model, copy)
+    version, folder, first = await starting_weights(store, model, copy)
+    lora = await _adapter_of(store, configs)
     port = config.port or free_port(config.host)
-    service_id = f"{socket.gethostname().split('.')[0]}-{port}-{uuid.uuid4().hex[:6]}"
+    host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
+    client = engine_client(config.engine, config.engine_url or f"http://{host}:{port}", _UPDATE_SECONDS)
+    is_shared = config.engine_url is not None
+    adapters = ServedAdapters(
+        client, copy, run_name=run.run_name, whole=version, folder=folder, is_shared=is_shared,
+        why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
+    )  # fmt: skip
+    service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
     log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
     lease = None
     if config.is_colocated:
         owner = f"the engine of run {run.run_name}"
         lease = DeviceLease(leased_devices(run.output), owner, shared=not has_gpu())
         await lease.acquire()
-    command = engine_command(folder, model, config, port)
-    # The engine has the locks too: the device is free when it has ended, also if this process is killed.
-    process = EngineProcess(command, log_file, () if lease is None else lease.locks)
-    host = socket.getfqdn() if config.host in ("0.0.0.0", "::") else config.host  # as samplers reach it
-    client = engine_client(config.engine, f"http://{host}:{port}", _UPDATE_SECONDS)
+    process: EngineProcess | AttachedEngine
+    if is_shared:
+        process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
+    else:
+        command = engine_command(folder, model, config, port, lora)
+        # The engine has the locks too: the device is free when it has ended, also if this process is killed.
+        process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     served = ServedEngine(
         store, client, process, config, service_id=service_id, folder=folder, version=version, lease=lease,
-        weights=ServedWeights(client, store, copy, loaded=version),
+        weights=ServedWeights(client, store, copy, adapters, loaded=version), first=first,
     )  # fmt: skip
     try:
         await _until_signal(served.run)
     finally:
+        await adapters.leave()
         await client.close()
         await process.stop()
+
+
+async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
+    """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
+    config = configs[AdapterConfig]
+    stored = next((each.values for each in await store.settings.all() if each.id == "adapter"), None)
+    return config if config.lora_rank or stored is None else AdapterConfig(**stored)
 
 
 class ServedEngine:
@@ -103,16 +132,20 @@ class ServedEngine:
         self,
         store: Store,
         client: EngineClient,
-        process: EngineProcess,
+        process: EngineProcess | AttachedEngine,
         config: EngineConfig,
         *,
         service_id: str,
         folder: str,
         version: int,
         weights: ServedWeights,
+        first: PolicyVersion | None = None,
         lease: DeviceLease | None = None,
     ) -> None:
-        """``lease`` is the held one of a device that the trainer uses too; None for a device of its own."""
+        """``lease`` is the held one of a device that the trainer uses too; None for a device of its own.
+
+        ``first`` is an adapter of the ``version`` in ``folder``, loaded before samplers send requests.
+        """
         self._store = store
         self._client = client
         self._weights = weights
@@ -129,7 +162,7 @@ class ServedEngine:
         self._lease = lease
         self._turn = asyncio.Lock()
         """Held while the engine is paused, for new weights or while the trainer has the device."""
-        self._fetched: PolicyVersion | None = None
+        self._fetched = first
         """The newest version that can be loaded."""
         self._fetching = asyncio.Lock()
 
@@ -157,7 +190,11 @@ class ServedEngine:
                 tasks.create_task(self._send_heartbeats())
                 await self._process.wait_ready(self._client, self._config.engine_start_seconds)
                 self._weights.started()
-                await self._client.set_version(self._version)
+                if not isinstance(self._process, AttachedEngine):
+                    await self._client.set_version(self._version)
+                if self._fetched is not None:
+                    await self._weights.fetch(self._fetched)
+                    self._version = await self._weights.load(self._fetched)
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
@@ -178,7 +215,9 @@ class ServedEngine:
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
         while True:
-            if self._process.returncode is not None:
+            if isinstance(self._process, AttachedEngine):
+                await self._process.check(self._client)
+            elif self._process.returncode is not None:
                 code, tail = self._process.returncode, self._process.log_tail()
                 raise EngineError(
                     f"the engine ended with exit code {code}:\n{tail}", hint=f"see {self._process.log_file}"
@@ -201,6 +240,7 @@ class ServedEngine:
             self._id,
             status=self._status,
             policy_version=self._version,
+            adapter=self._weights.adapters.name,
             running_requests=self._load.requests,
             running_tokens=self._load.tokens,
             context_length=self._context_length,
@@ -222,15 +262,20 @@ class ServedEngine:
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
     async def update(self, version: PolicyVersion) -> None:
-        """Load ``version``; running requests continue with it. If it is damaged, the old weights stay."""
+        """Load ``version``; if it is damaged, the old weights stay.
+
+        Running requests continue with it, or finish with their adapter, if it is one.
+        """
         try:
             async with self._fetching:
                 await self._weights.fetch(version)
                 self._fetched = version
             async with self._turn:
                 if self._version != version.id:  # the end of the trainer's turn may have loaded it
-                    self._version = await self._switch(version)
-        except (PublishError, EngineError) as error:
+                    await self._client.check_instance(self._process.instance)
+                    pauses = self._weights.adapters.pauses(version)
+                    self._version = await (self._switch if pauses else self._weights.load)(version)
+        except AgentRLError as error:
             self._detail = f"version {version.id} refused: {error.message}"
             log.error("%s; still serving version %d", self._detail, self._version)
         else:
@@ -240,7 +285,6 @@ class ServedEngine:
 
     async def _switch(self, version: PolicyVersion) -> int:
         """Load ``version`` while the engine is paused; return the version that it serves then."""
-        await self._client.check_instance(self._process.instance)
         self._status = ServiceStatus.UPDATING
         try:
             await self._client.pause("retract")
@@ -285,11 +329,14 @@ class ServedEngine:
                 await self._report()
 
     async def _reload(self) -> None:
-        """Load the newest version that was fetched, or the weights that the engine started with."""
+        """Load the newest version that was fetched, or the one that the engine started with."""
         async with self._fetching:
+            if self._fetched is None and self._version:  # the copy of it that was loaded may have changed
+                self._fetched = await self._store.policy_versions.get(self._version)
             if self._fetched is None:
                 await self._client.update_weights(self._folder, self._version)
             else:
+                self._weights.adapters.whole = None
                 self._version = await self._weights.load(self._fetched)
 
     async def _resume(self) -> None:

@@ -13,7 +13,8 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.inference.live_weights import LiveLoader, PartlyLoadedError, is_reachable
-from agentrl.weights.local_copy import LocalCopy
+from agentrl.inference.served_adapters import ServedAdapters
+from agentrl.weights.local_copy import LocalCopy, chain_to
 from agentrl.weights.model_folder import verify
 
 if TYPE_CHECKING:
@@ -24,10 +25,19 @@ log = logging.getLogger(__name__)
 
 
 class ServedWeights:
-    """The weights of one engine. The engine is paused for ``load`` alone."""
+    """The weights of one engine. The engine is paused for ``load`` alone, and not for an adapter."""
 
-    def __init__(self, client: EngineControl, store: Store, copy: LocalCopy, *, loaded: int = 0) -> None:
+    def __init__(
+        self,
+        client: EngineControl,
+        store: Store,
+        copy: LocalCopy,
+        adapters: ServedAdapters,
+        *,
+        loaded: int = 0,
+    ) -> None:
         """``loaded`` is the version that the engine starts with, in ``copy`` unless it is loaded in place."""
+        self.adapters = adapters
         self._client = client
         self._store = store
         self._copy = copy
@@ -44,6 +54,7 @@ class ServedWeights:
 
     async def fetch(self, version: PolicyVersion) -> None:
         """Make ``version`` ready to be loaded. Raises PublishError if it is damaged, or out of reach."""
+        self.adapters.check(version)
         if self._is_live(version):
             return  # it comes from the trainer's memory when it is loaded
         if not version.is_stored:
@@ -59,6 +70,7 @@ class ServedWeights:
             self.needs_full = version.encoding == "delta"
             raise
         self._ready, self.needs_full = {version.id: ready}, ready.id < version.id
+        await self.adapters.fetch(self._store, ready)
 
     async def load(self, version: PolicyVersion) -> int:
         """Load ``version``, which was fetched; return the number of the version that is served then.
@@ -67,6 +79,9 @@ class ServedWeights:
         that left the engine with a part of ``version``. Raises PublishError or EngineError; the engine then
         keeps its weights, unless it is a PartlyLoadedError.
         """
+        if version.encoding == "adapter":
+            await self.adapters.load(self._store, version)
+            return version.id
         if self._is_live(version):
             try:
                 await self._live.load(version)
@@ -79,8 +94,7 @@ class ServedWeights:
                 log.warning("version %d comes from the disk: %s", version.id, error.message)
                 await self._copy.bring(self._store, version)
             else:
-                self._loaded = version.id
-                return version.id
+                return self._has(version.id)
         ready = self._ready.get(version.id, version)
         return await self._load_held(*await self._copy.hold(self._store, ready))
 
@@ -89,8 +103,13 @@ class ServedWeights:
             await self._client.update_weights(folder, version.id)
         finally:
             self._copy.release()
-        self._loaded = version.id
-        return version.id
+        return self._has(version.id)
+
+    def _has(self, version: int) -> int:
+        """Record that the engine has the whole weights of ``version``; return it."""
+        self._loaded = self.adapters.whole = version
+        self.adapters.name = None
+        return version
 
     def _is_live(self, version: PolicyVersion) -> bool:
         """Return whether ``version`` may come from the trainer's memory."""
@@ -102,34 +121,41 @@ class ServedWeights:
             stored = await _hold_newest(self._store, self._copy, None)
             if stored is None:
                 raise error
-            return await self._load_held(*stored)
+            whole, folder, adapter = stored
+            await self._load_held(whole, folder)
+            return whole.id if adapter is None else await self.load(adapter)
         except (PublishError, EngineError) as failure:
             raise error from failure
 
 
-async def starting_weights(store: Store, model: ModelConfig, copy: LocalCopy) -> tuple[int, str]:
+async def starting_weights(
+    store: Store, model: ModelConfig, copy: LocalCopy
+) -> tuple[int, str, PolicyVersion | None]:
     """Return the number and the folder of the newest intact version; else 0 and ``--model_name_or_path``.
 
-    ``copy`` is held if the version is in it. Raises PublishError if versions are published and none of them
-    is intact.
+    Of an adapter these are its base's, and the third value is its version. ``copy`` is held if the whole
+    weights are in it. Raises PublishError if versions are published and none of them is intact.
     """
     base = None if model.model_name_or_path is None else str(Path.cwd() / model.model_name_or_path)
     found = await _hold_newest(store, copy, base)
     if found is not None:
-        version, folder = found
-        return version.id, folder
+        whole, folder, adapter = found
+        return whole.id, folder, adapter
     if base is None:
         raise ConfigError(
             "there is no published version to serve, and no model to start from",
             hint="pass --model_name_or_path",
         )
-    return 0, base
+    return 0, base, None
 
 
-async def _hold_newest(store: Store, copy: LocalCopy, base: str | None) -> tuple[PolicyVersion, str] | None:
-    """Hold the newest version that can be had; return it and its folder, None if none is published.
+async def _hold_newest(
+    store: Store, copy: LocalCopy, base: str | None
+) -> tuple[PolicyVersion, str, PolicyVersion | None] | None:
+    """Hold the newest version that can be had; return its whole weights, their folder, and its adapter.
 
-    ``base`` replaces the folder of version 0, which may be on the trainer's host alone, if it has its files.
+    The result is None if no version is published. ``base`` replaces the folder of version 0, which may be on
+    the trainer's host alone, if it has its files.
     """
     from agentrl.weights.publish import published_versions
 
@@ -137,13 +163,17 @@ async def _hold_newest(store: Store, copy: LocalCopy, base: str | None) -> tuple
     async for version in published_versions(store):
         if not version.is_stored:
             continue
+        adapter, whole = None, version
         try:
-            return await copy.hold(store, await copy.bring(store, version))
+            if version.encoding == "adapter":
+                adapter, whole = version, (await chain_to(store, version))[0]
+                await copy.bring(store, adapter)
+            return *await copy.hold(store, await copy.bring(store, whole)), adapter
         except PublishError as error:
-            if version.id == 0 and base is not None:
+            if whole.id == 0 and base is not None:
                 with contextlib.suppress(PublishError):
-                    await asyncio.to_thread(verify, base, version.files)
-                    return version, base
+                    await asyncio.to_thread(verify, base, whole.files)
+                    return whole, base, adapter
             log.error("version %d refused: %s", version.id, error.message)
             refused = refused or error
     if refused is not None:

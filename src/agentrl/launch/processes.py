@@ -88,8 +88,8 @@ def run_processes(plan: RunPlan, deadline: Callable[[], float] = lambda: float("
             start("units-server", tool_server, without_uri(environment(others)), is_server=True)
         for index, numbers in enumerate(engines):
             flags = [*plan.flags, *(["--port", str(plan.port + index)] if plan.port else [])]
-            if placement is not None and placement.is_shared:
-                flags += share(SHARED_MEMORY)
+            if placement is not None and set(numbers) & set(placement.shared):
+                flags += ["--colocate", "true"] if placement.is_colocated else share(SHARED_MEMORY)
             elif beside_last and index == len(engines) - 1:
                 flags += share(_BESIDE_ENGINE)
             name = f"engine-{index}" if len(engines) > 1 else "engine"

@@ -27,11 +27,11 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError
-from agentrl.model.lora import Adapter, add_adapter
+from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
 from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
-from agentrl.weights.snapshot import PublishedModel, model_parts
+from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,19 @@ class Policy:
     """The folder of the model's own weights; None if they are from no folder."""
     own_dtype: torch.dtype | None = None
     """The dtype of the weights in ``base``, which published weights have; None: the one that is trained."""
+    publishes_adapter: bool = False
+    """Whether a version holds the adapter alone."""
+
+    @property
+    def served(self) -> WeightSource:
+        """What a version holds."""
+        if self.adapter is not None and self.publishes_adapter:
+            return ServedAdapter(self.adapter)
+        return self.published
 
     @property
     def published(self) -> PublishedModel:
-        """What engines load: whole weights in the model's own dtype, with the adapter merged in."""
+        """The whole weights in the model's own dtype, with the adapter merged in."""
         if self.adapter is not None:
             parts = partial(self.adapter.merged_parts, self.own_dtype)
         else:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -163,15 +163,6 @@ class Adapter:
         )
         return weights
 
-    def served(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what engines load of the whole ``weights``: in the dtype that the trainer multiplies.
-
-        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
-        """
-        trained = {name for name, value in weights.items() if ".lora_B." not in name or value.any()}
-        kept = {name for name in trained if name.replace(".lora_A.", ".lora_B.") in trained}
-        return {name: weights[name].to(self.model.dtype) for name in sorted(kept or weights)}
-
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapters for the length of the block: the model is then the base model."""
@@ -208,6 +199,37 @@ class Adapter:
         if dtype is not None:
             self.rounding.add(delta, merged.to(dtype).float() - weight)
         return merged
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """What engines load of an adapter: a WeightSource in the dtype in which the trainer multiplies it."""
+
+    adapter: Adapter
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the adapter's weights."""
+        dtype = self.adapter.model.dtype
+        for part in self.adapter.parts():
+            like = torch.empty(part.like.shape, dtype=dtype, device="meta")
+            yield Part(part.name, like, partial(_converted, part, dtype))
+
+    def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in peft's files.
+
+        Layers whose B is 0, such as frozen ones, add nothing and are left out, unless that is all of them.
+        """
+        changed = {name for name, value in tensors.items() if ".lora_B." not in name or value.any()}
+        kept = [name for name in tensors if {name, name.replace(".lora_A.", ".lora_B.")} <= changed]
+        return self.adapter.convert({name: tensors[name] for name in kept or tensors})
+
+    def configuration(self) -> dict[str, bytes]:
+        """Return the content of ``adapter_config.json``."""
+        return self.adapter.configuration()
+
+
+def _converted(part: Part, dtype: torch.dtype) -> Tensor:
+    return part.make().to(dtype)
 
 
 def _peft() -> ModuleType:

@@ -15,6 +15,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
+    EngineConfig,
     LossConfig,
     MemoryConfig,
     ModelConfig,
@@ -23,6 +24,7 @@ from agentrl.config.schema import (
     TrainConfig,
 )
 from agentrl.distributed.mesh import DIMENSIONS
+from agentrl.inference.engines.commands import COLOCATED_MEMORY
 from agentrl.observe.terminal import clean, table
 from agentrl.plan.estimates import Services
 from agentrl.plan.memory import PARTS
@@ -112,12 +114,16 @@ def print_plan(console: Console, search: Search, services: Services | None) -> N
         console.print(Text(f"The reference model of --kl_coef, {size:.2f} GiB, is sharded like the policy."))
     if model.alone:
         console.print(Text(f"The model has {model.alone}: each sequence runs alone, and nothing is merged."))
-    fits = [verdict for verdict in search.verdicts if verdict.state == "fits"]
+    fits = _fitting(search)
     _print_fitting(console, search, fits)
     _print_others(console, search)
     if services is not None:
-        _print_services(console, services)
+        _print_services(console, services, _turns(search, fits[0]))
     console.print(Text(NOTE, "italic"))
+
+
+def _fitting(search: Search) -> list[Verdict]:
+    return [verdict for verdict in search.verdicts if verdict.state == "fits"]
 
 
 def _print_fitting(console: Console, search: Search, fits: list[Verdict]) -> None:
@@ -167,8 +173,26 @@ def _print_others(console: Console, search: Search) -> None:
     console.print("layouts with flags: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
 
 
-def _print_services(console: Console, found: Services) -> None:
+def _turns(search: Search, fitting: Verdict) -> dict[str, float] | None:
+    """Return the GiB of a GPU that an engine and the step use in turns; None without ``--colocate true``.
+
+    The larger one has to fit, not their sum.
+    """
+    config = search.configs[EngineConfig]
+    if not config.is_colocated:
+        return None
+    engine = search.cluster.gpu.memory_gib * (config.inf_mem_ratio or COLOCATED_MEMORY)
+    step = fitting.memory.peak / _GIB
+    return {"engine": engine, "step": step, "in_turns": max(engine, step), "at_once": engine + step}
+
+
+def _print_services(console: Console, found: Services, turns: dict[str, float] | None) -> None:
+    one_device = [] if turns is None else [
+        ["one device", "the engine's {engine:.1f} GiB and the step's {step:.1f} in turns (--colocate):"
+         " {in_turns:.1f} of a GPU, not {at_once:.1f}".format(**turns)],
+    ]  # fmt: skip
     rows = [
+        *one_device,
         ["trajectories", f"{found.trajectories_per_second:.2f}/s, {found.in_flight} at the same time"],
         ["samplers", f"{found.samplers} processes ({found.sampler_cores:.2f} cores of work for"
          f" {found.turns_per_second:.1f} turns/s, {found.sampler_memory_gib:.1f} GiB)"],
@@ -206,6 +230,7 @@ def plan_json(search: Search, services: Services | None) -> dict[str, Any]:
             for reason, layouts in search.refused.items()
         ],
         "services": None if services is None else asdict(services),
+        "turns": None if services is None else _turns(search, _fitting(search)[0]),
         "note": NOTE,
     }  # fmt: skip
 

@@ -145,6 +145,7 @@ class Services(Repository):
     async def beat(
         self, service_id: str, *, status: ServiceStatus, policy_version: int | None, running_requests: int,
         running_tokens: int = 0, context_length: int | None = None, detail: str | None = None,
+        adapter: str | None = None,
         needs_full: bool = False,
     ) -> None:  # fmt: skip
         """Send a heartbeat with the engine's state, and record when its version changes.
@@ -158,7 +159,7 @@ class Services(Repository):
             "status": literal(status.value), "policy_version": version,
             "running_requests": running_requests, "running_tokens": running_tokens,
             "context_length": context_length, "detail": literal(detail), "needs_full": needs_full,
-            "heartbeat": "$$NOW",
+            "heartbeat": "$$NOW", "adapter": literal(adapter),
             "served": {"$cond": [is_same, served, {"$slice": [loaded, -SERVED_VERSIONS]}]},
         }  # fmt: skip
         result = await self._collection(SERVICE).update_one({"_id": service_id}, [{"$set": fields}])

@@ -20,7 +20,7 @@ from agentrl.weights.folder import ADAPTER_WEIGHTS
 from agentrl.weights.live import LiveHolder
 from agentrl.weights.model_folder import checksums, complete_folder
 from agentrl.weights.sharded_writer import Written, join, write_beside, write_share
-from agentrl.weights.snapshot import FILE_BYTES, FilePlan, Snapshot, Snapshots
+from agentrl.weights.snapshot import FILE_BYTES, FilePlan, Snapshot, Snapshots, WeightSource
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -87,14 +87,11 @@ class RankWriter:
         self._trainer = trainer
         self._versions, self._checkpoints = versions, checkpoints
         policy = trainer.policy
-        self.model = Snapshots.of(policy.published, limit)
+        self.model = (
+            _adapter_alone(policy.served) if policy.publishes_adapter else Snapshots.of(policy.served, limit)
+        )
         """Of what engines load."""
-        self._adapter: Snapshots | None = None
-        if policy.adapter is not None:
-            parts = list(policy.adapter.parts())
-            size = sum(part.bytes for part in parts)
-            plan = [FilePlan(ADAPTER_WEIGHTS, 0, (tuple(part.name for part in parts),), size)]
-            self._adapter = Snapshots(policy.adapter, plan, self.model.rank)
+        self._adapter = None if policy.adapter is None else _adapter_alone(policy.adapter)
         self._held: dict[int, Snapshot] = {}
         """By step: those that are being written, and the newest one, from which the next may differ."""
         self._reads: dict[int, list[Future[Any]]] = {}
@@ -118,7 +115,7 @@ class RankWriter:
     def _configuration(self) -> dict[str, bytes]:
         if self.model.rank > 0:  # transformers writes them on rank 0 alone
             return {}
-        return self._trainer.policy.published.configuration()
+        return self._trainer.policy.served.configuration()
 
     def write_version(self, step: int, folder: Path, base: int | None = None) -> Future[Written]:
         """Write what engines load of ``step`` into ``folder``: whole, or what differs from step ``base``.
@@ -129,7 +126,8 @@ class RankWriter:
         snapshot = self._take(step)
         if base is None:
             write = partial(write_share, folder, snapshot)
-            written = self._versions.submit(write, partial(self._complete, folder, self._configuration))
+            complete = partial(self._complete, folder, self._configuration, is_version=True)
+            written = self._versions.submit(write, complete)
         else:
             encode_share = partial(_encode, folder, self.model.rank, self._held[base], snapshot)
             written = self._versions.submit(encode_share, join)
@@ -181,12 +179,28 @@ class RankWriter:
             if all(write.done() for write in self._reads[step]):
                 self.model.release(self._held.pop(step))
 
-    def _complete(self, folder: Path, configuration: dict[str, bytes], shares: list[Written]) -> Written:
+    def _complete(
+        self,
+        folder: Path,
+        configuration: dict[str, bytes],
+        shares: list[Written],
+        *,
+        is_version: bool = False,
+    ) -> Written:
         """Add on rank 0 what no share has: index, configuration and the tokenizer's files."""
         policy, whole = self._trainer.policy, join(shares)
         write_beside(folder, whole, configuration)
-        complete_folder(policy.base, folder, policy.chat_template)
+        if not (policy.publishes_adapter and is_version):  # the rest is in the folder of its base
+            complete_folder(policy.base, folder, policy.chat_template)
         return Written(checksums(folder, whole.files), whole.tensors, whole.places)
+
+
+def _adapter_alone(source: WeightSource) -> Snapshots:
+    """Return the snapshots of an adapter, which rank 0 writes into one file."""
+    parts = list(source.parts())
+    size = sum(part.bytes for part in parts)
+    plan = [FilePlan(ADAPTER_WEIGHTS, 0, (tuple(part.name for part in parts),), size)]
+    return Snapshots(source, plan, dist.get_rank() if dist.is_initialized() else 0)
 
 
 def _encode(folder: Path, rank: int, base: Snapshot, snapshot: Snapshot) -> Written:

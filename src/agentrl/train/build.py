@@ -97,6 +97,15 @@ def build_trainer(
     set_seed(configs[RunConfig].seed)
     is_shared = world.size > 1
     policy = load_policy(flags, weights, adapter, precision, is_empty=is_shared)
+    if train.publish == "adapter" and (policy.adapter is None or train.weight_sync != "disk"):
+        raise ConfigError(
+            "--publish adapter needs an adapter, and --weight_sync disk",
+            hint="give --lora_rank; an adapter is so small that it needs no other way to the engines",
+        )
+    wants_adapter = train.publish in ("auto", "adapter") and train.weight_sync == "disk"
+    policy = replace(policy, publishes_adapter=policy.adapter is not None and wants_adapter)
+    if policy.publishes_adapter:
+        logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
     if policy.pixels is not None and is_shared:
         raise ConfigError(
             f"a vision model in {world.size} processes: images are trained in one",

@@ -29,6 +29,7 @@ class Retention:
 
     versions: int
     version_bytes: int
+    """0 for an adapter, whose size is not known yet."""
     checkpoints: int
     checkpoint_bytes: int
     """0 for an adapter, whose size is not known yet."""
@@ -40,14 +41,13 @@ class Retention:
         return (self.versions + 1) * self.version_bytes + (self.checkpoints + 1) * self.checkpoint_bytes
 
     def __str__(self) -> str:
-        checkpoint = f"{amount(self.checkpoint_bytes)} each" if self.checkpoint_bytes else "of the adapter"
-        forever = (
-            f", and every {self.keep_every}th version forever ({amount(self.version_bytes)} each)"
-            if self.keep_every
-            else ""
+        version, checkpoint = (
+            f"{amount(size)} each" if size else "of the adapter"
+            for size in (self.version_bytes, self.checkpoint_bytes)
         )
+        forever = f", and every {self.keep_every}th version forever ({version})" if self.keep_every else ""
         return (
-            f"the newest {self.versions} published versions ({amount(self.version_bytes)} each) and"
+            f"the newest {self.versions} published versions ({version}) and"
             f" {self.checkpoints} checkpoints ({checkpoint}){forever}: {amount(self.bytes)} at most"
             f"{' without the latter' if self.keep_every else ''}, with one more of each while it is written"
         )
@@ -61,9 +61,10 @@ def retention(base: Path, dtype: str, config: TrainConfig, *, is_adapter: bool) 
     """
     own = stored_dtype(base)
     copies = _MOMENTS + (dtype != own and own != "float32")
+    holds_adapter = is_adapter and config.publish in ("auto", "adapter")
     return Retention(
         versions=config.published_versions_kept if config.publish_to is None else 0,
-        version_bytes=model_bytes(base, _BYTES[own]),
+        version_bytes=0 if holds_adapter else model_bytes(base, _BYTES[own]),
         checkpoints=config.save_total_limit,
         checkpoint_bytes=0 if is_adapter else model_bytes(base, _BYTES[own] + copies * _BYTES[dtype]),
         keep_every=config.keep_every,

@@ -212,7 +212,8 @@ class Publisher:
         """
         config, base, self._base = self.config, self._base, None
         is_due = config.weight_sync != "disk" or self._deltas + 1 >= config.full_every
-        if base is None or is_due or lacks_link or config.publish == "full":
+        is_adapter = self.controller.policy.publishes_adapter
+        if base is None or is_due or lacks_link or is_adapter or config.publish == "full":
             return None  # the ranks use the memory of the base's snapshot again
         if config.publish == "delta" or base.id >= self._deltas_from:
             self._base = base
@@ -264,10 +265,13 @@ class Publisher:
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
             )
+            base = 0 if self.controller.policy.publishes_adapter else None
+            if publication.base is not None:
+                base = publication.base.id
             return await publish(
                 self.store, publication.temporary, written, target,
                 step=publication.step, train_step_id=publication.train_step, live=live,
-                base=publication.base.id if publication.base is not None else None,
+                base=base,
             )  # fmt: skip
         finally:
             checkpoint = checkpoint or await publication.checkpoint

@@ -149,7 +149,7 @@ def _build(
         skip_length_normalization=shared.skip_length_normalization,
     )
     optim = replace(configs[OptimConfig], num_epochs_per_batch=1, mini_batches=1)
-    train = replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0)
+    train = replace(configs[TrainConfig], max_tokens=max_tokens, token_statistics_mib=0.0, publish="full")
     configs = Configs([*configs, loss, optim, train], configs.given)
     return build_trainer(configs, weights=None, total_steps=steps, world=world, precision=precision)
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hashlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +24,7 @@ from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights import delta, storage
+from agentrl.weights.copy_state import CopyState, identity_of
 from agentrl.weights.model_folder import MANIFEST, WEIGHT_SUFFIXES, verify
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
@@ -40,7 +40,6 @@ _MESSAGE_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _KEPT_ADAPTERS = 8
 _NAME_LENGTH = 8
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def weights_dir(run_name: str, given: str | None) -> Path:
@@ -121,7 +120,7 @@ class LocalCopy:
             wanted = await self.bring(store, wanted)
 
     def _adapter(self, version: PolicyVersion) -> Path:
-        return self._root / "adapters" / f"{version.id}-{_identity(version)[:_NAME_LENGTH]}"
+        return self._root / "adapters" / f"{version.id}-{identity_of(version)[:_NAME_LENGTH]}"
 
     async def _bring_adapter(self, version: PolicyVersion) -> None:
         folder = self._adapter(version)
@@ -184,7 +183,7 @@ class LocalCopy:
                 log.warning("%s is made again from version %d: %s", self._root, source, error.message)
         return await self._follow(chain, state)
 
-    async def _follow(self, steps: Sequence[PolicyVersion], state: _State) -> PolicyVersion:
+    async def _follow(self, steps: Sequence[PolicyVersion], state: CopyState) -> PolicyVersion:
         """Apply the longest part of ``steps`` whose files exist; return its last version."""
         whole = [step for step in steps[:1] if step.base is None]
         reached, paths = list(whole), list[Path]()
@@ -201,10 +200,10 @@ class LocalCopy:
         wanted, content = await _read_manifest(last)
         if whole:
             before, own = await _read_manifest(whole[0])
-            self._write_state(_State())
+            self._write_state(CopyState())
             await self._replace(whole[0])
             _write(self.folder / MANIFEST, own)
-            state = _State.of(whole[0])
+            state = CopyState.of(whole[0])
         else:
             before = _tensors((self.folder / MANIFEST).read_bytes())
         if paths:
@@ -215,7 +214,7 @@ class LocalCopy:
             if other is not None or before.keys() != wanted.keys():
                 raise PublishError(f"the deltas up to version {last.id} do not change tensor {other}")
         _write(self.folder / MANIFEST, content)
-        self._write_state(_State.of(last))
+        self._write_state(CopyState.of(last))
         shutil.rmtree(self._deltas, ignore_errors=True)
         return last
 
@@ -235,15 +234,15 @@ class LocalCopy:
         missing = await asyncio.to_thread(_missing, self.folder, full.files)
         await storage.download(full.location, missing, self.folder)
 
-    def _state(self) -> _State:
+    def _state(self) -> CopyState:
         if not (self.folder / MANIFEST).is_file():
-            return _State()
+            return CopyState()
         try:
-            return _State.from_json(json.loads((self._root / "state.json").read_text(encoding="utf-8")))
+            return CopyState.from_json(json.loads((self._root / "state.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
-            return _State()
+            return CopyState()
 
-    def _write_state(self, state: _State) -> None:
+    def _write_state(self, state: CopyState) -> None:
         _write(self._root / "state.json", json.dumps(asdict(state)).encode())
 
 
@@ -251,54 +250,6 @@ def _write(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
-
-
-def _boot() -> str:
-    """Return what identifies the time since the host was started: what was not on disk then is lost."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a copy holds: ``version``, in which the deltas ``applying`` may have been applied in part."""
-
-    version: int | None = None
-    identity: str | None = None
-    applying: tuple[int, ...] = ()
-    boot: str = field(default_factory=_boot)
-
-    @classmethod
-    def of(cls, version: PolicyVersion) -> _State:
-        return cls(version.id, _identity(version))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> _State:
-        """Return a stored state; nothing is held if the host was started again since."""
-        state = cls(**(dict(value) | {"applying": tuple(value["applying"])}))
-        return state if state.boot == _boot() else cls()
-
-    def holds(self, version: PolicyVersion) -> bool:
-        """Whether ``version`` is what is held, apart from what is being applied."""
-        return (self.version, self.identity) == (version.id, _identity(version))
-
-    def is_whole(self, version: PolicyVersion) -> bool:
-        """Whether ``version`` is held, and nothing else."""
-        return self.holds(version) and not self.applying
-
-    def rest_of(self, chain: list[PolicyVersion]) -> list[PolicyVersion]:
-        """Return the deltas of ``chain`` that lead on from what is held; all of it if none do."""
-        held = next((place for place, step in enumerate(chain) if self.holds(step)), None)
-        rest = [] if held is None else chain[held + 1 :]
-        leads_on = rest and tuple(step.id for step in rest)[: len(self.applying)] == self.applying
-        return rest if leads_on else chain
-
-
-def _identity(version: PolicyVersion) -> str:
-    files = "".join(f"{file.name}:{file.sha256}\n" for file in version.files)
-    return version.digest or hashlib.sha256(files.encode()).hexdigest()
 
 
 def _missing(folder: Path, files: Sequence[FileChecksum]) -> list[FileChecksum]:
@@ -337,7 +288,7 @@ async def model_files(store: Store, version: PolicyVersion, root: Path) -> str:
     whole = (await chain_to(store, version))[0]
     if is_in_place(whole):
         return whole.location
-    folder = root / "files" / f"{whole.id}-{_identity(whole)[:_NAME_LENGTH]}"
+    folder = root / "files" / f"{whole.id}-{identity_of(whole)[:_NAME_LENGTH]}"
     files = [file for file in whole.files if not file.name.endswith(WEIGHT_SUFFIXES)]
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     await storage.download(whole.location, await asyncio.to_thread(_missing, folder, files), folder)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import discard_folder, finish_folder
 from agentrl.documents.base import now
-from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion
+from agentrl.documents.run import FileChecksum, LiveWeights, PolicyVersion, WeightEncoding
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import SUFFIX
+from agentrl.weights.folder import ADAPTER_WEIGHTS
 from agentrl.weights.model_folder import (
     checksums,
     explain_write_errors,
@@ -67,8 +68,8 @@ async def publish(
 
     N is one more than any earlier version, including withdrawn ones. If a version with the same weights was
     withdrawn for the same step, that version is reinstated instead, so that tokens sampled with it keep their
-    age. ``base`` is the version from which ``written`` differs; None for whole weights. The trainer's memory
-    has them too where ``live`` is given. Prunes old folders.
+    age. ``base`` is the version from which ``written`` differs, or that an adapter belongs to; None for whole
+    weights. The trainer's memory has them too where ``live`` is given. Prunes old folders.
 
     The number and the folder are reserved in the database before the folder appears, so that two trainers
     never write the same folder. Raises LeaseLostError if another trainer has taken over, and PublishError if
@@ -89,7 +90,7 @@ async def publish(
                 location = f"{target.root}/{name}"
             document = PolicyVersion(
                 id=number, step=step, location=location, files=written.files,
-                encoding="full" if base is None else "delta", base=base, digest=written.digest,
+                encoding=_encoding(written, base), base=base, digest=written.digest,
                 live=live, train_step=train_step_id, attempt=target.attempt,
             )  # fmt: skip
             await store.policy_versions.reserve(document, attempt=target.attempt)
@@ -128,6 +129,12 @@ async def _number(store: Store) -> tuple[int, PolicyVersion | None]:
     return 0 if newest is None else newest + 1, None
 
 
+def _encoding(written: Written, base: int | None) -> WeightEncoding:
+    if base is None:
+        return "full"
+    return "adapter" if ADAPTER_WEIGHTS in written.places.values() else "delta"
+
+
 def withdrawn_twin(withdrawn: Sequence[PolicyVersion], written: Written) -> PolicyVersion | None:
     """Return the first of the ``withdrawn`` versions that has the same weights, tokenizer and configuration.
 
@@ -159,7 +166,7 @@ async def _reinstate(
             again,
             location=location,
             files=written.files,
-            encoding="full" if base is None else "delta",
+            encoding=_encoding(written, base),
             base=base,
         )
     await store.policy_versions.reinstate(again, attempt=target.attempt)

@@ -106,7 +106,7 @@ def test_the_placement_is_reported_and_an_unseen_gpu_too(
     torch_sees[0] = [False, []]
     assert place_processes(configs(), lines.append, trains=True, serves=True) is None
     assert lines == [
-        "1 GPU (NVIDIA H100, 79.0 GiB): the trainer and the engine share it; the engine takes 0.5 of its"
-        " memory (--inf_mem_ratio)",
+        "1 GPU (NVIDIA H100, 79.0 GiB): the trainer and the engine take turns on it; the engine takes 0.8 of"
+        " its memory (--inf_mem_ratio)",
         "no GPU is assigned to a process: torch sees no GPU; agentrl doctor names the cause",
     ]

@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 
 def check(
     model: Path, *words: str, memory: float = 79.0, trainer: tuple[int, ...] = (0, 1, 2, 3),
-    engines: tuple[tuple[int, ...], ...] = (), machines: int = 1,
+    engines: tuple[tuple[int, ...], ...] = (), machines: int = 1, takes_turns: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the lines that the check reports."""
     lines: list[str] = []
@@ -39,7 +39,9 @@ def check(
     MemoryCheck(
         configs=parse(flags, command="agentrl launch", description="", shown=()), flags=flags,
         model=str(model), machines=machines, report=lines.append,
-    ).check(Placement(gpus=gpus, trainer=trainer, engines=engines), os.environ)  # fmt: skip
+    ).check(
+        Placement(gpus=gpus, trainer=trainer, engines=engines, takes_turns=takes_turns), os.environ
+    )  # fmt: skip
     return lines
 
 
@@ -65,9 +67,11 @@ def test_a_trainer_that_cannot_hold_its_weights_is_refused_with_the_planned_figu
     assert "--gpus 1xH100 --gpu_memory_gib 24.00 --context 40960" in str(no.value.hint)
 
 
-def test_a_shared_gpu_counts_what_the_engine_leaves(model: Path) -> None:
+def test_a_shared_gpu_counts_what_the_engine_leaves_unless_they_take_turns(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"of 35\.\d"):  # 79 × 0.5, less the reserve
         check(model, trainer=(0,), engines=((0,),))
+    with pytest.raises(ConfigError, match=r"of 71\.1"):
+        check(model, trainer=(0,), engines=((0,),), takes_turns=True)
 
 
 def test_a_layout_that_the_trainer_refuses_is_refused_at_once(model: Path) -> None:

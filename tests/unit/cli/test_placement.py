@@ -56,14 +56,25 @@ def test_engines_and_trainer_get_gpus_of_their_own(
     found = divide(count, *words.split())
     assert ranges(found.trainer) == trainer
     assert [ranges(each) for each in found.engines] == engines
-    assert not found.is_shared
+    assert not found.shared
 
 
 def test_a_single_gpu_is_shared_by_default_and_by_name() -> None:
     for words in ((), ("--train_gpus", "0", "--engine_gpus", "0")):
         found = divide(1, *words)
         assert (found.trainer, found.engines, found.others) == ((0,), ((0,),), (0,))
-        assert str(found) == "1 GPU (NVIDIA H100, 79.1 GiB): the trainer and the engine share it"
+        assert str(found) == "1 GPU (NVIDIA H100, 79.1 GiB): the trainer and the engine take turns on it"
+        assert found.is_colocated
+    both = divide(1, "--colocate", "false")
+    assert str(both) == "1 GPU (NVIDIA H100, 79.1 GiB): the trainer and the engine share it"
+    assert not both.is_colocated
+
+
+def test_gpus_that_both_flags_name_are_shared_in_turns() -> None:
+    found = divide(8, "--train_gpus", "0-3", "--engine_gpus", "2-7", "--inf_tp_size", "2")
+    assert (found.trainer, found.engines) == ((0, 1, 2, 3), ((2, 3), (4, 5), (6, 7)))
+    assert (found.shared, found.others, found.is_colocated) == ((2, 3), (), True)
+    assert str(found).endswith("trainer on 0-3; 3 engines on 2-3, 4-5, 6-7; they take turns on 2-3")
 
 
 def test_a_machine_that_runs_one_of_the_two_gives_it_all_gpus() -> None:
@@ -92,7 +103,10 @@ def test_sizes_of_a_trainer_on_several_machines_count_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("count", "words", "message", "hint"),
     [
-        (8, "--train_gpus 0-4 --engine_gpus 4-7", "both name GPU 4", "give each GPU to one of them"),
+        (
+            8, "--train_gpus 0-4 --engine_gpus 4-7 --colocate false", "both name GPU 4",
+            "give each GPU to one of them",
+        ),
         (8, "--train_gpus 0-8", r"names GPU 8, and there are 8 GPUs", "numbers up to 7"),
         (8, "--train_gpus 0,0", "names a GPU twice", "once"),
         (8, "--train_gpus 3-1", "names no GPU", "smaller number first"),

@@ -13,9 +13,9 @@ from written_adapter import write_adapter
 from agentrl.config.schema import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ModelError
-from agentrl.evaluation import policy
-from agentrl.evaluation.policy import merged_model
 from agentrl.model.load import load_policy
+from agentrl.weights import merged
+from agentrl.weights.merged import merged_model
 
 
 def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
 async def test_an_adapter_is_merged_once_into_the_model_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "FOLDER", tmp_path / "merged")
+    monkeypatch.setattr(merged, "FOLDER", tmp_path / "merged")
     base = build_tiny_model(tmp_path / "base", 0)
     wanted = adapter_of(base, tmp_path / "checkpoint" / "model")
     folder = await merged_model(tmp_path / "checkpoint" / "model", None)
@@ -50,7 +50,7 @@ async def test_an_adapter_is_merged_once_into_the_model_that_it_names(
 async def test_an_adapter_without_its_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policy, "FOLDER", tmp_path / "merged")
+    monkeypatch.setattr(merged, "FOLDER", tmp_path / "merged")
     base = build_tiny_model(tmp_path / "base", 0)
     adapter_of(base, tmp_path / "adapter")
     base.rename(tmp_path / "moved")

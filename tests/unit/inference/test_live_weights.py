@@ -13,6 +13,7 @@ from agentrl.documents.run import LiveShare, LiveWeights, PolicyVersion
 from agentrl.errors import EngineError, PublishError
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.live_weights import PartlyLoadedError, is_reachable
+from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights
 from agentrl.processes import identify
 from agentrl.weights.local_copy import LocalCopy
@@ -72,8 +73,10 @@ def version(number: int, folder: Path | None = None, live: LiveWeights | None = 
 
 
 def served(engine: Engine, *versions: PolicyVersion) -> ServedWeights:
-    copy = LocalCopy(Path("of-versions-that-are-not-loaded-in-place"))
-    return ServedWeights(engine, Store(*versions), copy)  # type: ignore[arg-type]
+    client: Any = engine
+    store: Any = Store(*versions)
+    copy = LocalCopy(Path("unused"))
+    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"))
 
 
 async def test_a_live_version_needs_no_folder() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_policy import write_tiny_policy
-from written_adapter import write_adapter
+from written_adapter import write_served
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.documents.sampling import SamplingParams
@@ -20,6 +20,7 @@ from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
+from agentrl.weights.model_folder import complete_folder
 from agentrl.weights.sharded_writer import write_alone
 
 PROMPT = [n * 7919 % 200 for n in range(40)]
@@ -63,7 +64,7 @@ def trained(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, T
             if ".lora_B." in parameter_name and (name != "one@3" or ".layers.1." in parameter_name):
                 value.data.normal_(std=0.3)
         folder = tmp_path_factory.mktemp("adapter")
-        write_adapter(policy.adapter, folder, policy.adapter.served(policy.adapter.weights()))
+        write_served(policy.adapter, folder)
         made[name] = Trained(policy, folder)
     return made
 
@@ -125,6 +126,7 @@ def test_rows_of_several_adapters_and_of_none_have_the_trainers_logprobs(
     # The first request of each adapter computes the prompt; the second one reuses it, and no other does.
     assert [request.cached_tokens for request in made] == [0] * 3 + [len(PROMPT) - 1] * 3
     write_alone(trained["one@3"].policy.published, tmp_path)
+    complete_folder(base, tmp_path)
     merged = load_policy(ModelConfig(model_name_or_path=str(base)), tmp_path).model
     torch.testing.assert_close(torch.tensor(made[0].logprobs), logprobs(merged, made[0]), atol=1e-4, rtol=0)
 

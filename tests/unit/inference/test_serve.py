@@ -18,6 +18,7 @@ from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailab
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine
+from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest
@@ -146,10 +147,11 @@ class Harness:
     def __init__(self, folder: Path, lease: DeviceLease | None = None) -> None:
         self.store, self.client, self.process = Store(), Client(), Process()
         self.copy = LocalCopy(folder / "copy")
+        adapters = ServedAdapters(self.client, self.copy, run_name="run")  # type: ignore[arg-type]
+        weights = ServedWeights(self.client, self.store, self.copy, adapters)  # type: ignore[arg-type]
         self.engine = ServedEngine(
             self.store, self.client, self.process, EngineConfig(heartbeat_seconds=0.01),  # type: ignore[arg-type]
-            service_id="e1", folder="/models/base", version=0, lease=lease,
-            weights=ServedWeights(self.client, self.store, self.copy),  # type: ignore[arg-type]
+            service_id="e1", folder="/models/base", version=0, lease=lease, weights=weights,
         )  # fmt: skip
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -190,7 +192,7 @@ async def test_a_version_is_loaded_between_pause_and_resume(harness: Harness, tm
     assert harness.client.calls == updates(version)
     assert harness.store.services.beats[-1] == {
         "status": ServiceStatus.READY, "policy_version": 1, "running_requests": 3,
-        "running_tokens": 700, "context_length": None, "detail": None, "needs_full": False,
+        "running_tokens": 700, "context_length": None, "detail": None, "needs_full": False, "adapter": None,
     }  # fmt: skip
 
 
@@ -344,12 +346,18 @@ async def test_it_starts_with_the_newest_intact_version(harness: Harness, tmp_pa
     harness.store.policy_versions.known = [first, second, withdrawn, fourth]
     store: Any = harness.store
     copy = harness.copy
-    assert await starting_weights(store, ModelConfig(), copy) == (1, first.location)
+    assert await starting_weights(store, ModelConfig(), copy) == (1, first.location, None)
     harness.store.policy_versions.known = [second, fourth]
     with pytest.raises(PublishError, match="v4"):
         await starting_weights(store, ModelConfig(model_name_or_path="base"), copy)
     harness.store.policy_versions.known = []
-    assert await starting_weights(store, ModelConfig(model_name_or_path="/base"), copy) == (0, "/base")
+    assert await starting_weights(store, ModelConfig(model_name_or_path="/base"), copy) == (0, "/base", None)
+
+
+def served(harness: Harness, copy: LocalCopy, loaded: int = 0) -> ServedWeights:
+    client: Any = harness.client
+    store: Any = harness.store
+    return ServedWeights(client, store, copy, ServedAdapters(client, copy, run_name="run"), loaded=loaded)
 
 
 async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp_path: Path) -> None:
@@ -363,17 +371,17 @@ async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp
     await harness.engine.update(chain.versions[2])
     assert ("update", str(harness.copy.folder), 2) in harness.client.calls
     assert harness.store.services.beats[-1]["policy_version"] == 2
-    other = ServedWeights(harness.client, store, LocalCopy(tmp_path / "copy"))  # type: ignore[arg-type]
+    other = served(harness, LocalCopy(tmp_path / "copy"))  # type: ignore[arg-type]
     await other.fetch(chain.versions[3])
     harness.client.calls.clear()
     assert await other.load(chain.versions[2]) == 3  # another engine has changed the copy meanwhile
     assert harness.client.calls == [("update", str(harness.copy.folder), 3)]
     (tmp_path / "published/v000003/rank-0.delta").unlink()
-    late = ServedWeights(harness.client, store, LocalCopy(tmp_path / "late"), loaded=1)  # type: ignore[arg-type]
+    late = served(harness, LocalCopy(tmp_path / "late"), loaded=1)
     await late.fetch(chain.versions[3])
     assert late.needs_full
     assert await late.load(chain.versions[3]) == 2
-    alone = ServedWeights(harness.client, store, LocalCopy(tmp_path / "alone"), loaded=2)  # type: ignore[arg-type]
+    alone = served(harness, LocalCopy(tmp_path / "alone"), loaded=2)
     with pytest.raises(PublishError, match="the newest that can is version 2"):
         await alone.fetch(chain.versions[3])
     assert alone.needs_full
@@ -387,7 +395,7 @@ async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(
     harness.store.policy_versions.known = [elsewhere]
     store: Any = harness.store
     config = ModelConfig(model_name_or_path=base.location)
-    assert await starting_weights(store, config, harness.copy) == (0, base.location)
+    assert await starting_weights(store, config, harness.copy) == (0, base.location, None)
     (tmp_path / "base" / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(PublishError, match="/of/the/trainer"):
         await starting_weights(store, config, harness.copy)

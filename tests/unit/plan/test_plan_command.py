@@ -35,8 +35,12 @@ def plan(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> tuple
 def test_layouts_that_fit_come_with_memory_flags_and_services(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = plan(capsys, folder, "--gpus", "4xH100", "--learning_rate", "1e-5", "--dtype", "float32")
+    words = ("--learning_rate", "1e-5", "--dtype", "float32", "--colocate", "true", "--inf_mem_ratio", "0.5")
+    code, found = plan(capsys, folder, "--gpus", "4xH100", *words)
     assert code == 0
+    turns = found["turns"]
+    assert turns["in_turns"] == max(turns["engine"], turns["step"]) == 39.5
+    assert turns["at_once"] == turns["engine"] + turns["step"] > 39.5
     fits = [item for item in found["layouts"] if item["state"] == "fits"]
     assert len(fits) == 3
     assert [item["seconds"] for item in fits] == sorted(item["seconds"] for item in fits)
@@ -70,8 +74,10 @@ def test_a_model_without_a_tensor_parallel_plan_is_refused(
 
 
 def test_the_text_says_what_is_estimated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", str(folder), "--context", "1024", "--gpus", "8xH200"]) == 0
+    words = ["--model", str(folder), "--context", "1024", "--gpus", "8xH200", "--colocate", "true"]
+    assert main(words) == 0
     told = capsys.readouterr().out
+    assert "the engine's 111.2 GiB and the step's" in told
     for part in ("Layouts that fit", "which --tp_size 8 does not divide", "roofline", "accelerate launch"):
         assert part in told
 

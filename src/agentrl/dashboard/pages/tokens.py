@@ -281,7 +281,8 @@ def _page(
 
 def _decode(trajectory: TrajectoryTokens, chosen: CallTokens) -> Callable[[int], str] | None:
     versions: Sequence[int] = [span.version for span in chosen.call.versions]
-    folders = [trajectory.locations[version] for version in versions if version in trajectory.locations]
+    others = trajectory.locations.keys() - set(versions)
+    folders = [trajectory.locations[v] for v in (*versions, *others) if v in trajectory.locations]
     return next((decode for folder in folders if (decode := decoder(folder)) is not None), None)
 
 

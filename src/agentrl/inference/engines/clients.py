@@ -135,6 +135,19 @@ class VllmClient(EngineClient):
             if not is_paused:
                 await self.resume()
 
+    async def load_adapter(self, name: str, path: str) -> frozenset[str]:
+        """Load the adapter in folder ``path`` as ``name``; return the names of all that are loaded."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
+        await self._http.respond("POST", "/v1/load_lora_adapter", body, seconds)
+        answer = await self._get("/v1/models")
+        with known_format(self.url, answer):
+            return frozenset(str(model["id"]) for model in answer["data"] if model.get("parent"))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        await self._http.respond("POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._timeout)
+
     def _request(
         self,
         ids_json: bytes,
@@ -159,6 +172,7 @@ class VllmClient(EngineClient):
             "sampling_params": {**sampling, "logprobs": 0, "detokenize": False},
             "stream": True,
             "stream_options": {"include_usage": True},
+            **({} if self.adapter is None else {"model": self.adapter}),
         }
         return "/inference/v1/generate", b"".join((b'{"token_ids":', ids_json, b",", orjson.dumps(rest)[1:]))
 

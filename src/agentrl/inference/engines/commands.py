@@ -8,14 +8,15 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from agentrl.config.run import CPU_RUNNING_REQUESTS
-from agentrl.config.schema import EngineConfig, ModelConfig
+from agentrl.config.schema import AdapterConfig, EngineConfig, ModelConfig
 from agentrl.device_lease import has_gpu
 from agentrl.errors import ConfigError
 from agentrl.extras import require
+from agentrl.inference.engines.lora import lora_arguments
 from agentrl.shipped_files import clone, deploy_files
 from agentrl.weights.folder import replayed_experts, stored_dtype
 
@@ -48,8 +49,10 @@ class EngineCommand:
     weights: str | None = None
 
 
-def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: int) -> EngineCommand:
-    """Return the command that serves the model in ``folder`` with ``config.engine``.
+def engine_command(
+    folder: str, model: ModelConfig, config: EngineConfig, port: int, adapter: AdapterConfig | None = None
+) -> EngineCommand:
+    """Return the command that serves the model in ``folder``, and adapters of it, with ``config.engine``.
 
     The engine is told the dtype of the weights: left to itself, SGLang makes float16 of float32. On a CPU,
     SGLang and vLLM hold any weights in float32, which is exact. Each call chooses another random instance
@@ -69,7 +72,12 @@ def engine_command(folder: str, model: ModelConfig, config: EngineConfig, port: 
             hint="use --engine local, which rounds the weights as a GPU engine does",
         )
     command = _sglang_command if config.engine == "sglang" else _vllm_command
-    return command(folder, model, config, port=port, instance=instance)
+    built = command(folder, model, config, port=port, instance=instance)
+    if adapter is None or adapter.lora_rank == 0:
+        return built
+    lora = lora_arguments(config.engine, folder, adapter, has_gpu=has_gpu())
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if lora and config.engine == "vllm" else {}
+    return replace(built, argv=[*built.argv, *lora], env={**built.env, **env})
 
 
 def engine_venv(name: str) -> Path:

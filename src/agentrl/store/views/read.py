@@ -275,8 +275,14 @@ class TokenReads(Repository):
         return {item.step: _spread(item, tokens) for item in stored if item.problem(tokens) is None}
 
     async def _locations(self, versions: set[int]) -> dict[int, str]:
-        cursor = self._collection(VERSION).find({"_id": {"$in": sorted(versions)}}, {"location": 1})
-        return {item["_id"]: item["location"] async for item in cursor}
+        """Return the folders of ``versions``, and of the whole weights before: deltas have no tokenizer."""
+        collection = self._collection(VERSION)
+        cursor = collection.find({"_id": {"$in": sorted(versions)}}, {"location": 1})
+        found = [item async for item in cursor]
+        whole = {"_id": {"$lt": max(versions, default=0)}, "encoding": {"$in": ["full", None]}}
+        newest = {"location": {"$ne": ""}, "pruned_at": None}
+        before = await collection.find_one(whole | newest, {"location": 1}, sort=[("_id", -1)])
+        return {item["_id"]: item["location"] for item in (*found, *([before] if before else []))}
 
 
 def _spread(item: TokenStatistics, tokens: int) -> StepValues:

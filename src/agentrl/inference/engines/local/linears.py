@@ -27,10 +27,11 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
     mkldnn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     if not mkldnn or (dtype != torch.float32 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, PackedLinear(module, dtype, rows=32))
+    for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
+        # No list of the modules: each weight is freed when its packed copy takes its place.
+        parent, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, leaf, PackedLinear(getattr(owner, leaf), dtype, rows=32))
 
 
 def round_to_fp8(model: Any) -> None:
