@@ -92,7 +92,7 @@ class LocalModel:
     def _settle(self) -> None:
         """Round to fp8. On a CPU, pack linear layers, and copy what lies in a file: it may change later."""
         if self._fp8 or self.device.type != "cpu":
-            self._model.to(self.dtype)  # type: ignore[arg-type]
+            self._model.to(self.dtype)
         if self._fp8:
             round_to_fp8(self._model)
         if self.device.type != "cpu":
