@@ -20,6 +20,7 @@ import torch
 from forked import run_forked
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
+from torch import Tensor
 from training_data import group
 
 from agentrl.config.schema import RunConfig
@@ -84,17 +85,29 @@ sys.exit(main(["train", *sys.argv[1:]]))
 PAUSED_BEFORE_A_FOLDER_APPEARS = """
 import os, signal, sys
 from agentrl import atomic_folder
-replace, left = atomic_folder._replace, [4]
+replace = atomic_folder._replace
 def pause_and_replace(temporary, target):
-    left[0] -= 1
-    if left[0] == 0:
+    if target.name == "v000002":
         os.kill(os.getpid(), signal.SIGSTOP)
     replace(temporary, target)
 atomic_folder._replace = pause_and_replace
 from agentrl.cli.main import main
 sys.exit(main(["train", *sys.argv[1:]]))
 """
-"""The fourth one: they are checkpoint 1, version 1, checkpoint 2, version 2."""
+"""That of version 2."""
+KILLED_WHILE_WRITING = """
+import os, signal, sys
+from agentrl.cli.main import main
+from agentrl.train import background
+write = background.write_share
+def write_half_and_die(folder, snapshot):
+    if folder.name == "model" or "step-000001" in folder.name:
+        return write(folder, snapshot)
+    (folder / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+background.write_share = write_half_and_die
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
 KILLED_IN_STEP_2, KILLED_IN_STEP_4 = (f"STEP = {step}\n{KILLED_IN_STEP}" for step in (2, 4))
 
 
@@ -187,10 +200,12 @@ async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
     assert code == 0, output
     async with await run.open() as store:
         steps = await store.steps.find()
-        assert [(step.step, step.policy_version) for step in steps] == [(1, 0), (2, 1), (3, 2)]
+        assert [step.step for step in steps] == [1, 2, 3]
+        assert [step.policy_version < step.step for step in steps] == [True] * 3
         assert (steps[0].metrics["reward"], steps[0].metrics["pass_rate"]) == (0.5, 0.5)
         versions = await store.policy_versions.all()
-        assert [version.id for version in versions] == [0, 1, 2, 3]
+        assert [version.id for version in versions] == list(range(len(versions)))
+        assert versions[-1].step == 3, "those in between are not all published: training does not wait"
         for version in versions:
             verify(version.location, version.files)
         counts = await store.training.counts("train")
@@ -219,6 +234,25 @@ async def test_kill_9_in_a_step_trains_nothing_twice_and_changes_no_loss(
     assert {document["_id"] for document in documents if document["trained_count"] == 1} == {
         item.id for name in GROUPS for item in group(name)
     }
+
+
+async def test_kill_9_while_a_version_is_written_leaves_none_of_it(run: Run) -> None:
+    await run.fill()
+    code, output = run.train("--publish", "full", program=("-c", KILLED_WHILE_WRITING))
+    assert code == -signal.SIGKILL, output
+    async with await run.open() as store:
+        newest = await store.policy_versions.latest()
+        assert newest is not None
+        assert newest.step == 1
+        verify(newest.location, newest.files)
+    code, output = run.train()
+    assert code == 0, output
+    async with await run.open() as store:
+        versions = await store.policy_versions.published(9)
+    assert versions[0].step == 3
+    for version in versions:
+        verify(version.location, version.files)
+    assert not [*run.output.glob("**/.tmp-*")]
 
 
 async def test_bad_data_are_set_aside_and_all_others_trained(run: Run) -> None:
@@ -387,7 +421,7 @@ async def what_is_left(run: Run) -> dict[str, Any]:
         versions = await store.policy_versions.all()
         for version in versions:
             verify(version.location, version.files)
-    places = [*run.output.glob("*checkpoint-*"), *run.output.glob("weights/v*")]
+    places = [*run.output.glob("checkpoint-*"), *run.output.glob("undone-*"), *run.output.glob("weights/v*")]
     return {"versions": versions, **{str(path): path.stat().st_ino for path in places}}
 
 
@@ -532,6 +566,12 @@ async def test_two_processes_train_as_one_does_and_one_goes_on_from_them(
     assert [step[2] for step in together] == pytest.approx([step[2] for step in expected], rel=1e-4)
 
 
+def newest_weights(output: Path) -> dict[str, Tensor]:
+    """The tensors of the last version, in the files of all ranks."""
+    files = max((output / "weights").glob("v*")).glob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
 @pytest.mark.timeout(240)
 async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(run: Run) -> None:
     flags = ("--lora_rank", "3", "--kl_coef", "0.05", "--num_epochs_per_batch", "2", "--publish", "full")
@@ -553,14 +593,7 @@ async def test_accelerate_starts_two_processes_that_train_adapters_as_one_does(r
     kept = {path.name for path in (run.output / "checkpoint-000003" / "model").iterdir()}
     assert kept >= {"adapter_model.safetensors"}
     assert "model.safetensors" not in kept
-    ours, theirs = (
-        {
-            name: value
-            for file in max((item.output / "weights").glob("v*")).glob("*.safetensors")
-            for name, value in load_file(file).items()
-        }
-        for item in (run, alone)
-    )
+    ours, theirs = (newest_weights(item.output) for item in (run, alone))
     plain = load_file(run.base / "model.safetensors")
     assert ours.keys() == theirs.keys() == plain.keys()
     assert any(not ours[name].equal(plain[name]) for name in plain)

@@ -74,6 +74,20 @@ class Trainer:
     async def run(self) -> None:
         """Train until ``max_steps``, the end of the data or ``stop``; then save and publish the last step."""
         try:
+            await self._train_all()
+            await self.saver.finish()
+        except PublishError:
+            raise
+        except BaseException:
+            await self.saver.close()
+            raise
+        if self.progress.step == 0 and not self._is_done():
+            raise await self._nothing_trained()
+        is_stopped = self.stop.is_set() and not self._has_all_steps()
+        self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
+
+    async def _train_all(self) -> None:
+        try:
             await self.saver.publisher.begin()
             while not self._is_done():
                 started, moving = time.perf_counter(), self.turns.seconds
@@ -85,17 +99,9 @@ class Trainer:
                 await self._train(batch, time.perf_counter() - started - moving)
         except PublishError as error:
             raise await self.saver.keep(error) from error
-        except BaseException:
-            await self.saver.close()
-            raise
         finally:
             await self.stream.close()
             await self.token_writer.close()
-        await self.saver.finish()
-        if self.progress.step == 0 and not self._is_done():
-            raise await self._nothing_trained()
-        is_stopped = self.stop.is_set() and not self._has_all_steps()
-        self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
 
     async def _nothing_trained(self) -> TrainingError:
         """Return the error for a run of which no group could be trained, with the kinds of failure."""
