@@ -11,9 +11,10 @@ from torch import Tensor, nn
 class PackedLinear(nn.Module):
     """A linear layer with its weight in the layout of oneDNN: up to three times faster on a CPU."""
 
-    def __init__(self, linear: nn.Linear, rows: int) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, rows: int) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        # Converted one by one: a whole model in another dtype would be memory that is written twice.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), rows)
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -30,7 +31,7 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
         # No list of the modules: each weight is freed when its packed copy takes its place.
         parent, _, leaf = name.rpartition(".")
         owner = model.get_submodule(parent)
-        setattr(owner, leaf, PackedLinear(getattr(owner, leaf), rows=32))
+        setattr(owner, leaf, PackedLinear(getattr(owner, leaf), dtype, rows=32))
 
 
 def round_to_fp8(model: Any) -> None:

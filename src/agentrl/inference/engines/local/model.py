@@ -84,20 +84,24 @@ class LocalModel:
         model = copy.copy(self)
         if isinstance(source, str):
             model.folder = source
-        model._model = _load(source, dtype, self.device, self._model).to(self.dtype)  # type: ignore[arg-type]
+        model._model = _load(source, dtype, self.device, self._model)
         model._chosen = record_choices(model._model) if self._experts else {}
         model._settle()
         return model
 
     def _settle(self) -> None:
         """Round to fp8. On a CPU, pack linear layers, and copy what lies in a file: it may change later."""
+        if self._fp8 or self.device.type != "cpu":
+            self._model.to(self.dtype)
         if self._fp8:
             round_to_fp8(self._model)
         if self.device.type != "cpu":
             return
         pack_linears(self._model, self.dtype)
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            tensor.data = tensor.data.clone()
+            tensor.data = tensor.data.to(
+                self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True
+            )
 
     @property
     def is_loaded(self) -> bool:
