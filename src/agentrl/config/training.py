@@ -182,7 +182,7 @@ class TrainConfig(ParallelConfig):
         " distributed: over the network, without a disk",
     )
     full_every: int = flag(
-        20,
+        50,
         "store whole weights at least every N-th version, between deltas or beside --weight_sync tensor or"
         " distributed; an engine that starts reads them and the deltas since",
         within="[1, inf)",
