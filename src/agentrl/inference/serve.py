@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _UPDATE_SECONDS = 600.0
 _FOLLOW_POLL_SECONDS = 2.0
+_REFETCH_SECONDS = 30.0
 _RESUME_TRIES = 5
 
 
@@ -245,6 +246,7 @@ class ServedEngine:
         )
 
     async def _follow(self) -> None:
+        """Load each newer version; one that could not be fetched is tried again."""
         from agentrl.weights.publish import newer_versions
 
         newest = self._version
@@ -254,18 +256,23 @@ class ServedEngine:
                     self._store, after=newest, poll_seconds=_FOLLOW_POLL_SECONDS
                 ):
                     newest = version.id
-                    await self.update(version)
+                    if not await self.update(version):
+                        await self._store.wait_for_change("PolicyVersion", timeout=_REFETCH_SECONDS)
+                        newest = self._version
+                        break
             await asyncio.sleep(_FOLLOW_POLL_SECONDS)
 
-    async def update(self, version: PolicyVersion) -> None:
-        """Load ``version``; if it is damaged, the old weights stay.
+    async def update(self, version: PolicyVersion) -> bool:
+        """Load ``version``; if it is damaged, the old weights stay. Return whether it was fetched.
 
         Running requests continue with it, or finish with their adapter, if it is one.
         """
+        is_fetched = False
         try:
             async with self._fetching:
                 await self._weights.fetch(version)
                 self._fetched = version
+            is_fetched = True
             async with self._turn:
                 if self._version != version.id:  # the end of the trainer's turn may have loaded it
                     await self._client.check_instance(self._process.instance)
@@ -278,6 +285,7 @@ class ServedEngine:
             self._detail = None
             log.info("serving version %d", self._version)
         await self._report()
+        return is_fetched
 
     async def _switch(self, version: PolicyVersion) -> int:
         """Load ``version`` while the engine is paused; return the version that it serves then."""

@@ -15,6 +15,7 @@ from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
+from agentrl.inference import serve
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.serve import ServedEngine
@@ -255,6 +256,24 @@ async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_pat
     assert [service.id for service in harness.store.services.registered] == ["e1"]
     assert harness.store.services.registered[0].status is ServiceStatus.STARTING
     assert harness.store.services.stopped == ["e1"]
+
+
+async def test_a_version_that_cannot_be_fetched_is_tried_again(
+    harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_FOLLOW_POLL_SECONDS", 0.01)
+    version = published(tmp_path / "v1", 1)
+    (tmp_path / "v1").rename(tmp_path / "away")
+
+    async def play() -> None:
+        harness.store.publish(version)
+        await harness.until(lambda: any("refused" in str(b["detail"]) for b in harness.store.services.beats))
+        (tmp_path / "away").rename(tmp_path / "v1")
+        harness.store.publish(version)  # ends the wait, as its time would
+        await harness.until(lambda: harness.store.services.beats[-1]["policy_version"] == 1)
+
+    await harness.during_run(play)
+    assert harness.store.services.beats[-1]["detail"] is None
 
 
 async def test_a_database_outage_does_not_stop_the_engine(harness: Harness) -> None:
