@@ -209,7 +209,7 @@ async def test_data_too_large_for_a_document_are_made_again(
     assert after[0].input_ids == pack_ids([10, 20, 0, 1, 2, 3, 11, 20, 0, 1, 2, 3])
     assert after[0].behavior_logprobs == pack_floats([-0.5, -0.25, -1.0, -2.0] * 2)
     files = store.database["DBRecordData.packed.files"]
-    assert await files.count_documents({"_id": {"$regex": f"^{FIRST}/"}}) == 2
+    assert await files.count_documents({"_id": {"$regex": f"^{FIRST}/"}}) == 3  # ids, logprobs, routing
     chunks = store.database["DBRecordData.packed.chunks"]
     ids = await files.distinct("_id")
     assert set(await chunks.distinct("files_id")) == set(ids)

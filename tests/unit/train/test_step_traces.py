@@ -35,7 +35,7 @@ async def test_a_step_is_a_trace_with_its_phases_and_links(
     assert len(first.attributes["agentrl.records"]) == asked[0] == len(step.data)
     children = [span for span in collector.spans if span.parent == first.id]
     names = [span.name for span in sorted(children, key=lambda span: span.begin)]
-    assert names == ["wait_for_data", "updates", "commit", "save", "publish"]
+    assert names == ["wait_for_data", "updates", "commit", "publish", "save"]
     (updates,) = (span for span in children if span.name == "updates")
     phases = [span for span in collector.spans if span.parent == updates.id]
     assert [span.name for span in phases] == ["pack", "forward", "backward", "optimizer"]

@@ -147,7 +147,7 @@ def digest(file_id: str) -> str:
 
 def _split(document: Json) -> tuple[Json, list[_File]]:
     """Return the document without its large fields, and these fields as files."""
-    packed = {name: value for name, value in document.items() if isinstance(value, bytes)}
+    packed = {name: value for name, value in document.items() if isinstance(value, bytes) and value}
     files = []
     if sum(map(len, packed.values())) > _LIMIT:
         files = [_File(document["_id"], name, value) for name, value in packed.items()]
