@@ -83,8 +83,8 @@ class EngineClient(EngineControl):
         aborts the request in the engine. ``encoded`` keeps the JSON of the ids for the next prompt of the
         same conversation. A cancelled call passes the tokens received so far to ``keep``. ``progress``
         receives the tokens of each event as it arrives. ``images`` are those of the prompt, in order; the
-        prompt has all tokens of each. ``routed_from`` is the first token whose experts are wanted; without
-        the ``experts`` of a mixture, none are asked for, and an answer without them is no error.
+        prompt has all tokens of each. ``routed_from`` is the first token whose experts are wanted; a
+        client without ``experts`` ignores it. An answer without experts is accepted.
 
         Raises EngineInterruptedError, with the tokens received, if the stream ends early or is silent for
         ``timeout`` seconds, and EngineError if the engine cannot be reached or its answer is malformed.

@@ -174,7 +174,7 @@ class RankWriter:
         return self._held[step]
 
     def _release(self, keep: Collection[int | None]) -> None:
-        """Use the memory of other snapshots again, except of those that are still being written."""
+        """Release the snapshots of other steps for later ones, unless they are still being written."""
         for step in self._held.keys() - keep:
             if all(write.done() for write in self._reads[step]):
                 self.model.release(self._held.pop(step))

@@ -41,7 +41,7 @@ class CopyState:
         return state if state.boot == _boot() else cls()
 
     def holds(self, version: PolicyVersion) -> bool:
-        """Whether ``version`` is what is held, apart from what is being applied."""
+        """Return whether ``version`` was the last one that was whole; deltas may be half applied to it."""
         return (self.version, self.identity) == (version.id, identity_of(version))
 
     def is_whole(self, version: PolicyVersion) -> bool:

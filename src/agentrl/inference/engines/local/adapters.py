@@ -97,7 +97,9 @@ def read_adapter(
         layer, kind, _ = key.removeprefix(PEFT_PREFIX).rpartition(".lora_A.")
         if not kind:
             if ".lora_B." not in key:
-                raise ModelError(f"the adapter in {folder} has a tensor {key}, which is no part of LoRA")
+                raise ModelError(
+                    f"the adapter in {folder} has a tensor {key}; LoRA has lora_A and lora_B only"
+                )
             continue
         a, b = tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
         if b is None or shapes.get(layer) != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
