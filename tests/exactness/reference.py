@@ -61,7 +61,7 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
         ids, behavior = unpack_ids(item.input_ids), unpack_floats(item.behavior_logprobs)
         place = 0
         for span in item.spans:
-            path = _path(item.nodes, span.end)
+            path = path_to(item.nodes, span.end)
             logits = model(input_ids=torch.from_numpy(ids[path].astype(np.int64)).to(device)[None]).logits[0]
             logprobs = torch.log_softmax(logits.float() / span.temperature, -1)
             for index in range(span.start, span.end):
@@ -95,10 +95,10 @@ def trainer_step(
 
 def longest_sequence(data: Sequence[DBRecordData]) -> int:
     """Return the tokens of the longest path from a root to a leaf: the smallest possible ``max_tokens``."""
-    return max(len(_path(item.nodes, node.end)) for item in data for node in item.nodes)
+    return max(len(path_to(item.nodes, node.end)) for item in data for node in item.nodes)
 
 
-def _path(nodes: Sequence[Node], end: int) -> list[int]:
+def path_to(nodes: Sequence[Node], end: int) -> list[int]:
     """Return the stored indices from the root to token ``end`` − 1."""
     number = next(i for i, node in enumerate(nodes) if node.start < end <= node.end)
     path: list[int] = []
