@@ -72,7 +72,7 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
                 place += 1
     loss = _loss(torch.stack(pieces), torch.stack(entropies), columns, len(data), settings)
     loss.backward()  # type: ignore[no-untyped-call]
-    return _taken(model, float(loss.detach()))
+    return taken(model, float(loss.detach()))
 
 
 def trainer_step(
@@ -90,7 +90,7 @@ def trainer_step(
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
     report = forward_backward(ParallelModel(model, executor=executor), forests, settings, options=options)
-    return _taken(model, report["loss"])
+    return taken(model, report["loss"])
 
 
 def longest_sequence(data: Sequence[DBRecordData]) -> int:
@@ -139,7 +139,8 @@ def _loss(
     return reduce_losses(token_losses(batch, settings).losses, batch.mask, row, rows, whole, settings)
 
 
-def _taken(model: Any, loss: float) -> Computed:
+def taken(model: Any, loss: float) -> Computed:
+    """Return the gradients of ``model``, which has none from now on."""
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Computed(loss, gradients)
