@@ -136,6 +136,11 @@ def record_key(task_key: str, traj_id: int, attempt: int) -> str:
     return f"{task_key}/{traj_id}/{attempt}"
 
 
+def record_task(record_key: str) -> str:
+    """Return the ``_id`` of the Task of a Record, or of its training data, by its ``_id``."""
+    return record_key.rsplit("/", 2)[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """A process's right to write to one slot until another process takes it over after the lease."""
