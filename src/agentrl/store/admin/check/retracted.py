@@ -1,4 +1,4 @@
-"""Invariant 8: nothing but its tombstone is left of what was withdrawn."""
+"""Invariant 9: nothing but its tombstone is left of what was withdrawn."""
 
 from __future__ import annotations
 
