@@ -7,6 +7,7 @@ import asyncio
 import getpass
 import socket
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,11 @@ def parser() -> CommandParser:
         help="go back to the last checkpoint before the first step that trained any of it, and delete later"
         " weights; the next trainer trains these steps again without it",
     )  # fmt: skip
+    parser.add_argument(
+        "--archive", action="append", default=[], metavar="DIR",
+        help="take it out of this export of the run too, or of those below this folder (agentrl db export,"
+        " with and without --hf); may be repeated",
+    )  # fmt: skip
     parser.add_argument("--output_dir", help="the run's output folder (that of its trainer)")
     parser.add_argument("--dry_run", action="store_true", help="say what would go, change nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -71,6 +77,7 @@ def parser() -> CommandParser:
 
 async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Show what would go, ask, delete it, and say what to do next; return the exit code."""
+    from agentrl.data.exports import find_exports, withdraw_from
     from agentrl.data.retract import delete_withdrawn
     from agentrl.observe.log_lines import remove_lines
     from agentrl.registry import allow_imports
@@ -80,14 +87,16 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.train.lease import hold_lease
     from agentrl.train.rebuild import go_back, influence
 
+    exports = [folder for given in arguments.archive for folder in find_exports(given)]
     async with await open_existing(run):
         pass  # a misspelled run is not made
     async with await open_store(run) as store:
         allow_imports([*group_of(TaskConfig, arguments).allowed_names, *await store.imports.paths()])
         retractions = Retractions(store.connection)
-        selection = await retractions.select(
-            scorers=arguments.scorer, tasks=arguments.task, records=arguments.record
+        select = partial(
+            retractions.select, scorers=arguments.scorer, tasks=arguments.task, records=arguments.record
         )
+        selection = await select()
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if arguments.rebuild or item.rebuilds]
         roots = await _roots(store, arguments)
@@ -101,16 +110,15 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
         if not arguments.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
             print(f"{run.run_name} is unchanged")
             return 0
+        by = f"{getpass.getuser()}@{socket.gethostname()}"
         ended = (await store.trainer_lease.read()).ended
         async with hold_lease(store, group_of(ClaimConfig, arguments).lease_seconds) as lease:
             lease.ended = None if rebuilds else ended
             last = await store.steps.last()  # a trainer that was killed may have left a plan
             await store.steps.revert_after(0 if last is None else last.step, attempt=lease.attempt)
+            selection = await select()  # a trainer may have stepped since the preview
             if selection.tombstones:
-                begun = await retractions.begin(
-                    selection, arguments.because, f"{getpass.getuser()}@{socket.gethostname()}",
-                    rebuilds=arguments.rebuild,
-                )  # fmt: skip
+                begun = await retractions.begin(selection, arguments.because, by, rebuilds=arguments.rebuild)
                 rebuilt += [begun] if begun.rebuilds else []
             if rebuilt:
                 steps = await retractions.tainted(rebuilt)
@@ -124,6 +132,9 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
                 )  # fmt: skip
         gone = await retractions.withdrawn()
         lines = await asyncio.to_thread(remove_lines, Path(run.log_dir), run.run_name, gone)
+        for folder in exports:
+            held = await withdraw_from(run, folder, gone, because=arguments.because, by=by)
+            print(f"{folder}: {held:,} withdrawn documents are taken out")
     print(f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}")
     if lines:
         print(f"{run.log_dir}: {lines:,} log records that named it are removed")

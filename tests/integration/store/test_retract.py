@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as parquet
 import pytest
 import small_run as run
-from db_command import violations
+from db_command import agentrl_db, violations
 
 from agentrl.cli import retract
 from agentrl.config.load import group_of
@@ -15,9 +18,11 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
+from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.admin.dataset import FILE
 from agentrl.store.admin.retract import Retractions
-from agentrl.store.client import Store
+from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
 
 pytestmark = pytest.mark.integration
@@ -182,3 +187,35 @@ async def test_a_live_trainer_is_named(store: Store, run_config: RunConfig, tmp_
     async with hold_lease(store, 60.0):
         with pytest.raises(LeaseHeldError, match="this run has a trainer"):
             await agentrl_retract(run_config, "--record", FIRST)
+
+
+async def test_exports_lose_it_and_an_old_one_is_not_imported(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    archive, dataset, old = (tmp_path / "exports" / name for name in ("archive", "dataset", "old"))
+    assert await agentrl_db(run_config, "export", str(archive)) == 0
+    assert await agentrl_db(run_config, "export", str(dataset), "--hf") == 0
+    shutil.copytree(archive, old)
+    words = ("--record", FIRST, "--archive", str(archive), "--archive", str(dataset))
+    assert await agentrl_retract(run_config, *words) == 0
+    said = capsys.readouterr().out
+    assert f"{archive}: 1 withdrawn documents are taken out" in said
+    assert f"{dataset}: 1 withdrawn documents are taken out" in said
+    holding = [path.name for path in archive.iterdir() if FIRST in path.read_text(encoding="utf-8")]
+    assert holding == ["Tombstone.jsonl"]
+    assert FIRST not in parquet.read_table(dataset / FILE).column("id").to_pylist()
+    copy = replace(run_config, run_name=f"{run_config.run_name}_copy")
+    with pytest.raises(StoreError, match="holds 1 Records or Tasks that were withdrawn"):
+        await agentrl_db(copy, "import", str(old))
+    assert await agentrl_db(copy, "import", str(archive)) == 0
+    async with await open_store(copy) as imported:
+        assert await violations(imported) == []
+        await imported.connection.client.drop_database(copy.run_name)
+
+
+def test_log_records_that_name_it_go(tmp_path: Path) -> None:
+    log = tmp_path / "math_sample_host-1.log"
+    log.write_text("a record=t/0/1\n    more\nb record=t/0/11\nc\n    in t/0/1 too\nd\n", encoding="utf-8")
+    assert remove_lines(tmp_path, "math", {"t/0/1"}) == 2
+    assert log.read_text(encoding="utf-8") == "b record=t/0/11\nd\n"

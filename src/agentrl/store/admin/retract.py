@@ -140,7 +140,11 @@ class Retractions(Repository):
                 chosen.records[record["_id"]] = record
 
     async def _located(self, chosen: _Chosen) -> Selection:
-        """Return tombstones of what is chosen, with the steps that trained it."""
+        """Return tombstones of what is chosen and has none yet, with the steps that trained it."""
+        for documents in (chosen.tasks, chosen.records):
+            for batch in batches(list(documents)):
+                for stone in await self._stones(batch):
+                    del documents[stone.id]
         trained: dict[str, list[str]] = defaultdict(list)
         first: int | None = None
         fields = {"data": 1, "step": 1, "status": 1}
