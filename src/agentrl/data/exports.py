@@ -108,4 +108,4 @@ def _filter_dataset(folder: Path, stones: Mapping[str, Tombstone]) -> int:
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8")
     readme.write_text(_ROWS.sub(f"{sum(kept):,}", text), encoding="utf-8")
-    return len(kept) - sum(kept)
+    return kept.count(False)

@@ -32,6 +32,7 @@ from agentrl.store.admin.reopen import (
 )
 from agentrl.store.admin.retention import Retention, delete_beside
 from agentrl.store.admin.retract import batches
+from agentrl.store.columns import read_columns
 from agentrl.store.groups import Decide, GroupOutcome
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
@@ -100,7 +101,8 @@ class Withdrawing(Repository):
         ids = sorted({stone.id for stone in stones} | {record.id for record in gone})
         outcome = None
         if task is not None and not is_whole and task["status"] == TaskStatus.COMPLETED.value:
-            outcome = await self._decide(task, left, decide_by)
+            others = [slot for slot in task["slots"] if slot["traj_id"] not in traj_ids]
+            outcome = await self._decide({**task, "slots": others}, left, decide_by)
 
         async def write(session: AsyncClientSession) -> None:
             await self._keep_images(task if is_whole else None, ids, stones[0].retraction, session)
@@ -123,7 +125,8 @@ class Withdrawing(Repository):
             return None
         scored = [record.id for record in left if record.score is not None]
         calls = await read_model_calls(self._connection, scored, readable=False)
-        return decide(Task.from_document(task), list(left), calls)
+        columns = await read_columns(self._connection, scored)
+        return decide(Task.from_document(task), list(left), calls, columns)
 
     async def _regroup(
         self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
