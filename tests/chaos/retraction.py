@@ -87,10 +87,12 @@ class Result:
 
     withdrawn: tuple[str, ...]
     retracted: tuple[tuple[Any, ...], ...]
-    """(step, data, loss, digest of its weights) of each step."""
+    """(step, data, loss) of each step."""
     control: tuple[tuple[Any, ...], ...]
     before: tuple[tuple[Any, ...], ...]
     """Of the run before anything was withdrawn."""
+    weights: tuple[tuple[int, str, str], ...]
+    """(step, digest of the retracted run, of the control) of the steps that both published."""
     found: dict[str, int]
     """{collection or file: how many documents or lines name them}."""
     kills: int
@@ -142,16 +144,18 @@ async def _sample(store: Store, claim: Claim) -> None:
 
 
 async def trained(store: Store) -> tuple[tuple[Any, ...], ...]:
-    """Return (step, data, loss, digest of its weights) of each committed step."""
-    digests = {
+    """Return (step, data, loss) of each committed step."""
+    return tuple((step.step, step.data, step.metrics["loss"]) for step in await store.steps.find())
+
+
+async def digests(store: Store) -> dict[int, str]:
+    """Return {step: digest of its published weights}; a trainer may skip the weights of a step."""
+    versions = await store.policy_versions.all()
+    return {
         version.step: version.digest
-        for version in await store.policy_versions.all()
-        if version.status == "published"
+        for version in versions
+        if version.status == "published" and version.digest is not None
     }
-    return tuple(
-        (step.step, step.data, step.metrics["loss"], digests.get(step.step))
-        for step in await store.steps.find()
-    )
 
 
 async def search(store: Store, folder: Path, ids: Collection[str]) -> dict[str, int]:
@@ -219,12 +223,16 @@ def compare(plan: Plan) -> Result:
             await TrajectoryDataset(store.connection, on_rows=lambda rows: None).export(exports / "dataset")
         return tuple(sorted(rng.sample(before[plan.at - 1][1], plan.withdrawn))), before
 
-    async def end(ids: tuple[str, ...]) -> tuple[Any, Any, Any]:
+    async def end(ids: tuple[str, ...]) -> dict[str, Any]:
         async with await open_store(plan.config("retracted")) as store:
-            retracted = await trained(store)
+            retracted, ours = await trained(store), await digests(store)
             found = await search(store, plan.folder, ids)
         async with await open_store(plan.config("control")) as store:
-            return retracted, await trained(store), found
+            theirs = await digests(store)
+            both = tuple((step, ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys()))
+            return {
+                "retracted": retracted, "control": await trained(store), "found": found, "weights": both,
+            }  # fmt: skip
 
     async def control(ids: tuple[str, ...]) -> None:
         async with await open_store(plan.config("control")) as store:
@@ -239,11 +247,8 @@ def compare(plan: Plan) -> Result:
     plan.train("retracted")
     asyncio.run(control(ids))
     plan.train("control")
-    retracted, of_control, found = asyncio.run(end(ids))
-    return Result(
-        withdrawn=ids, retracted=retracted, control=of_control, before=before, found=found,
-        kills=plan.kills, half_done=half_done,
-    )  # fmt: skip
+    ended = asyncio.run(end(ids))
+    return Result(withdrawn=ids, before=before, kills=plan.kills, half_done=half_done, **ended)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -264,20 +269,18 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         mongo.down()
     print(f"withdrawn: {', '.join(result.withdrawn)}")
-    print(f"{'step':>5} {'data':>5} {'control':>8}  {'weights before':<14} {'retracted':<14} {'control':<14}")
+    print(f"{'step':>5} {'data':>5} {'control':>8} {'loss before':>24} {'retracted':>24} {'control':>24}")
     for old, new, other in zip(result.before, result.retracted, result.control, strict=True):
-        weights = " ".join(_short(step[3]) for step in (old, new, other))
-        print(f"{new[0]:>5} {len(new[1]):>5} {len(other[1]):>8}  {weights}")
-    is_same = result.retracted == result.control
+        losses = " ".join(f"{step[2]:>24.17g}" for step in (old, new, other))
+        print(f"{new[0]:>5} {len(new[1]):>5} {len(other[1]):>8} {losses}")
+    for step, ours, theirs in result.weights:
+        print(f"weights of step {step}: {ours[:16]} {theirs[:16]}")
+    is_same = result.retracted == result.control and all(ours == theirs for _, ours, theirs in result.weights)
     only_stones = all("Tombstone" in name for name in result.found)
     print(f"kills: {result.kills}, of which {result.half_done} left it half done")
     print(f"found: {result.found}")
     print(f"{'identical' if is_same else 'DIFFERENT'}, {time.monotonic() - started:.0f} s")
     return 0 if is_same and only_stones else 1
-
-
-def _short(digest: str | None) -> str:
-    return f"{(digest or '-')[:12]:<14}"
 
 
 if __name__ == "__main__":

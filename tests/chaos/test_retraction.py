@@ -18,5 +18,7 @@ def test_weights_equal_those_of_a_run_that_never_held_it(mongo_uri: str, tmp_pat
     result = compare(plan)
     assert result.retracted == result.control
     assert result.retracted[:3] == result.before[:3]
-    assert result.retracted[3][3] != result.before[3][3]
+    assert [step[2] for step in result.retracted[3:]] != [step[2] for step in result.before[3:]]
+    assert 5 in [step for step, _, _ in result.weights]
+    assert [ours for _, ours, _ in result.weights] == [theirs for _, _, theirs in result.weights]
     assert result.found.keys() == {"Tombstone", "exports/archive/Tombstone.jsonl"}

@@ -149,9 +149,10 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
             f"{waiting} images were used within the last hour and stay until then: samplers of the run live;"
             f" finish it later: agentrl retract {run.run_name}"
         )
-    if rebuilt:
+    steps_back = [gone_back.step] if rebuilt else [item.rebuilt.step for item in unfinished if item.rebuilt]
+    if steps_back:
         print(
-            f"the run is back at step {gone_back.step}: start its trainer again, with the same command; it"
+            f"the run is back at step {steps_back[-1]}: start its trainer again, with the same command; it"
             " repeats the later steps without what is withdrawn"
         )
     elif selection.first_step is not None:
