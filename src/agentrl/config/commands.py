@@ -16,6 +16,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
     "gateway": ("agentrl.cli.services:gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
+    "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
     "train": ("agentrl.cli.training:train", "the trainer"),
     "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
     "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
@@ -96,6 +97,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl score": (
         "agentrl score --run_name math --agent_config_path assets/agent_config.yml",
         "agentrl score --config run.yaml --max_concurrent_scorings 64",
+    ),
+    "agentrl teach": (
+        "agentrl teach --run_name math --model_name_or_path models/Qwen3-0.6B --teacher models/Qwen3-8B",
+        "agentrl teach --config run.yaml --teacher http://gpu7:30000 --teacher_name math",
     ),
     "agentrl train": (
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
