@@ -32,7 +32,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
-from agentrl.train.optimizer import load_optimizer
+from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
@@ -227,12 +227,16 @@ def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> l
 
 
 def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
-    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``."""
+    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``.
+
+    Learning rate, betas, eps and weight decay are those of the flags, which may be new.
+    """
     path = checkpoint.folder / _TRAINER
     try:
-        load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        trainer.scheduler.load_state_dict(content["scheduler"])
+        with keep_hyperparameters(trainer.optimizer, trainer.scheduler):
+            load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            trainer.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
