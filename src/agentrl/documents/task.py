@@ -111,6 +111,8 @@ class Task(Root):
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
+    inherited: bool = False
+    """A child's copy of a Task that its parent trained before the child began; the parent has its Records."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)

@@ -129,6 +129,8 @@ class TrainStep(Root):
     owner: str
     planned_at: datetime = field(default_factory=now)
     committed_at: datetime | None = None
+    inherited: bool = False
+    """Its data are an ancestor's: a copy of a step of the parent, or a step that a what-if repeats."""
     pending: PendingCommit | None = None
     """Set while the status is ``committing``."""
     pruned_at: datetime | None = None

@@ -162,6 +162,7 @@ class StepData(Section):
     page_size = 8
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        page = [step for step in page if not step.get("inherited")]  # its data are the parent's
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
