@@ -19,6 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "train": ("agentrl.cli.training:train", "the trainer"),
     "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
     "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
+    "whatif": ("agentrl.cli.whatif", "train stored steps again with another loss, and compare"),
     "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
@@ -108,6 +109,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl plan": (
         "agentrl plan --model models/Qwen3-8B --gpus 8xH100 --context 32768",
         "agentrl plan --model models/Qwen3-8B --gpus 2x4090 --context 8192 --lora_rank 16 --json",
+    ),
+    "agentrl whatif": (
+        "agentrl whatif math --steps 40-60 --loss_calculater GSPO",
+        "agentrl whatif math math_without --without ids.txt",
     ),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",

@@ -64,15 +64,18 @@ class WhatIfConfig(Flags):
     )
     out: str | None = flag(None, "file of the page that compares (default: whatif.html in --output_dir)")
 
-    def range(self, last: int) -> tuple[int, int]:
-        """Return the first and the last step. ``last`` is the parent's last one. Raises ConfigError."""
-        first, dash, end = (self.steps or f"1-{last}").partition("-")
-        is_number = first.isdigit() and (not dash or end.isdigit())
-        found = (int(first), int(end if dash else first)) if is_number else (0, 0)
+    @property
+    def first_and_last(self) -> tuple[int, int] | None:
+        """The first and the last step; None for all. Raises ConfigError for a text that is no range."""
+        if self.steps is None:
+            return None
+        first, dash, last = self.steps.partition("-")
+        is_range = first.isdecimal() and (not dash or last.isdecimal())
+        found = (int(first), int(last if dash else first)) if is_range else (0, 0)
         require(
-            1 <= found[0] <= found[1] <= last,
-            f"--steps is {self.steps}, and the parent has the steps 1-{last}",
-            "give two of them, such as --steps 1-20, the first one first",
+            1 <= found[0] <= found[1],
+            f"--steps is {self.steps}",
+            "give the first and the last step of the parent that are trained again, such as 40-60",
         )
         return found
 
@@ -111,14 +114,10 @@ def child_configs(parent: Configs, here: Configs) -> Configs:
     changed = {name: value for name, value in _flags(here).items() if name in here.given & CHANGEABLE}
     loss = changed.get("loss_calculater")
     if loss is not None and loss != parent[LossConfig].loss_calculater:
-        unset = {item.name: item.default for item in dataclasses.fields(LossConfig) if item.name in _OF_LOSS}
-        given = parent.given - unset.keys()
-        kept = {item.name for item in dataclasses.fields(LossConfig)} & given
-        fresh = {item.name: item.default for item in dataclasses.fields(LossConfig) if item.name not in kept}
-        parent = Configs(
-            [dataclasses.replace(group, **fresh) if isinstance(group, LossConfig) else group
-             for group in parent], given,
-        )  # fmt: skip
+        of_loss = dataclasses.asdict(LossConfig())
+        kept = parent.given - _OF_LOSS
+        fresh = {name: value for name, value in of_loss.items() if name not in kept}
+        parent = Configs(list(parent.with_flags(fresh)), kept)
     return parent.with_flags(changed)
 
 

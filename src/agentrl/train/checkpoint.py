@@ -248,6 +248,22 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
         ) from error
 
 
+def complete(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``root``, oldest first, without those that cannot be read."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append(_read(folder))
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+    return found
+
+
+def of_parent(folder: Path, base: Path) -> Checkpoint:
+    """Return the checkpoint of another run from which a child begins; errors as those of ``find``."""
+    return _checked(_read(folder), base)
+
+
 def _folders(root: Path) -> list[Path]:
     """Return complete checkpoints, oldest first; a folder has another name until it is complete."""
     if not root.is_dir():
@@ -265,16 +281,8 @@ def _step_and_attempt(folder: Path) -> tuple[int, int]:
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
     """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
-    found = []
-    for folder in _folders(root):
-        try:
-            item = _read(folder)
-        except ConfigError as error:
-            logger.warning("%s", error.message)
-            continue
-        if item.state.attempt <= attempt and contained.issuperset(item.state.train_steps):
-            found.append(item)
-    return found
+    found = (item for item in complete(root) if item.state.attempt <= attempt)
+    return [item for item in found if contained.issuperset(item.state.train_steps)]
 
 
 def _read(folder: Path) -> Checkpoint:
