@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from forked import run_forked
-from small_run import LEASE, add_task
+from small_run import add_task
 from small_run import claim as claim_slot
 
 from agentrl.config.schema import GroupConfig, RunConfig
@@ -23,7 +23,6 @@ GENERATIONS = 4
 _TOKENS = 12
 _LOGPROB = -5.5
 """About that of each token under a random policy of 259 tokens."""
-assert LEASE
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class StoredRun:
         """Sample and finalize ``groups`` groups whose scores differ."""
         async with await self.open() as store:
             await publish_base(store, self.base)
+            await store.settings.begin("groups", asdict(GroupConfig()), "sample")
             dice = random.Random(seed)
             for order in range(groups):
                 await add_task(store, task_key("train", 0, f"t{order:02}"), order, GENERATIONS)

@@ -74,7 +74,7 @@ class Regrouping:
         if rules.filtered is not None:
             left = {record.id for record in records}
             rules = replace(rules, filtered={id: why for id, why in rules.filtered.items() if id in left})
-        return await asyncio.to_thread(rules.decide, group.task, records, group.calls)
+        return await asyncio.to_thread(rules.decide, group.task, records, group.calls, group.columns)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
-from agentrl.store.client import Store, open_existing, open_store
+from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.train import checkpoint
 from agentrl.train.start import run_trainer
 from agentrl.weights.folder import base_folder
@@ -101,7 +101,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             without=tuple(sorted(whatif.without)),
             changed=changes(parent, child, LossSettings.of_run(child)),
         )
-        name = whatif.child or await _free_name(source, wanted)
+        name = whatif.child or await _free_name(source, run, wanted)
         output = here[RunConfig].output_dir
         own = {"run_name": name, "output_dir": output if output is not None else f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
@@ -170,15 +170,13 @@ def _newest_below(
     return None if newest is None else checkpoint.of_parent(newest.folder, base)
 
 
-async def _free_name(source: Store, wanted: Relative) -> str:
+async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
     """Return the name of the child that was begun with the same settings; else the next free one."""
-    children = {child.run: child for child in await source.ancestry.children()}
-    for name, child in children.items():
+    for child in await source.ancestry.children():
         if _is_same(child, wanted):
-            return name
-    taken = set(await source.database.client.list_database_names()) | children.keys()
+            return child.run
     number = 1
-    while f"{source.run_name}_whatif_{number}" in taken:
+    while await run_exists(replace(run, run_name=f"{source.run_name}_whatif_{number}")):
         number += 1
     return f"{source.run_name}_whatif_{number}"
 
