@@ -209,6 +209,11 @@ def find(
     return _checked(named, base)
 
 
+def of_parent(folder: Path, base: Path) -> Checkpoint:
+    """Return the checkpoint of another run from which this run begins. Raises as ``find``."""
+    return _checked(_read(folder), base)
+
+
 def rename_reverted(
     root: Path, train_steps: Collection[str], attempt: int, needed: Collection[str] = ()
 ) -> list[Path]:
@@ -257,11 +262,6 @@ def complete(root: Path) -> list[Checkpoint]:
         except ConfigError as error:
             logger.warning("%s", error.message)
     return found
-
-
-def of_parent(folder: Path, base: Path) -> Checkpoint:
-    """Return the checkpoint of another run from which a child begins; errors as those of ``find``."""
-    return _checked(_read(folder), base)
 
 
 def _folders(root: Path) -> list[Path]:

@@ -154,9 +154,10 @@ async def _resume(
             for root in roots
         ]
         complete = [candidate for candidate in candidates if candidate is not None]
-        if not complete and parent is not None and parent.checkpoint and choice == "auto":
-            complete = [checkpoint.of_parent(Path(parent.checkpoint), base)]
-        found = max(complete, key=lambda candidate: candidate.state.step, default=None)
+        first = None
+        if parent is not None and parent.checkpoint:
+            first = checkpoint.of_parent(Path(parent.checkpoint), base)
+        found = max(complete, key=lambda candidate: candidate.state.step, default=first)
         precision = step_precision(configs[ModelConfig], configs[TrainConfig], world)
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 

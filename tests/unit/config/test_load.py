@@ -30,6 +30,7 @@ from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (
+    "agentrl retract",
     "agentrl tools",
     "agentrl mongo",
     "agentrl audit",
@@ -40,6 +41,7 @@ HAND_PARSED = (
     "agentrl parity",
     "agentrl quickstart",
     "agentrl runs",
+    "agentrl fork",
 )
 """Commands with a parser of their own."""
 
