@@ -94,6 +94,20 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
     )
 
 
+def weigh(
+    data: Sequence[DBRecordData], ages: Mapping[int, int], freshness: Freshness, *, whitens: bool
+) -> tuple[DBRecordData, ...]:
+    """Return a step's data with old tokens masked or decayed, and whitened advantages if it ``whitens``.
+
+    Masking comes before whitening: no mean counts a masked token. Decay comes after it: otherwise whitening
+    would turn a decayed advantage into −mean / std.
+    """
+    if whitens and freshness.policy == "decay":
+        data = whiten(data)
+    weighed = tuple(freshness.weigh(item, ages) for item in data)
+    return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
+
+
 def choose_groups(
     members: Sequence[ReadyMember],
     count: int,
