@@ -111,6 +111,8 @@ class Task(Root):
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
+    inherited: bool = False
+    """A child's copy of a Task that its parent trained before the child began; the parent has its Records."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
@@ -132,6 +134,11 @@ def task_key(split: str, epoch: int, task_id: str) -> str:
 def record_key(task_key: str, traj_id: int, attempt: int) -> str:
     """Return the ``_id`` of the Record of one attempt at one slot."""
     return f"{task_key}/{traj_id}/{attempt}"
+
+
+def record_task(record_key: str) -> str:
+    """Return the ``_id`` of the Task of a Record, or of its training data, by its ``_id``."""
+    return record_key.rsplit("/", 2)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

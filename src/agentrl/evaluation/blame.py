@@ -13,11 +13,12 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import LossConfig, RunConfig, SamplingConfig, TrainConfig
 from agentrl.config.training import BlameConfig
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
+from agentrl.data.step_source import images_of
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.blame_weights import assign_weights, available_weights, build_at, local_folder
-from agentrl.evaluation.changed_tasks import ChangedTask, changed_tasks, held_out_data, images_of
+from agentrl.evaluation.changed_tasks import ChangedTask, changed_tasks, held_out_data
 from agentrl.evaluation.evaluate import Progress
 from agentrl.evaluation.report import find
 from agentrl.observe.begin_run import configs_of_run

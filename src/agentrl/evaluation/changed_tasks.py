@@ -12,6 +12,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, TrainConfig
 from agentrl.config.training import BlameConfig
 from agentrl.data.planner import packing_problem
+from agentrl.data.step_source import images_of
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.run import Evaluation
 from agentrl.documents.task import task_key
@@ -104,9 +105,3 @@ async def held_out_data(
             hint="evaluate both versions again",
         )
     return data, await images_of(store, data)
-
-
-async def images_of(store: Store, data: Sequence[DBRecordData]) -> Images:
-    """Return the images of ``data`` by hash."""
-    named = {image.sha256 for item in data for image in item.images}
-    return await store.images.get(named) if named else {}

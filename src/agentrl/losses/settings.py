@@ -92,6 +92,11 @@ class LossSettings(LossConfig):
         return self.loss.reads_trajectory or any(found.reads_trajectory for found in self.corrections)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the logprobs of a reference model."""
+        return self.kl_coef > 0 or self.loss.compares
+
+    @property
     def bounds_staleness(self) -> bool:
         """Whether bounds on staleness drop tokens by ρ = πθ/μ."""
         return bool(self.strict_in_bound) or math.isfinite(self.bound_scale)
@@ -230,7 +235,13 @@ def _check_flags_are_read(settings: LossSettings) -> None:
         return
     bounds = ("epsilon", "epsilon_higher", cap, "strict_in_bound")
     for flag in (*bounds, "importance_correction", "kl_coef", "entropy_coef"):
-        _require(_is_default(settings, flag), settings, flag, f"{name} samples no policy", "leave it out")
+        _require(
+            _is_default(settings, flag),
+            settings,
+            flag,
+            f"{name} does not correct for the policy that sampled",
+            "leave it out",
+        )
 
 
 def _check_reduction(settings: LossSettings) -> None:

@@ -17,6 +17,8 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root
+from agentrl.documents.column import Column
+from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative
 from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -139,12 +141,15 @@ _LAST_CLAIM = _extra(
 _LEASE_DEADLINE = _extra(
     f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
 )
-_RUN = {
-    "_id": _extra("Run._id", f"one of {SCHEMA}, {REMARKS}", enum=[SCHEMA, REMARKS]),
+_RUN = _object(Relative)["properties"] | {
+    "_id": _extra(
+        "Run._id", f"one of {SCHEMA}, {REMARKS}, {PARENT}, {CHILD_PREFIX}RUN",
+        bsonType="string", pattern=f"^({SCHEMA}|{REMARKS}|{PARENT}|{CHILD_PREFIX}.+)$",
+    ),
     "version": _extra(
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
-}
+}  # fmt: skip
 _SETTINGS_ID = _extra("Settings._id", "a concern or flags/ROLE", enum=[*CONCERNS, *map(flags_key, FLAGS)])
 
 VALIDATORS: dict[str, Json] = {
@@ -170,6 +175,7 @@ VALIDATORS: dict[str, Json] = {
         names.GATEWAY_CALL: _object(GatewayCall),
         names.LABEL: _object(Label),
         names.TOKEN_STATISTICS: _object(TokenStatistics),
+        names.COLUMN: _with_files(Column),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -225,6 +231,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     names.EVALUATION: [_index("status", "seen_at"), _index("version")],
     names.LABEL: [_index("record"), _index("label")],
     names.TOKEN_STATISTICS: [_index("record")],
+    names.COLUMN: [_index("record"), _index("status", "name", "created_at", "_id"), _index("task")],
     names.GATEWAY_SESSION: [_index("record")],
     names.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),

@@ -130,10 +130,10 @@ class Unfinished:
             discard_folder(self.temporary)
         lineage = _lineage(root, self.state.train_steps, self.state.attempt)
         surplus = [item.folder for item in lineage[:-limit]]
-        if surplus:
-            fence.discard([folder.name for folder in surplus])
+        discarded = fence.discard([folder.name for folder in surplus]) if surplus else []
         for folder in surplus:
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.name in discarded:
+                shutil.rmtree(folder, ignore_errors=True)
         return self.target
 
 
@@ -215,15 +215,18 @@ def usable(
     return (item for item in found if not _reverted(item, run_name, steps))
 
 
-def rename_reverted(root: Path, train_steps: Collection[str], attempt: int) -> list[Path]:
+def rename_reverted(
+    root: Path, train_steps: Collection[str], attempt: int, needed: Collection[str] = ()
+) -> list[Path]:
     """Rename checkpoints with reverted steps, those not in ``train_steps``, to ``undone-checkpoint-…``.
 
-    Checkpoints of trainers after ``attempt`` stay. Returns the new folders.
+    Checkpoints of trainers after ``attempt`` stay, and those named in ``needed``, from which children began.
+    Returns the new folders.
     """
     moved = []
     kept = {item.folder for item in _lineage(root, train_steps, attempt)}
     for folder in _folders(root):
-        if folder not in kept and _step_and_attempt(folder)[1] <= attempt:
+        if folder not in kept and folder.name not in needed and _step_and_attempt(folder)[1] <= attempt:
             renamed = folder.with_name(f"undone-{folder.name}")
             shutil.rmtree(renamed, ignore_errors=True)
             folder.rename(renamed)

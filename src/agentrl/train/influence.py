@@ -112,7 +112,7 @@ def influences(
     trainer.model.train()
     trainer.model.zero_grad(set_to_none=True)
     with explain_out_of_memory(trainer.memory, trainer.max_tokens):
-        for part in split_updates(data, trainer.mini_batches):
+        for part in split_updates(trainer.settings.loss.choose(data), trainer.mini_batches):
             for item, slope in zip(part, _slopes(trainer, part, ages, images, options), strict=True):
                 if slope.any():
                     _backward(trainer, item, slope, ages, images, options)
@@ -133,7 +133,7 @@ def _slopes(
     """
     frozen = replace(trainer.frozen, start=False)  # the logprobs of the start are those of these weights
     forests = frozen.attach(trainer.model, trainer.pack(data, ages, images), trainer.options)
-    loss = StepLoss.start(trainer.model, forests, trainer.settings, options)
+    loss = StepLoss.start(trainer.model, forests, trainer.settings, options, data=data)
     sizes = [item.trainable_tokens for item in data]
     first = np.cumsum(sizes) - sizes
     slopes = torch.zeros(2, sum(sizes), device=trainer.policy.model.device)

@@ -160,8 +160,9 @@ async def _resume(
         store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()
+    needed = {Path(child.checkpoint).name for child in await store.ancestry.children()}
     for root in roots:
-        await asyncio.to_thread(checkpoint.rename_reverted, root, progress.train_steps, lease.attempt)
+        await asyncio.to_thread(checkpoint.rename_reverted, root, progress.train_steps, lease.attempt, needed)
     logger.info(
         "training from step %d, policy version %d%s",
         progress.step, progress.version, f" ({found.folder})" if found else "",

@@ -116,7 +116,7 @@ def test_wrong_settings_are_told() -> None:
     for flags in ({"kl_coef": -1.0}, {"kl_coef": math.nan}, {"kl_estimator": "k4"}):
         with pytest.raises(ConfigError, match="kl_"):
             LossSettings(**flags)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="samples no policy"):
+    with pytest.raises(ConfigError, match="does not correct for the policy"):
         LossSettings(kl_coef=0.1, loss_calculater="CrossEntropy")
     with pytest.raises(ValueError, match="no reference"):
         token_losses(a_batch(torch.zeros(2), None), LossSettings(kl_coef=0.1))

@@ -14,9 +14,11 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import (
+    COLUMN,
     DATA,
     GATEWAY_CALL,
     GATEWAY_SESSION,
@@ -34,7 +36,7 @@ _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 _GRACE = timedelta(hours=1)
 """Images that were put more recently stay: the call that shows them may not be stored yet."""
-_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
+_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS, COLUMN)
 """Collections whose documents go with their ``record``."""
 
 
@@ -71,14 +73,16 @@ class Retention(Repository):
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
-        after that step was planned. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if
-        ``before_step`` is not committed.
+        after that step was planned. The groups of steps that a child trains again stay, with what failed in
+        them. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if ``before_step`` is not
+        committed.
         """
+        others: Json = {"task": {"$nin": await self._needed_by_children()}}
         begun: Json = {}
         if older_than_days is not None:
             begun["$lt"] = await self._connection.server_time() - timedelta(days=older_than_days)
         trained = {
-            "status": {"$in": _USED}, "trained_count": {"$gt": 0}, **_created(begun),
+            "status": {"$in": _USED}, "trained_count": {"$gt": 0}, **_created(begun), **others,
             "trained_at_steps": {"$not": {"$gt": min(last_step, (before_step or last_step + 1) - 1)}},
         }  # fmt: skip
         if before_step is not None:
@@ -88,14 +92,25 @@ class Retention(Repository):
                     f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
                 )
             begun = {"$lt": min(planned, begun.get("$lt", planned))}
-        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun)}
+        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
-        dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun)}
+        dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for batch in self._batches(collection, query):
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
+
+    async def _needed_by_children(self) -> list[str]:
+        """Return the Tasks of the steps that living children train again; forget the other children."""
+        ancestry = Ancestry(self._connection)
+        await ancestry.forget_dropped()
+        needed: set[str] = set()
+        for child in await ancestry.children():
+            if child.steps:
+                at = {"trained_at_steps": {"$elemMatch": {"$gte": child.steps[0], "$lte": child.steps[-1]}}}
+                needed.update(await self._collection(DATA).distinct("task", at))
+        return sorted(needed)
 
     async def _batches(self, collection: str, query: Json) -> AsyncIterator[list[str]]:
         """Yield the ``_id`` of the documents that a query finds."""
@@ -136,6 +151,7 @@ class Retention(Repository):
         of_records = {"record": {"$in": list(ids)}}
         for collection in _BESIDE:
             await self._collection(collection).delete_many(of_records, session=session)
+        await Blobs(self._connection, COLUMN).delete(ids, session)
         for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
             await self._collection(collection).delete_many(query, session=session)
             await Blobs(self._connection, collection).delete(ids, session)

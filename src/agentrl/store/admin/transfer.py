@@ -18,6 +18,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
+from agentrl.documents.family import CHILD_PREFIX
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import (
@@ -33,6 +34,7 @@ from agentrl.store.admin.archive import (
     verify,
     write_manifest,
 )
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, IMPORTS, RUN, SCHEMA_VERSION
 from agentrl.store.schema import holds_run, prepare
@@ -118,7 +120,15 @@ class Transfer(Repository):
                 hint="export the run again; the unfinished import is no run, and the next one replaces it",
             )
         await runs.replace_one({"_id": SCHEMA}, schema)
+        await self._join_family()
         return Imported(manifest=manifest, imports=imports)
+
+    async def _join_family(self) -> None:
+        """Note an imported child in its parent, if that is on this server."""
+        parent = await Ancestry(self._connection).parent()
+        if parent is not None and await self._connection.beside(parent.run).collection(RUN).find_one({}):
+            family = Ancestry(self._connection.beside(parent.run))
+            await family.adopt(self._connection.database.name, parent)
 
     async def copy(self, target: AsyncDatabase[Json]) -> None:
         """Insert every document except the schema document into ``target``, which holds no others.
@@ -186,7 +196,7 @@ class Transfer(Repository):
             )
 
     async def _import(self, file: Path, name: str) -> Json | None:
-        """Insert a file's documents except the schema document, which is returned if the file has one."""
+        """Insert a file's documents, without notes of children; return its schema document if it has one."""
         if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
         schema: list[Json] = []
@@ -195,9 +205,10 @@ class Transfer(Repository):
             with file.open("rb") as stream:
                 for number, line in enumerate(stream, start=1):
                     raw = decode_line(line, file, number)
-                    if name == RUN and (document := bson.decode(raw, CODEC))["_id"] == SCHEMA:
+                    document = bson.decode(raw, CODEC) if name == RUN else {}
+                    if document.get("_id") == SCHEMA:
                         schema.append(document)
-                    else:
+                    elif not str(document.get("_id")).startswith(CHILD_PREFIX):  # they name another run
                         yield RawBSONDocument(raw)
 
         await self._insert(self._collection(name), documents())
