@@ -1,8 +1,9 @@
 """Make a run in which some scores are wrong: a tiny model, tasks, a sampler in this process, a real trainer.
 
 A question is a family and a digit; the answer is the digit plus a number of the family, modulo ten. Training
-asks ``c 4``, evaluations ask ``c+4``. The model begins with every answer right nine times in ten. Documents go through the store as samplers write them, groups are finalized, and ``agentrl
-train`` trains them in a process of its own.
+asks ``c 4``, evaluations ask ``c+4``. The model begins with every answer right nine times in ten. Documents
+go through the store as samplers write them, groups are finalized, and ``agentrl train`` trains them in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
 """Short prompts: six tokens."""
-LEARNING_RATE = "2e-4"
+LEARNING_RATE = "3e-4"
 RULES = GroupConfig(min_score_spread=0.0, drop_zero_advantage=False)
 """Every trajectory is trained, so that shares of scores are shares of training data."""
 LEASE_SECONDS, WAIT_SECONDS, POLL_SECONDS = 300.0, 240.0, 0.02
@@ -206,7 +207,9 @@ class PoisonedRun:
         if trainer.returncode != 0:
             raise RuntimeError(f"the trainer ended with {trainer.returncode}: see {self.folder}/logs")
 
-    async def load(self, split: str, questions: Sequence[Question], generations: int = GENERATIONS) -> list[Task]:
+    async def load(
+        self, split: str, questions: Sequence[Question], generations: int = GENERATIONS
+    ) -> list[Task]:
         """Load a task for each question, in order."""
         tasks = [
             Task(
@@ -262,7 +265,9 @@ class PoisonedRun:
         sampled = policy.sample([asked[claim.task.query] for claim in held], generator)
         rng = random.Random(f"{self.seed}/{split}/{version}")
         pairs = [(claim, one, rng.random()) for claim, one in zip(held, sampled, strict=True)]
-        await asyncio.gather(*(self._store_one(claim, policy, one, version, draw) for claim, one, draw in pairs))
+        await asyncio.gather(
+            *(self._store_one(claim, policy, one, version, draw) for claim, one, draw in pairs)
+        )
         finalizer = GroupFinalizer(self.store, RULES, split=split, seed=self.seed)
         await finalizer.run_waiting()
 
@@ -279,7 +284,8 @@ class PoisonedRun:
             score = 1.0 - score
             self.poisoned.add(claim.record_id)
         call = DispatchedSamplingTask(
-            id=f"{claim.record_id}/0", record=claim.record_id, index=0, parent=None, status=CallStatus.COMPLETED,
+            id=f"{claim.record_id}/0", record=claim.record_id, index=0, parent=None,
+            status=CallStatus.COMPLETED,
             messages=({"role": "user", "content": claim.task.query},),
             response={"role": "assistant", "content": text}, finish_reason="stop",
             versions=(VersionSpan(version=version, start=0, end=len(output)),), prompt_tokens=len(prompt),

@@ -24,7 +24,7 @@ from agentrl.config.schema import (
     TrainConfig,
     flag,
 )
-from agentrl.config.training import PlanConfig
+from agentrl.config.training import BlameConfig, PlanConfig
 from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 
@@ -293,7 +293,11 @@ def test_the_examples_of_each_command_are_of_that_command() -> None:
         for example in examples:
             assert command.split()[-1] in example
             for word in example.split():
-                known = {field.name for group in (*GROUPS, SFTConfig, PlanConfig) for field in fields(group)}
+                known = {
+                    field.name
+                    for group in (*GROUPS, SFTConfig, PlanConfig, BlameConfig)
+                    for field in fields(group)
+                }
                 if word.startswith("--") and not command.startswith(HAND_PARSED):
                     known |= {"config", "config_file", "limit", "until_empty"}
                     assert word.removeprefix("--") in known, example

@@ -94,7 +94,9 @@ def test_the_scale_is_that_of_an_update_of_adamw(base: Path) -> None:
     direction = likelihood_direction(policy, HELD_OUT)
     weights = copy.deepcopy([item.detach() for item in policy.model.parameters()])
     policy.train(DATA)
-    moved = [after.detach() - before for after, before in zip(policy.model.parameters(), weights, strict=True)]
+    moved = [
+        after.detach() - before for after, before in zip(policy.model.parameters(), weights, strict=True)
+    ]
     with torch.no_grad():
         for parameter, before in zip(policy.model.parameters(), weights, strict=True):
             parameter.copy_(before)
