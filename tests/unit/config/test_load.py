@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (
+    "agentrl retract",
     "agentrl tools",
     "agentrl mongo",
     "agentrl audit",
@@ -39,6 +40,7 @@ HAND_PARSED = (
     "agentrl parity",
     "agentrl quickstart",
     "agentrl runs",
+    "agentrl fork",
 )
 """Commands with a parser of their own."""
 
