@@ -70,14 +70,19 @@ class Groups(Repository):
     """The calls on groups: a Task, its Records and their training data."""
 
     @database_call
-    async def waiting(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
+    async def waiting(
+        self, split: str, limit: int = 16, waiting_seconds: float = 0.0, *, epoch: int | None = None
+    ) -> list[str]:
         """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
-        Excludes a group until ``finalizing.retry_at`` after a failed attempt to finalize it.
+        Without ``epoch``, of all epochs. Excludes a group until ``finalizing.retry_at`` after an attempt that
+        failed.
         """
         since = {"$lte": ["$updated_at", after(-waiting_seconds)]}
         due = {"$lte": ["$finalizing.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
+        if epoch is not None:
+            query["epoch"] = epoch
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
         )
