@@ -261,6 +261,15 @@ class GroupConfig(Flags):
     overlong_penalty: float = flag(
         1.0, "subtracted from the reward of a trajectory at --overlong_limit", within="(0, inf)"
     )
+    columns: str = flag(
+        "",
+        "columns that a trajectory waits for before it is trained, e.g. teacher (`agentrl teach` fills it)",
+    )
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The names in ``columns``."""
+        return tuple(dict.fromkeys(filter(None, map(str.strip, self.columns.split(",")))))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,6 +278,8 @@ class GroupConfig(Flags):
             f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
             "give --overlong_limit: generated tokens of a whole trajectory that are too many",
         )
+        for name in self.column_names:
+            require(name.isidentifier(), f"--columns has {name!r}", "use letters, digits and _ in a name")
 
 
 @dataclass(frozen=True, kw_only=True)

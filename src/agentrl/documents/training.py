@@ -83,6 +83,8 @@ class DBRecordData(Root):
     """The SamplingMask of the trainable tokens, spans in order; empty if no call was truncated."""
     routing: bytes = b""
     """The experts of each token (``documents.routing``); empty: no model call has a routing."""
+    columns: bytes = b""
+    """The TokenColumns of the trainable tokens, spans in order; empty: the run waits for no column."""
 
     def earned_advantage(self, call: int) -> float:
         """Return the advantage that model call ``call`` has unless it is faulty."""

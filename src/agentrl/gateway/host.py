@@ -16,7 +16,7 @@ import uvicorn
 
 from agentrl.bounded_http import BoundedProtocol
 from agentrl.config.agent import GatewayConfig
-from agentrl.data.finalize_group import describe_share
+from agentrl.data.trained_share import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim

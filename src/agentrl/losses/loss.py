@@ -66,6 +66,8 @@ class TokenBatch:
     """Given if the loss ``compares``."""
     entropy: Tensor | None = None
     """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
+    columns: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """{column: float32[T]} of ``--columns``; NaN: the token has no value."""
 
     @property
     def log_ratio(self) -> Tensor:

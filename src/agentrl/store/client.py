@@ -22,6 +22,7 @@ from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.attempts import Attempts
 from agentrl.store.claims import Claims
+from agentrl.store.columns import Columns
 from agentrl.store.conversations import Conversations
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.epochs import Epochs
@@ -70,6 +71,7 @@ class Store:
         self.records = Records(connection)
         self.model_calls = ModelCalls(connection)
         self.groups = Groups(connection)
+        self.columns = Columns(connection)
         self.training = Training(connection)
         self.steps = Steps(connection)
         self.policy_versions = PolicyVersions(connection)

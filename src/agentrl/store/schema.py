@@ -17,6 +17,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root
+from agentrl.documents.column import Column
 from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative
 from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
@@ -174,6 +175,7 @@ VALIDATORS: dict[str, Json] = {
         names.GATEWAY_CALL: _object(GatewayCall),
         names.LABEL: _object(Label),
         names.TOKEN_STATISTICS: _object(TokenStatistics),
+        names.COLUMN: _with_files(Column),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -229,6 +231,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     names.EVALUATION: [_index("status", "seen_at"), _index("version")],
     names.LABEL: [_index("record"), _index("label")],
     names.TOKEN_STATISTICS: [_index("record")],
+    names.COLUMN: [_index("record"), _index("status", "name", "created_at", "_id"), _index("task")],
     names.GATEWAY_SESSION: [_index("record")],
     names.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),

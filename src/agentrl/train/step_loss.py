@@ -148,6 +148,10 @@ def token_batch(
         trajectories=forest.trajectories,
         lengths=lengths,
         means=means,
+        columns={
+            name: torch.from_numpy(values).to(logprobs.device)
+            for name, values in ({} if forest.columns is None else forest.columns.values).items()
+        },
     )
 
 

@@ -18,6 +18,7 @@ from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import (
+    COLUMN,
     DATA,
     GATEWAY_CALL,
     GATEWAY_SESSION,
@@ -35,7 +36,7 @@ _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 _GRACE = timedelta(hours=1)
 """Images that were put more recently stay: the call that shows them may not be stored yet."""
-_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
+_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS, COLUMN)
 """Collections whose documents go with their ``record``."""
 
 
@@ -150,6 +151,7 @@ class Retention(Repository):
         of_records = {"record": {"$in": list(ids)}}
         for collection in _BESIDE:
             await self._collection(collection).delete_many(of_records, session=session)
+        await Blobs(self._connection, COLUMN).delete(ids, session)
         for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
             await self._collection(collection).delete_many(query, session=session)
             await Blobs(self._connection, collection).delete(ids, session)

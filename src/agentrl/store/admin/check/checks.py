@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.store.admin.check.columns import ColumnsOfRecords
 from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
 from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
@@ -229,7 +230,7 @@ async def _is_sampled(moment: Snapshot, split: str, now: Any) -> bool:
 
 _SECTIONS: Sequence[type[Check]] = (
     Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-    OutsideTokens, Statistics, Images, StrayFiles, Family,
+    OutsideTokens, Statistics, ColumnsOfRecords, Images, StrayFiles, Family,
 )  # fmt: skip
 _BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {Legal: VALIDATORS, Contents: PARTS, Files: PACKED}
 

@@ -15,6 +15,7 @@ from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
+from agentrl.store.columns import read_columns
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.model_calls import read_model_calls
@@ -67,13 +68,15 @@ class Data(Section):
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
         calls = await read_model_calls(self.connection, [data["_id"] for data in page], readable=False)
+        columns = await read_columns(self.connection, [data["_id"] for data in page])
         blobs = Blobs(self.connection, DATA)
         for document in page:
             try:
                 data = DBRecordData.from_document(await blobs.restore(document))
                 rules = (tasks.get(data.task, {}).get("group") or {}).get("rules")
                 config = None if rules is None else rules_of(rules)
-                difference = self.options.compare_tokens(data, calls[data.id], config)
+                own = columns.get(data.id, ())
+                difference = self.options.compare_tokens(data, calls[data.id], config, own)
             except (StoreError, ConfigError, ValueError) as error:
                 difference = str(error)
             findings.count(Invariant.TRAINING, "tokens", document["tokens"])
