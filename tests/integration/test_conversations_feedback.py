@@ -20,7 +20,7 @@ from agentrl.config.agent import AgentConfig, GatewayConfig
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import CONVERSATIONS
+from agentrl.documents.task import CONVERSATIONS, Slot
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.gateway.app import GatewayApp
@@ -165,13 +165,21 @@ async def test_a_conversation_outlives_its_gateway_and_waits_for_feedback_that_c
     assert await store.claims.claim(split="train", owner="sampler", lease_seconds=60) is None
     async with gateway(store) as client:
         waiting = await until_status(store, conversation, RecordStatus.COMPLETED)
+
+        async def slot() -> Slot:
+            found = await store.tasks.get(waiting.task)
+            assert found is not None
+            return found.slots[0]
+
+        async def waits() -> bool:
+            return (await slot()).status is SlotStatus.SAMPLED
+
+        await until(waits)
         assert await store.groups.count_open("train") == 0
-        found = await store.tasks.get(waiting.task)
-        assert found is not None
-        (slot,) = found.slots
-        assert slot.not_before is not None
+        not_before = (await slot()).not_before
+        assert not_before is not None
         assert waiting.completed_at is not None
-        assert slot.not_before - waiting.completed_at == timedelta(hours=1)
+        assert not_before - waiting.completed_at == timedelta(hours=1)
         await give_feedback(store, conversation["id"], {"score": 1.0})
         record = await until_status(store, conversation, RecordStatus.READY)
     assert record.score == 1.0

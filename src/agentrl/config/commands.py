@@ -12,6 +12,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "tools": ("agentrl.cli.tools", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
+    "retract": ("agentrl.cli.retract", "withdraw trajectories and tasks from a run, everywhere"),
     "serve": ("agentrl.cli.services:serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
     "gateway": ("agentrl.cli.services:gateway", "model APIs in front of rollouts, for any agent"),
@@ -72,6 +73,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl db reopen": (
         "agentrl db reopen --run_name math --failure_kind tool --dry_run",
         "agentrl db reopen --run_name math --split train",
+    ),
+    "agentrl retract": (
+        "agentrl retract math --scorer broken_v1 --because 'wrong units' --dry_run",
+        "agentrl retract math --task task_001 --rebuild",
     ),
     "agentrl db users": (
         "agentrl db users --run_name math",

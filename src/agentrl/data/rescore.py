@@ -142,9 +142,7 @@ class _Rescorer:
         group = await self.rescoring.group(task_id, records=options.records, statuses=options.statuses)
         scores = await self._scores(group)
         try:
-            done = await self.rescoring.apply(
-                task_id, scores, _decide_by(group.task), dry_run=options.dry_run
-            )
+            done = await self.rescoring.apply(task_id, scores, decide_by(group.task), dry_run=options.dry_run)
         except (ConfigError, GroupError) as error:
             self.report.errors.append(f"{task_id}: {error.message}")
             return
@@ -224,10 +222,10 @@ def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[s
     return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}
 
 
-def _decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
+def decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
     """Return the function from stored rules to the decision; it returns None if the rules are unknown."""
 
-    def decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
+    def decide(rules: Mapping[str, Any] | None) -> Decide | None:
         if rules is not None:
             return GroupRules.stored(rules).decide
         if task.split != TRAIN_SPLIT:
@@ -235,7 +233,7 @@ def _decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None
             return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
         return None
 
-    return decide_by
+    return decide
 
 
 def _count(split: SplitReport, group: StoredGroup, scores: Mapping[str, NewScore], done: Rescored) -> None:

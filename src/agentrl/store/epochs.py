@@ -156,10 +156,10 @@ class Epochs(Repository):
         if epoch == 0 or await self.next(split, epoch + 1) != epoch:
             return 0
         loaded = await self.count(split, 0)
-        begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
+        begun = await self._one(Task, TASK, {"split": split, "epoch": epoch})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
-            num_generations=num_generations if begun is None else len(begun["slots"]),
+            num_generations=num_generations if begun is None else len(begun.slots) + begun.retracted,
         )  # fmt: skip
         async with self._leases.lock(opening.id):
             held = await self._leases.acquire(opening, copies=True)

@@ -29,6 +29,7 @@ from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (
+    "agentrl retract",
     "agentrl tools",
     "agentrl mongo",
     "agentrl audit",
