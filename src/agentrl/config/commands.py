@@ -12,6 +12,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "tools": ("agentrl.cli.tools", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
+    "fork": ("agentrl.cli.fork", "a new run that begins at a stored checkpoint of another"),
     "retract": ("agentrl.cli.retract", "withdraw trajectories and tasks from a run, everywhere"),
     "serve": ("agentrl.cli.services:serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
@@ -158,6 +159,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl runs note": (
         'agentrl runs note math "twice the learning rate"',
         'agentrl runs note math ""',
+    ),
+    "agentrl fork": (
+        "agentrl fork math math_gspo --from_step 40",
+        "agentrl fork math math_2 --db_connection_string mongodb://db:27017",
     ),
     "agentrl audit": (
         "agentrl audit run --run_name math",

@@ -209,6 +209,11 @@ def find(
     return _checked(named, base)
 
 
+def of_parent(folder: Path, base: Path) -> Checkpoint:
+    """Return the checkpoint of another run from which this run begins. Raises as ``find``."""
+    return _checked(_read(folder), base)
+
+
 def rename_reverted(
     root: Path, train_steps: Collection[str], attempt: int, needed: Collection[str] = ()
 ) -> list[Path]:

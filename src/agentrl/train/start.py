@@ -143,6 +143,7 @@ async def _resume(
     steps = await store.steps.find(status=None)
     total_steps = await _total_steps(store, configs)
     discarded = (await store.trainer_lease.read()).discarded
+    parent = await store.ancestry.parent()
 
     def build() -> tuple[Controller, Checkpoint | None]:
         run_name, base = configs[RunConfig].run_name, base_folder(configs[ModelConfig])
@@ -151,7 +152,8 @@ async def _resume(
             for root in roots
         ]
         complete = [candidate for candidate in candidates if candidate is not None]
-        found = max(complete, key=lambda candidate: candidate.state.step, default=None)
+        first = None if parent is None else checkpoint.of_parent(Path(parent.checkpoint), base)
+        found = max(complete, key=lambda candidate: candidate.state.step, default=first)
         precision = step_precision(configs[ModelConfig], configs[TrainConfig], world)
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 

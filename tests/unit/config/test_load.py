@@ -40,6 +40,7 @@ HAND_PARSED = (
     "agentrl parity",
     "agentrl quickstart",
     "agentrl runs",
+    "agentrl fork",
 )
 """Commands with a parser of their own."""
 
