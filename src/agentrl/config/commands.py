@@ -24,6 +24,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "whatif": ("agentrl.cli.whatif", "train stored steps again with another loss, and compare"),
     "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
+    "blame": ("agentrl.cli.blame", "which trajectories moved held-out tasks between evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
     "dashboard": ("agentrl.cli.services:dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.cli.status", "what runs now: the runs of a server, or one run, live"),
@@ -131,6 +132,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl eval compare": (
         "agentrl eval compare 100 120 --run_name demo",
         "agentrl eval compare 120 other/eval-m3fa9c1d2 --run_name demo",
+    ),
+    "agentrl blame": (
+        "agentrl blame math 100 120 --out blamed.txt",
+        "agentrl blame math 100 120 --changes all --top 50 --label blamed --csv effects.csv",
     ),
     "agentrl sft": (
         "agentrl sft --model_name_or_path models/Qwen3-0.6B --train_file conversations.jsonl"

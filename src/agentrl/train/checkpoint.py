@@ -16,7 +16,7 @@ import random
 import re
 import shutil
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -188,9 +188,7 @@ def find(
     if choice in (None, "none"):
         return None
     if choice == "auto":
-        found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
-        usable = (item for item in found if not _reverted(item, run_name, steps))
-        newest = next(usable, None)
+        newest = next(usable(root, steps, run_name=run_name, discarded=discarded), None)
         return newest and _checked(newest, base)
     folder = Path(str(choice))
     if not (folder / STATE).is_file():
@@ -207,6 +205,14 @@ def find(
             hint=f"start another run from its weights: --model_name_or_path {named.model}",
         )
     return _checked(named, base)
+
+
+def usable(
+    root: Path, steps: Sequence[TrainStep], *, run_name: str, discarded: Collection[str] = ()
+) -> Iterator[Checkpoint]:
+    """Yield the complete checkpoints without reverted steps, newest first. Raises as ``find``."""
+    found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
+    return (item for item in found if not _reverted(item, run_name, steps))
 
 
 def of_parent(folder: Path, base: Path) -> Checkpoint:
