@@ -265,8 +265,8 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
         )
     if schema.get("importing"):
         return StoreError(
-            f"the import into run {name!r} did not finish",
-            hint="import again: it replaces the documents that exist",
+            f"run {name!r} is not whole: the import or the fork that makes it did not finish",
+            hint="repeat that command: it begins anew",
         )
     return None
 

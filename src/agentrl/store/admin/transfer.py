@@ -108,7 +108,7 @@ class Transfer(Repository):
         if not withdrawn:
             await self._refuse_withdrawn(folder, manifest)
         imports = _imports(folder, manifest)
-        await self._require_vacant()
+        await self.require_vacant()
         runs = self._collection(RUN)
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
         await prepare(self._connection.database)
@@ -199,7 +199,8 @@ class Transfer(Repository):
                 return
             last = page[-1]["_id"]
 
-    async def _require_vacant(self) -> None:
+    async def require_vacant(self) -> None:
+        """Raise StoreError if the database holds something; drop what an unfinished import or fork left."""
         database = self._connection.database
         schema = await self._collection(RUN).find_one({"_id": SCHEMA})
         if schema is not None and schema.get("importing"):
