@@ -35,7 +35,7 @@ def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     asyncio.run(run.fill(8))
     run.train()
     yield run
-    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "rules"))))
+    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "dpo", "rules"))))
 
 
 def exact(step: TrainStep) -> dict[str, Any]:
@@ -85,6 +85,18 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
     assert "lead" not in run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO",
                                     "--learning_rate", "3e-3")  # fmt: skip
     assert await run.steps(gspo) == again, "the same command finds nothing to do"
+
+
+async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run: StoredRun) -> None:
+    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model."""
+    dpo = f"{run.name}_dpo"
+    run.whatif(dpo, "--steps", "3-4", "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    parents = {step.step: step.metrics["trainable_tokens"] for step in await run.steps()}
+    for own in await run.steps(dpo):
+        assert own.recorded is not None
+        assert own.metrics["trainable_tokens"] < parents[own.recorded.step]
+        assert 0.0 < own.metrics["loss"] < 1.0
+        assert own.metrics["kl_reference"] > 0.0
 
 
 async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:
