@@ -52,8 +52,9 @@ TEMPLATE = (
 )
 """Short prompts: six tokens."""
 LEARNING_RATE = "3e-4"
-RULES = GroupConfig(min_score_spread=0.0, drop_zero_advantage=False)
-"""Every trajectory is trained, so that shares of scores are shares of training data."""
+RULES = GroupConfig(advantage="reward", min_score_spread=0.0, drop_zero_advantage=False)
+"""Every trajectory is trained, so that shares of scores are shares of training data. The advantage is the
+score, whitened over the step (REINFORCE++): each wrong score counts, also where all of a group are wrong."""
 LEASE_SECONDS, WAIT_SECONDS, POLL_SECONDS = 300.0, 240.0, 0.02
 
 
@@ -160,7 +161,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
 @dataclass
 class PoisonedRun:
-    """One run on ``store``. ``kind`` is ``none``, ``scorer`` (one of two is wrong) or ``random``."""
+    """One run on ``store``. ``kind`` is ``scorer`` (one of two is wrong) or ``random``."""
 
     store: Store
     uri: str
@@ -184,7 +185,8 @@ class PoisonedRun:
         return [
             *self.flags(), "--model_name_or_path", str(self.model), "--max_steps", str(self.steps),
             "--groups_per_step", str(GROUPS_PER_STEP), "--num_generations", str(GENERATIONS),
-            "--min_score_spread", "0", "--drop_zero_advantage", "false", "--learning_rate", LEARNING_RATE,
+            "--advantage", RULES.advantage, "--advantage_whitening", "batch", "--min_score_spread", "0",
+            "--drop_zero_advantage", "false", "--learning_rate", LEARNING_RATE,
             "--max_staleness", "1", "--publish", "full", "--keep_every", "1", "--save_steps",
             str(max(1, self.steps // 4)), "--save_total_limit", "9", "--seed", str(self.seed),
             "--max_new_tokens", "64", "--max_prompt_tokens", "256", "--data_wait_seconds", "120",
@@ -280,7 +282,7 @@ class PoisonedRun:
         score = float(text == claim.task.answer)
         is_training = claim.task.split == "train"
         is_wrong = claim.task.scorer == "exact_v2" if self.kind == "scorer" else draw < POISONED
-        if is_training and is_wrong and self.kind != "none":
+        if is_training and is_wrong:
             score = 1.0 - score
             self.poisoned.add(claim.record_id)
         call = DispatchedSamplingTask(
