@@ -32,7 +32,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
-from agentrl.train.optimizer import load_optimizer
+from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
@@ -241,18 +241,33 @@ def rename_reverted(
 
 
 def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
-    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``."""
+    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``.
+
+    Learning rate, betas, eps and weight decay are those of the flags, which may be new.
+    """
     path = checkpoint.folder / _TRAINER
     try:
-        load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        trainer.scheduler.load_state_dict(content["scheduler"])
+        with keep_hyperparameters(trainer.optimizer, trainer.scheduler):
+            load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            trainer.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",
             hint="resume from another checkpoint, or start with 'none'",
         ) from error
+
+
+def complete(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``root``, oldest first, without those that cannot be read."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append(_read(folder))
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+    return found
 
 
 def _folders(root: Path) -> list[Path]:
@@ -272,16 +287,8 @@ def _step_and_attempt(folder: Path) -> tuple[int, int]:
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
     """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
-    found = []
-    for folder in _folders(root):
-        try:
-            item = _read(folder)
-        except ConfigError as error:
-            logger.warning("%s", error.message)
-            continue
-        if item.state.attempt <= attempt and contained.issuperset(item.state.train_steps):
-            found.append(item)
-    return found
+    found = (item for item in complete(root) if item.state.attempt <= attempt)
+    return [item for item in found if contained.issuperset(item.state.train_steps)]
 
 
 def _read(folder: Path) -> Checkpoint:
