@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 python scripts/bench/blame.py --quick
 
 ``scorer``: one of two scorers returns 1 − score, for 2 % of the groups. ``random``: 2 % of the scores are
-wrong, whatever the trajectory. A run is that of ``poisoned_run.py``: 128 trajectories a step, on-policy. It is
-evaluated before the first and after the last step, ``agentrl blame`` ranks its trajectories, and ``agentrl
+wrong, whatever the trajectory. A run is that of ``poisoned_run.py``: 128 trajectories a step, on-policy. It
+is evaluated before the first and after the last step. ``agentrl blame`` ranks its trajectories, and ``agentrl
 whatif --without`` trains its steps again without the first 5 %; as a control, without all that have wrong
 scores. Prints, for each seed, the share of the wrong scores among the first 5 %, and pass@1 on the held-out
 questions.
