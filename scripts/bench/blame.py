@@ -84,7 +84,8 @@ async def measure(folder: Path, uri: str, kind: str, seed: int, steps: int, *, c
         await run.run()
         a, b = await run.evaluate(0), await run.evaluate(steps)
         out, wrong, started = folder / "blamed.txt", folder / "wrong.txt", time.perf_counter()
-        await finish("blame", store.run_name, a.id, b.id, *run.flags(), "--out", str(out), "--limit", "5")
+        more = ("--out", str(out), "--csv", str(folder / "effects.csv"), "--label", "blamed", "--limit", "5")
+        await finish("blame", store.run_name, a.id, b.id, *run.flags(), *more)
         seconds = time.perf_counter() - started
         wrong.write_text("\n".join(run.poisoned), encoding="utf-8")
         blamed = out.read_text(encoding="utf-8").split()
@@ -151,7 +152,7 @@ def main() -> int:
     add_quick(parser)
     options = parser.parse_args()
     if options.quick:
-        options.seeds, options.steps = [0], 4
+        options.seeds, options.steps = [0], 2
     torch.set_num_threads(1)
     rows = [row for result in asyncio.run(run(options)) for row in result.rows]
     print_rows("blame", rows)
