@@ -11,6 +11,7 @@ from typing import Any
 from pymongo.asynchronous.change_stream import AsyncDatabaseChangeStream
 
 from agentrl.documents.status import (
+    COLUMN_EDGES,
     DATA_EDGES,
     RECORD_EDGES,
     RECORD_REVISIONS,
@@ -36,6 +37,7 @@ EDGES: Mapping[str, Edges] = {
     "Task": _merged(TASK_EDGES),
     "Record": _merged(RECORD_EDGES, RECORD_REVISIONS),
     "DBRecordData": _merged(DATA_EDGES),
+    "Column": _merged(COLUMN_EDGES),
     "TrainStep": _merged(STEP_EDGES),
     "PolicyVersion": _merged(VERSION_EDGES),
 }

@@ -89,6 +89,13 @@ def bytes_row(found: dict[str, Any]) -> Row:
     )  # fmt: skip
 
 
+def shown(measured: list[Row]) -> list[Row]:
+    """Print the rows at once, for a run that is ended before its table, and return them."""
+    for row in measured:
+        print(f"{row.what}: {row.ours}, baseline {row.baseline}, ratio {row.ratio:.3g}", flush=True)
+    return measured
+
+
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
@@ -116,9 +123,9 @@ def main(argv: list[str]) -> int:
             baseline = measure(BASELINE, model, options, uri)
             for way in ("delta",) if options.quick else WAYS:
                 if way in options.only:
-                    table += rows(model, way, measure(way, model, options, uri), baseline)
+                    table += shown(rows(model, way, measure(way, model, options, uri), baseline))
     if BYTES in options.only:
-        table.append(bytes_row(measure(BYTES, models[0] if options.quick else "135M", options, "")))
+        table += shown([bytes_row(measure(BYTES, models[0] if options.quick else "135M", options, ""))])
     return finish("Publishing weights", table, quick=options.quick, file=options.json)
 
 

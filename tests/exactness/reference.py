@@ -61,7 +61,7 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
         ids, behavior = unpack_ids(item.input_ids), unpack_floats(item.behavior_logprobs)
         place = 0
         for span in item.spans:
-            path = _path(item.nodes, span.end)
+            path = path_to(item.nodes, span.end)
             logits = model(input_ids=torch.from_numpy(ids[path].astype(np.int64)).to(device)[None]).logits[0]
             logprobs = torch.log_softmax(logits.float() / span.temperature, -1)
             for index in range(span.start, span.end):
@@ -72,7 +72,7 @@ def plain_step(model: Any, data: Sequence[DBRecordData], settings: LossSettings)
                 place += 1
     loss = _loss(torch.stack(pieces), torch.stack(entropies), columns, len(data), settings)
     loss.backward()  # type: ignore[no-untyped-call]
-    return _taken(model, float(loss.detach()))
+    return taken(model, float(loss.detach()))
 
 
 def trainer_step(
@@ -90,15 +90,15 @@ def trainer_step(
     vocabulary = model.config.get_text_config().vocab_size
     forests = build_micro_batches(data, max_tokens, vocab_size=vocabulary, merging=merging, ages=AGES)
     report = forward_backward(ParallelModel(model, executor=executor), forests, settings, options=options)
-    return _taken(model, report["loss"])
+    return taken(model, report["loss"])
 
 
 def longest_sequence(data: Sequence[DBRecordData]) -> int:
     """Return the tokens of the longest path from a root to a leaf: the smallest possible ``max_tokens``."""
-    return max(len(_path(item.nodes, node.end)) for item in data for node in item.nodes)
+    return max(len(path_to(item.nodes, node.end)) for item in data for node in item.nodes)
 
 
-def _path(nodes: Sequence[Node], end: int) -> list[int]:
+def path_to(nodes: Sequence[Node], end: int) -> list[int]:
     """Return the stored indices from the root to token ``end`` − 1."""
     number = next(i for i, node in enumerate(nodes) if node.start < end <= node.end)
     path: list[int] = []
@@ -139,7 +139,8 @@ def _loss(
     return reduce_losses(token_losses(batch, settings).losses, batch.mask, row, rows, whole, settings)
 
 
-def _taken(model: Any, loss: float) -> Computed:
+def taken(model: Any, loss: float) -> Computed:
+    """Return the gradients of ``model``, which has none from now on."""
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Computed(loss, gradients)

@@ -29,6 +29,9 @@ from exactness.reference import (
 )
 from exactness.steps import Shape, Turn, make_step
 
+PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
+"""Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
+
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
 
 LIMIT = 1e-5
@@ -105,7 +108,7 @@ SPLIT = make_step(Shape(groups=[[_TURNS] * 4]), 5)
 
 
 @pytest.mark.parametrize("model_name", MODELS)
-@pytest.mark.parametrize("loss", LOSSES.names())
+@pytest.mark.parametrize("loss", PER_TRAJECTORY)
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=STEPS, choice=st.data(), merging=MERGING, room=st.floats(0, 1), executor=EXECUTORS)
 def test_a_step_equals_one_call_at_a_time(

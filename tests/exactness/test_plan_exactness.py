@@ -24,6 +24,9 @@ from exactness.models import VOCABULARY, tiny_model
 from exactness.reference import AGES, Computed, longest_sequence, plain_step
 from exactness.steps import make_step, random_shape
 
+PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
+"""Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
+
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
 
 LIMIT = 1e-5
@@ -75,7 +78,7 @@ def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
         return list(pool.map(work, range(count)))
 
 
-@pytest.mark.parametrize("loss", LOSSES.names())
+@pytest.mark.parametrize("loss", PER_TRAJECTORY)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**16),
@@ -113,7 +116,7 @@ def test_ranks_add_up_to_the_plain_step(
     assert Computed(reports[0]["loss"], gradients).deviation(plain_step(model, data, options)) <= LIMIT
 
 
-@pytest.mark.parametrize("loss", LOSSES.names())
+@pytest.mark.parametrize("loss", PER_TRAJECTORY)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**16), room=st.integers(0, 60), random=st.randoms(use_true_random=False))
 def test_the_order_of_data_and_of_micro_batches_changes_nothing(

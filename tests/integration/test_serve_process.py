@@ -1,6 +1,7 @@
 """``agentrl serve`` as a process: it registers, follows published weights, refuses broken ones, stops."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -160,10 +161,12 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
 
         await publish_delta(store, first, tmp_path / "v3", 3, seed=4)
         assert (await engine_when(store, serve, lambda s: s.policy_version == 3)).detail is None
-        copied, whole = (
-            load_file(folder / WHOLE)
-            for folder in (tmp_path / "copies" / store.run_name / "model", tmp_path / "v3" / "whole")
-        )
+        copy, whole = tmp_path / "copies" / store.run_name, load_file(tmp_path / "v3" / "whole" / WHOLE)
+        for _ in range(600):  # the engine has changed its own weights; the copy follows
+            if json.loads((copy / "state.json").read_bytes())["version"] == 3:
+                break
+            await asyncio.sleep(0.05)
+        copied = load_file(copy / "model" / WHOLE)
         assert all(copied[name].equal(value) for name, value in whole.items())
         assert (await session.generate([5], params.replace(max_new_tokens=4))).versions[0].version == 3
     await router.close()

@@ -12,6 +12,7 @@ from agentrl.errors import ConfigError
 
 KINDS = (
     "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
+    "column",
 )  # fmt: skip
 
 
@@ -124,8 +125,8 @@ def add_reopen(subparsers: Any) -> None:
     parser = subparsers.add_parser("reopen", help="open slots that failed for good, with all their attempts")
     parser.add_argument(
         "--failure_kind", "--failure-kind", action="append", choices=KINDS, default=[],
-        help="only slots whose last attempt failed like this; 'group': groups that could not be finalized;"
-        " may be repeated (default: any)",
+        help="only slots whose last attempt failed like this; 'group': groups that could not be finalized,"
+        " 'column': columns that were given up; may be repeated (default: any)",
     )  # fmt: skip
     parser.add_argument("--split", help="only this split (default: all)")
     parser.add_argument("--dry_run", action="store_true", help="say what would be opened, open nothing")
@@ -143,6 +144,8 @@ async def reopen(run: RunConfig, arguments: argparse.Namespace) -> int:
         )
     said = "would be reopened" if arguments.dry_run else "reopened"
     print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalized} of which had been finalized")
+    if done.columns:
+        print(f"{said}: {done.columns} columns that were given up; their groups wait for them again")
     if done.given_up:
         print(f"{said}: {done.given_up} groups that could not be finalized; they are tried again")
     if done.data:

@@ -121,7 +121,8 @@ class ModelConfig(Flags):
     model_name_or_path: str | None = flag(None, "Hugging Face folder of the model that the run starts from")
     model_name: str = flag("train-model", "name under which engines serve the policy")
     reference_model: str | None = flag(
-        None, "Hugging Face folder of the reference model of --kl_coef (default: --model_name_or_path)"
+        None,
+        "Hugging Face folder of the reference model of --kl_coef, DPO, KTO (default: --model_name_or_path)",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
         "auto",

@@ -169,6 +169,14 @@ class SamplingConfig(Flags):
     scorer_timeout_seconds: float = flag(
         120.0, "timeout of one call of a scorer", within="(0, inf)", unit="seconds"
     )
+    feedback_hours: float = flag(
+        72.0,
+        "how long a trajectory with the scorer feedback waits for it after it was sampled; without any it"
+        " fails and is not trained",
+        within="(0, inf)",
+        unit="hours",
+        per_process=True,
+    )
     idle_exit_seconds: float | None = flag(
         None,
         "exit after this long without work (default: never)",
@@ -253,6 +261,15 @@ class GroupConfig(Flags):
     overlong_penalty: float = flag(
         1.0, "subtracted from the reward of a trajectory at --overlong_limit", within="(0, inf)"
     )
+    columns: str = flag(
+        "",
+        "columns that a trajectory waits for before it is trained, e.g. teacher (`agentrl teach` fills it)",
+    )
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The names in ``columns``."""
+        return tuple(dict.fromkeys(filter(None, map(str.strip, self.columns.split(",")))))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -261,6 +278,8 @@ class GroupConfig(Flags):
             f"--overlong_buffer {self.overlong_buffer} is longer than --overlong_limit {self.overlong_limit}",
             "give --overlong_limit: generated tokens of a whole trajectory that are too many",
         )
+        for name in self.column_names:
+            require(name.isidentifier(), f"--columns has {name!r}", "use letters, digits and _ in a name")
 
 
 @dataclass(frozen=True, kw_only=True)

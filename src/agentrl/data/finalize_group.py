@@ -11,15 +11,17 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.trajectory_tree import mask_reason, masked_calls, to_training_data
-from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, same_agent
+from agentrl.data.trajectory_tree import masked_calls, to_training_data
+from agentrl.documents.column import Column, TokenColumns
+from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
-from agentrl.documents.status import CallStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import CallStatus, ColumnStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, StoreError, StoreUnavailableError
@@ -50,9 +52,9 @@ _TOLERANCE = 1e-9
 _ORIGIN = ("record", "task", "split", "score", "advantage", "turn_advantages", "turns")
 _COMPARED = (
     "input_ids", "nodes", "spans", "faulty_calls", "images", "behavior_logprobs",
-    "sampling_mask", "routing", "tokens", "trainable_tokens", "min_version", "max_version",
+    "sampling_mask", "routing", "columns", "tokens", "trainable_tokens", "min_version", "max_version",
 )  # fmt: skip
-_PACKED = ("input_ids", "behavior_logprobs", "sampling_mask", "routing")
+_PACKED = ("input_ids", "behavior_logprobs", "sampling_mask", "routing", "columns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class GroupRules:
         task: Task,
         records: Sequence[Record],
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+        columns: Mapping[str, Sequence[Column]] = MappingProxyType({}),
     ) -> GroupOutcome:
         """Decide a group. Deterministic: every process computes the same outcome.
 
@@ -116,7 +119,8 @@ class GroupRules:
         for decision in decisions:
             reasons = self._masked(by_id[decision.record_id], calls, decision)
             masked.update(reasons)
-            converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons)
+            own = columns.get(decision.record_id, ())
+            converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons, own)
             if isinstance(converted, DBRecordData):
                 data.append(converted)
                 outcomes.append(
@@ -159,10 +163,13 @@ class GroupRules:
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
         decision: Decision,
         reasons: Sequence[str],
+        columns: Sequence[Column],
     ) -> DBRecordData | str:
         """Return the training data, or why there are none."""
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
+        if (missing := _missing_column(columns, self.config.column_names)) is not None:
+            return missing
         try:
             data = to_training_data(
                 task,
@@ -171,6 +178,7 @@ class GroupRules:
                 decision.advantage,
                 self.config,
                 turn_advantages=decision.turn_advantages,
+                columns=columns,
             )
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
@@ -184,53 +192,22 @@ class GroupRules:
         return "no model call has an advantage to train with"
 
 
+def _missing_column(columns: Sequence[Column], names: Sequence[str]) -> str | None:
+    """Return why a Record lacks a column that its group's rules name; None if it has all."""
+    stored = {column.name: column for column in columns}
+    for name in names:
+        column = stored.get(name)
+        if column is None or column.status is not ColumnStatus.FILLED:
+            why = "it was never opened" if column is None else column.problem or f"it is {column.status}"
+            return f"its column {name} was given up: {why}"
+    return None
+
+
 def _listed(reasons: Sequence[str]) -> str:
     counts = Counter(reasons)
     listed = [f"{count} sampled with {what}" for what, count in counts.most_common(_LISTED)]
     rest = counts.total() - sum(count for _, count in counts.most_common(_LISTED))
     return ", ".join([*listed, f"{rest} with others"] if rest else listed)
-
-
-def why_untrained(call: DispatchedSamplingTask, rule: str | None, left_out: Collection[int]) -> str | None:
-    """Return why no token of ``call`` can be trained; None if they can. ``rule`` leaves out ``left_out``."""
-    if call.fixed is not None:
-        return f"answered by {call.fixed.model}, not by the policy"
-    if call.index in left_out:
-        return f"left out by train rule {rule}"
-    parameter = mask_reason(call)
-    return None if parameter is None else f"sampled with {parameter}"
-
-
-def describe_share(
-    calls: Sequence[DispatchedSamplingTask], rule: str | None, left_out: Collection[int]
-) -> str:
-    """Return ``57% of 1,200 sampled tokens can be trained; not: …``, and the rule that would train more."""
-    sampled = sum(call.generated_tokens for call in calls if call.fixed is None)
-    lost: Counter[str] = Counter()
-    for call in calls:
-        why = why_untrained(call, rule, left_out)
-        if why is not None and call.fixed is None:
-            lost[why] += call.generated_tokens
-    trained = sampled - lost.total()
-    text = f"{_percent(trained, sampled)} of {sampled:,} sampled tokens can be trained"
-    if lost:
-        text += "; not: " + ", ".join(f"{tokens:,} {why}" for why, tokens in lost.most_common())
-    if rule == "main":
-        agent = {
-            index
-            for role in {call.role for call in calls}
-            for branch in same_agent(branches_of([call for call in calls if call.role == role]))
-            for index in branch.indexes
-        }
-        other = {call.index for call in calls} - agent
-        more = sum(call.generated_tokens for call in calls if why_untrained(call, "agent", other) is None)
-        if more > trained:
-            text += f" (train: agent would train {_percent(more, sampled)})"
-    return text
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def verifier(store: Store) -> Verify:
@@ -266,11 +243,15 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
     if problem is not None:
         return problem
     summary = group.task.group or {}
+    if summary.get("kept_as_trained"):
+        return "trajectories of it were withdrawn after a step trained it (agentrl retract --rebuild)"
     if not isinstance(summary.get("rules"), Mapping):
         return "its Task does not hold the rules by which it was decided"
     expected = {
         item.id: item
-        for item in GroupRules.of_group(summary).decide(group.task, group.records, group.calls).data
+        for item in GroupRules.of_group(summary)
+        .decide(group.task, group.records, group.calls, group.columns)
+        .data
     }
     counts = {record.id: record.trained_count for record in group.records}
     for item in data:
@@ -304,8 +285,9 @@ def _all_advantages(data: DBRecordData) -> list[float]:
 
 
 def explain_difference(
-    data: DBRecordData, calls: Sequence[DispatchedSamplingTask], config: GroupConfig | None
-) -> str | None:
+    data: DBRecordData, calls: Sequence[DispatchedSamplingTask], config: GroupConfig | None,
+    columns: Sequence[Column] = (),
+) -> str | None:  # fmt: skip
     """Compare ``data`` with a fresh conversion of its model calls; return the differences, or None.
 
     ``calls`` are ordered by index. ``config`` holds the rules for which calls are trained; with None, the
@@ -314,10 +296,13 @@ def explain_difference(
     if config is None:
         named = {span.call for span in data.spans}
         calls = [call if call.index in named else replace(call, status=CallStatus.FAILED) for call in calls]
-        config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0)
+        stored = TokenColumns.unpack(data.columns, data.trainable_tokens)
+        names = ",".join(() if stored is None else stored.values)
+        config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0, columns=names)
     expected = to_training_data(
-        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages
-    )
+        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages,
+        columns=columns,
+    )  # fmt: skip
     if expected is None:
         return "its model calls have no token to train"
     return differences(data, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from agentrl.data.depth_first import depth_first
 from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
 from agentrl.data.forest_routing import ForestRouting, concatenate_routing, routing_of
+from agentrl.documents.column import TokenColumns
 from agentrl.documents.images import ImageSpan
 from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
 from agentrl.documents.routing import ExpertShape
@@ -25,8 +26,6 @@ Floats = NDArray[np.float32]
 Images = tuple[ImageSpan, ...]
 _MISMATCH = "another version wrote the document, or it was altered: convert its Record again"
 _VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
-
-
 LABELS = ("label", "advantage", "behavior_logprob", "version", "temperature", "age")
 """The fields of a TokenForest with a value per trainable token that packing does not renumber."""
 
@@ -79,6 +78,8 @@ class TokenForest:
     """Of the T trainable tokens: the softmax of each is over the ids that it keeps. None without any."""
     routing: ForestRouting | None = None
     """The experts that engines chose for the tokens; None: all route freely."""
+    columns: TokenColumns | None = None
+    """Of the T trainable tokens: what other processes filled in, such as a teacher's logprobs."""
 
     @property
     def trajectories(self) -> int:
@@ -137,6 +138,7 @@ def concatenate(forests: Sequence[TokenForest]) -> TokenForest:
         images=concatenate_images([each.images for each in forests], [each.tokens for each in forests]),
         routing=concatenate_routing([each.routing for each in forests], [each.tokens for each in forests]),
         sampling_mask=_joined_masks(forests),
+        columns=TokenColumns.join([(each.columns, each.trainable_tokens) for each in forests]),
     )
 
 
@@ -284,6 +286,7 @@ def _one_trajectory(
         images=_images(data, target, new_index),
         sampling_mask=_sampling_mask(data, ids[target], vocab_size),
         routing=routing_of(data, experts, new_index),
+        columns=_columns(data, vocab_size),
     )
 
 
@@ -303,13 +306,24 @@ def _sampling_mask(data: DBRecordData, targets: Ints, vocab_size: int | None) ->
     """Return the mask of a trajectory's trainable tokens, each of which is among the ids that it keeps."""
     if not data.sampling_mask:
         return None
-    try:
-        mask = SamplingMask.unpack(data.sampling_mask, len(targets))
-    except StoreError as error:
-        raise ForestError(f"training data {data.id}: {error.message}", hint=_MISMATCH) from error
+    mask: SamplingMask = _unpack(data, SamplingMask.unpack, data.sampling_mask)
     _check_vocabulary(data.id, mask.ids, vocab_size)
     _require(mask.keeps(targets), data.id, "a token is not among the ids of its sampling mask")
     return mask
+
+
+def _columns(data: DBRecordData, vocab_size: int | None) -> TokenColumns | None:
+    columns: TokenColumns | None = _unpack(data, TokenColumns.unpack, data.columns)
+    for top in () if columns is None else columns.top.values():
+        _check_vocabulary(data.id, top.ids.ids, vocab_size)
+    return columns
+
+
+def _unpack(data: DBRecordData, unpack: Callable[[bytes, int], Any], packed: bytes) -> Any:
+    try:
+        return unpack(packed, data.trainable_tokens)
+    except StoreError as error:
+        raise ForestError(f"training data {data.id}: {error.message}", hint=_MISMATCH) from error
 
 
 def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:

@@ -41,6 +41,7 @@ def restrict(forest: TokenForest, labels: NDArray[np.bool_]) -> TokenForest:
         images=None if forest.images is None else forest.images.select(kept),
         sampling_mask=None if forest.sampling_mask is None else forest.sampling_mask.select(labels),
         routing=None if forest.routing is None else forest.routing.select(kept),
+        columns=None if forest.columns is None else forest.columns.select(labels),
     )
 
 

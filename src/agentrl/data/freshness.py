@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from agentrl.documents.column import TokenColumns
 from agentrl.documents.model_call import pack_floats, unpack_floats
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, TrainableSpan
@@ -83,6 +84,7 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
     is_kept = np.concatenate(
         [np.full(len(part), steps == 0) for part, steps in zip(logprobs, beyond, strict=True)]
     )
+    columns = TokenColumns.unpack(data.columns, data.trainable_tokens)
     spans = zip(data.spans, logprobs, beyond, strict=True)
     kept = [(span, part) for span, part, steps in spans if steps == 0]
     return replace(
@@ -91,7 +93,22 @@ def _masked(data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
         trainable_tokens=sum(span.end - span.start for span, _ in kept),
         behavior_logprobs=pack_floats(np.concatenate([part for _, part in kept]) if kept else []),
         sampling_mask=mask.select(is_kept).pack(),
+        columns=b"" if columns is None else columns.select(is_kept).pack(),
     )
+
+
+def weigh(
+    data: Sequence[DBRecordData], ages: Mapping[int, int], freshness: Freshness, *, whitens: bool
+) -> tuple[DBRecordData, ...]:
+    """Return a step's data with old tokens masked or decayed, and whitened advantages if it ``whitens``.
+
+    Masking comes before whitening: no mean counts a masked token. Decay comes after it: otherwise whitening
+    would turn a decayed advantage into −mean / std.
+    """
+    if whitens and freshness.policy == "decay":
+        data = whiten(data)
+    weighed = tuple(freshness.weigh(item, ages) for item in data)
+    return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
 
 
 def choose_groups(

@@ -8,9 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, whiten
+from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, weigh
+from agentrl.data.step_source import StepData, images_of
+from agentrl.data.window import Window, step_window, window_metrics
+from agentrl.documents.images import Image
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import AgentRLError, TrainingError
@@ -32,17 +35,6 @@ _LONGEST_PROBLEM = 500
 
 _UNUSABLE_GROUPS = 8
 """Training stops after this many consecutive groups without trainable data: model or limits are wrong."""
-
-
-@dataclass(frozen=True)
-class StepData:
-    """The groups of one step. ``is_rest``: sampling has ended and left fewer groups than a step takes."""
-
-    groups: tuple[str, ...]
-    data: tuple[DBRecordData, ...]
-    ages: Mapping[int, int]
-    """{version: age in optimizer steps}, for every policy version in ``data``."""
-    is_rest: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +128,25 @@ class DataStream:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, AgentRLError):
                 await task
+
+    async def images(self, data: Sequence[DBRecordData]) -> Mapping[str, Image]:
+        """Return the images of ``data`` by hash. Raises ImageError for one that is not stored."""
+        return await images_of(self._store, data)
+
+    async def window(self, batch: StepData) -> Window:
+        """Return the groups that the metrics of ``batch`` count."""
+        return await step_window(self._store, self._settings.split, batch.groups)
+
+    async def report(self, step: int, batch: StepData, window: Window) -> dict[str, Any]:
+        """Return what ``step`` reports of sampling, and of groups and trajectories in the stream."""
+        return {
+            **await window_metrics(self._store, window, [item.record for item in batch.data]),
+            "stale_trajectories": self.count_stale(),
+            "quarantined_trajectories": self.count_quarantined(),
+            "groups": len(batch.groups),
+            "groups_open": await self._store.groups.count_open(self._settings.split),
+            "groups_ready": await self.ready_groups(step + 1),
+        }
 
     async def ready_groups(self, step: int) -> int:
         """Return the number of groups that ``step`` could train now; stops counting at those of 8 steps."""
@@ -289,20 +300,9 @@ class DataStream:
     async def _step_data(self, data: Sequence[DBRecordData], step: int, *, is_rest: bool) -> StepData:
         groups = tuple(dict.fromkeys(item.task for item in data))
         ages = await self._ages(data, step)
-        return StepData(groups, self._weighed(data, ages), ages, is_rest)
-
-    def _weighed(self, data: Sequence[DBRecordData], ages: Mapping[int, int]) -> tuple[DBRecordData, ...]:
-        """Mask old tokens, whiten advantages and decay those of old tokens, according to the flags.
-
-        Masking comes before whitening: no mean counts a masked token. Decay comes after it: otherwise
-        whitening would turn a decayed advantage into −mean / std.
-        """
-        freshness = self._settings.freshness
-        whitens = self._settings.whitening == "batch"
-        if whitens and freshness.policy == "decay":
-            data = whiten(data)
-        weighed = tuple(freshness.weigh(item, ages) for item in data)
-        return whiten(weighed) if whitens and freshness.policy != "decay" else weighed
+        settings = self._settings
+        weighed = weigh(data, ages, settings.freshness, whitens=settings.whitening == "batch")
+        return StepData(groups, weighed, ages, is_rest)
 
     async def _sampling_finished(self) -> bool:
         """Return whether every epoch holds every task and all groups are finalized."""

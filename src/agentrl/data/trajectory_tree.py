@@ -1,33 +1,31 @@
-"""Join a Record's model calls in their token tree, and say which tokens are trained: DBRecordData."""
+"""Turn a Record's model calls into training data: say which tokens are trained (DBRecordData)."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from agentrl.config.schema import GroupConfig
-from agentrl.documents.images import ImageSpan
+from agentrl.data.token_tree import build_tree
+from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,
     pack_floats,
     pack_ids,
     unpack_floats,
-    unpack_ids,
 )
 from agentrl.documents.record import Record
-from agentrl.documents.routing import TreeRouting
 from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
-from agentrl.documents.training import DBRecordData, Node, TrainableSpan
+from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -67,6 +65,7 @@ def to_training_data(
     config: GroupConfig,
     *,
     turn_advantages: Sequence[float] = (),
+    columns: Sequence[Column] = (),
     supervised: bool = False,
 ) -> DBRecordData | None:
     """Return the training data of one scored trajectory; None if no model call of it is trained.
@@ -75,9 +74,10 @@ def to_training_data(
     of the call with that index. All generated tokens of a trainable call are
     trained: one span per call and policy version, at the call's sampling temperature. Calls that the Record
     leaves out (``untrained_calls``) and calls whose
-    distribution another parameter changed (``mask_reason``) are context. With ``supervised`` every call is
+    distribution another parameter changed (``mask_reason``) are context. ``columns`` are the Record's; the
+    data get those that ``config`` names. With ``supervised`` every call is
     trainable, at temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict
-    one another or if the Record has no score.
+    one another or the columns, or if the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
@@ -87,6 +87,9 @@ def to_training_data(
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
     masks: list[SamplingMask] = []
+    places: list[np.ndarray] = []
+    ends = np.cumsum([len(call.output_ids) // 4 for call in calls])
+    end_of = dict(zip((call.id for call in calls), ends.tolist(), strict=True))
     for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id]):
         output_start = tree.output_starts[item.call.id]
         packed = b"" if supervised else item.call.sampling_mask
@@ -95,8 +98,12 @@ def to_training_data(
             spans.append(_span(item, version, output_start))
             logprobs.append(unpack_floats(item.call.logprobs)[version.start : version.end])
             masks.append(mask.select(slice(version.start, version.end)))
+            first = end_of[item.call.id] - len(item.call.output_ids) // 4
+            places.append(np.arange(first + version.start, first + version.end))
     if not spans:
         return None
+    named = [column for column in columns if column.name in config.column_names]
+    generated = TokenColumns.of_record(named, int(ends[-1]))
     return DBRecordData(
         id=record.id,
         record=record.id,
@@ -119,6 +126,7 @@ def to_training_data(
         behavior_logprobs=pack_floats(np.concatenate(logprobs)),
         sampling_mask=SamplingMask.join(masks).pack(),
         routing=tree.routing,
+        columns=generated.select(np.concatenate(places)).pack(),
     )
 
 
@@ -251,100 +259,3 @@ def _span(item: _TrainableCall, version: VersionSpan, output_start: int) -> Trai
 def _shown(value: Any) -> str:
     text = str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTree:
-    """Runs of tokens in depth-first order. The output of a call starts at ``output_starts[call_id]``."""
-
-    nodes: tuple[Node, ...]
-    input_ids: NDArray[np.int32]
-    output_starts: Mapping[str, int]
-    images: tuple[ImageSpan, ...] = ()
-    """Tokens that stand for images, by their place in ``input_ids``."""
-    routing: bytes = b""
-    """The experts of each token, if a call has a routing."""
-
-
-def build_tree(calls: Sequence[DispatchedSamplingTask], kept: Collection[str]) -> TokenTree:
-    """Return the tree of the model calls ``kept`` and all their ancestors.
-
-    A call appends its ``context_ids`` and ``output_ids`` to its parent's output. A call without a parent
-    starts a root; a parent with several children ends a node, and each child starts one. Leaves out calls
-    without a kept descendant. Raises StoreError if a parent is missing or comes later.
-    """
-    children = _children(calls, kept)
-    builder = _Builder(children)
-    for root in children[None]:
-        builder.add_branch(root)
-    return builder.finish()
-
-
-def _children(
-    calls: Sequence[DispatchedSamplingTask], kept: Collection[str]
-) -> dict[str | None, list[DispatchedSamplingTask]]:
-    known: dict[str, DispatchedSamplingTask] = {}
-    for call in calls:
-        if call.parent is not None and call.parent not in known:
-            raise StoreError(
-                f"model call {call.id} continues {call.parent}, which is not among the calls before it",
-                hint="the trajectory is damaged: look at it with `agentrl audit record`; reopen its task",
-            )
-        known[call.id] = call
-    needed: set[str] = set()
-    for call_id in kept:
-        while call_id not in needed:
-            needed.add(call_id)
-            parent = known[call_id].parent
-            if parent is None:
-                break
-            call_id = parent
-    children: dict[str | None, list[DispatchedSamplingTask]] = {None: []}
-    for call in calls:
-        if call.id in needed:
-            children.setdefault(call.parent, []).append(call)
-    return children
-
-
-class _Builder:
-    def __init__(self, children: Mapping[str | None, Sequence[DispatchedSamplingTask]]) -> None:
-        self._children = children
-        self._nodes: list[Node] = []
-        self._pieces: list[NDArray[np.int32]] = []
-        self._length = 0
-        self._output_starts: dict[str, int] = {}
-        self._images: list[ImageSpan] = []
-        self._routing = TreeRouting()
-        self._ends: dict[str, int] = {}
-
-    def add_branch(self, first: DispatchedSamplingTask) -> None:
-        """Append the subtree of ``first``, depth-first. Does not recurse: chains may be long."""
-        pending = [(first, -1)]
-        while pending:
-            call, parent_node = pending.pop()
-            start = self._length
-            self._append_call(call)
-            following = self._children.get(call.id, ())
-            while len(following) == 1:
-                call = following[0]
-                self._append_call(call)
-                following = self._children.get(call.id, ())
-            self._nodes.append(Node(start=start, end=self._length, parent=parent_node))
-            pending.extend((child, len(self._nodes) - 1) for child in reversed(following))
-
-    def finish(self) -> TokenTree:
-        ids = np.concatenate(self._pieces) if self._pieces else np.empty(0, np.int32)
-        images, routing = tuple(self._images), self._routing.finish(self._length)
-        return TokenTree(tuple(self._nodes), ids, self._output_starts, images, routing)
-
-    def _append_call(self, call: DispatchedSamplingTask) -> None:
-        context, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
-        self._images += [image.moved(self._length) for image in call.images]
-        self._output_starts[call.id] = self._length + len(context)
-        self._pieces += [context, output]
-        self._routing.add(
-            call.routing, self._length, len(context) + len(output), call.prompt_tokens > len(context),
-            call.parent is not None and self._ends[call.parent] == self._length,
-        )  # fmt: skip
-        self._length += len(context) + len(output)
-        self._ends[call.id] = self._length

@@ -84,6 +84,15 @@ class DataStatus(StrEnum):
     QUARANTINED = "quarantined"  # must not be trained, because of its ``problem``; kept
 
 
+class ColumnStatus(StrEnum):
+    """The values of one Record that another process fills in (Column)."""
+
+    OPEN = "open"  # may be claimed, from ``not_before`` on
+    RUNNING = "running"  # claimed by a filler; the lease is valid until ``lease_expires_at``
+    FILLED = "filled"  # terminal: it has its values
+    FAILED = "failed"  # terminal: it was given up, and its Record is abandoned
+
+
 class StepStatus(StrEnum):
     """One optimizer step."""
 
@@ -188,6 +197,14 @@ DATA_EDGES: dict[DataStatus, frozenset[DataStatus]] = {
 }
 """``PLANNED → READY``: the trainer died, or ``max_trained_count`` is above 1. ``TRAINED → READY`` and
 ``STALE → READY``: the trainer resumed from an earlier checkpoint."""
+
+COLUMN_EDGES: dict[ColumnStatus, frozenset[ColumnStatus]] = {
+    ColumnStatus.OPEN: frozenset({ColumnStatus.RUNNING}),
+    ColumnStatus.RUNNING: frozenset({ColumnStatus.OPEN, ColumnStatus.FILLED, ColumnStatus.FAILED}),
+    ColumnStatus.FILLED: frozenset(),
+    ColumnStatus.FAILED: frozenset({ColumnStatus.OPEN}),
+}
+"""``FAILED → OPEN``: ``agentrl db reopen --failure_kind column``."""
 
 STEP_EDGES: dict[StepStatus, frozenset[StepStatus]] = {
     StepStatus.PLANNING: frozenset({StepStatus.PLANNED, StepStatus.REVERTING}),

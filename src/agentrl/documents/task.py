@@ -12,6 +12,12 @@ from agentrl.documents.base import Document, Root, is_finite, now
 from agentrl.documents.images import ImageRef
 from agentrl.documents.status import SlotStatus, TaskStatus
 
+FEEDBACK: Final = "feedback"
+"""The scorer of trajectories whose score comes from people; also the kind of failure if none comes."""
+CONVERSATIONS: Final = -1
+"""The epoch of Tasks that a gateway opens for conversations that no task asked for. Samplers and epochs leave
+them alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Document):
@@ -95,6 +101,8 @@ class Task(Root):
     max_turns: int | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    retracted: int = 0
+    """How many more slots it had until ``agentrl retract`` withdrew them."""
     admission: Admission | None = None
     begun: Begin | None = None
     ease: float | None = None
@@ -106,11 +114,14 @@ class Task(Root):
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
     A group of an evaluation split has ``right_threshold`` instead of ``rules``. A group that was given up
-    has the outcome ``failed``, and the reason in ``problem``."""
+    has the outcome ``failed``, and the reason in ``problem``. ``kept_as_trained`` is true after trajectories
+    of a trained group were withdrawn: the others keep the advantages that steps trained."""
     finalizing: dict[str, Any] | None = None
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)
     updated_at: datetime = field(default_factory=now)
+    inherited: bool = False
+    """A child's copy of a Task that its parent trained before the child began; the parent has its Records."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted calls or data of its trajectories."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
@@ -132,6 +143,11 @@ def task_key(split: str, epoch: int, task_id: str) -> str:
 def record_key(task_key: str, traj_id: int, attempt: int) -> str:
     """Return the ``_id`` of the Record of one attempt at one slot."""
     return f"{task_key}/{traj_id}/{attempt}"
+
+
+def record_task(record_key: str) -> str:
+    """Return the ``_id`` of the Task of a Record, or of its training data, by its ``_id``."""
+    return record_key.rsplit("/", 2)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,8 @@ class DBRecordData(Root):
     """The SamplingMask of the trainable tokens, spans in order; empty if no call was truncated."""
     routing: bytes = b""
     """The experts of each token (``documents.routing``); empty: no model call has a routing."""
+    columns: bytes = b""
+    """The TokenColumns of the trainable tokens, spans in order; empty: the run waits for no column."""
 
     def earned_advantage(self, call: int) -> float:
         """Return the advantage that model call ``call`` has unless it is faulty."""
@@ -102,6 +104,17 @@ class PendingCommit(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrigin(Document):
+    """The step of another run whose stored data a step trains again (``agentrl whatif``)."""
+
+    run: str
+    """The run that holds the data: the parent, or the run that the parent was forked from."""
+    train_step: str
+    """``_id`` of the TrainStep in that run."""
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep(Root):
     """One optimizer step. ``id`` is ``attempt-of-the-run/step``; ``step`` counts committed steps from 1."""
 
@@ -112,16 +125,25 @@ class TrainStep(Root):
     """The policy version that the step updates."""
     data: tuple[str, ...]
     """``_id`` of every DBRecordData of the step."""
+    recorded: StepOrigin | None = None
+    """Where the data lie, if not in this run; they are read, and nothing of them changes."""
     metrics: dict[str, Any] = field(default_factory=dict)
     owner: str
     planned_at: datetime = field(default_factory=now)
     committed_at: datetime | None = None
+    inherited: bool = False
+    """Its data are an ancestor's: a copy of a step of the parent, or a step that a what-if repeats."""
     pending: PendingCommit | None = None
     """Set while the status is ``committing``."""
     pruned_at: datetime | None = None
     """When ``agentrl db prune`` last deleted data of the step."""
     checksums: dict[str, str] = field(default_factory=dict, compare=False)
     """See ``store.mechanics.blobs``."""
+
+    @property
+    def own_data(self) -> tuple[str, ...]:
+        """``data`` that this run holds: none for a recorded step."""
+        return self.data if self.recorded is None else ()
 
 
 BYTES_PER_TOKEN: Final = 4

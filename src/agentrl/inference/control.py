@@ -188,6 +188,18 @@ class EngineControl:
                 f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
             )
 
+    async def prepare_delta(self, files: Sequence[Path], base: int) -> None:
+        """Let the local engine read what deltas change in the weights of version ``base``, which it serves.
+
+        Running requests go on. Raises EngineRefusedError if it cannot change single elements of its weights.
+        """
+        body = {"files": [str(file) for file in files], "base_version": str(base)}
+        await self._update_call("/prepare_weight_delta", body, self._timeout)
+
+    async def apply_delta(self, version: int) -> None:
+        """Serve ``version``, whose deltas were prepared. On EngineError the engine keeps its weights."""
+        await self._update_call("/apply_weight_delta", {"weight_version": str(version)}, self._timeout)
+
     async def load_adapter(self, name: str, path: str) -> frozenset[str]:
         """Load the adapter in folder ``path`` as ``name``; return the names of all that are loaded.
 

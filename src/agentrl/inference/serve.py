@@ -287,6 +287,7 @@ class ServedEngine:
             self._detail = None
             log.info("serving version %d", self._version)
         await self._report()
+        await self._weights.keep_up()
         return is_fetched
 
     async def _switch(self, version: PolicyVersion) -> int:

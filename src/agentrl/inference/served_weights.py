@@ -12,6 +12,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.errors import ConfigError, EngineError, PublishError
 from agentrl.inference.control import EngineControl
+from agentrl.inference.engine import EngineRefusedError
 from agentrl.inference.live_weights import LiveLoader, PartlyLoadedError, is_reachable
 from agentrl.inference.served_adapters import ServedAdapters
 from agentrl.weights.local_copy import LocalCopy, chain_to
@@ -47,6 +48,12 @@ class ServedWeights:
         self.needs_full = False
         """Whether the version that was fetched last needs a delta that is damaged or missing."""
         self._live = LiveLoader(client)
+        self._takes_deltas = True
+        """Whether the engine changes elements of its weights in place: the local one, until it refuses."""
+        self._prepared: int | None = None
+        """The version for which the engine has read the changed elements."""
+        self._ahead: PolicyVersion | None = None
+        """The version to which the engine has changed its weights while the copy stayed behind."""
 
     def started(self) -> None:
         """Let the copy change: the engine has read it."""
@@ -62,6 +69,9 @@ class ServedWeights:
                 "it is only in the memory of a trainer that this engine does not reach; the next stored"
                 " version is loaded"
             )
+        if version.encoding == "delta" and await self._prepare(version):
+            self._ready, self.needs_full = {version.id: version}, False
+            return
         try:
             ready = await self._copy.bring(self._store, version)
             if ready.id <= self._loaded < version.id:
@@ -71,6 +81,37 @@ class ServedWeights:
             raise
         self._ready, self.needs_full = {version.id: ready}, ready.id < version.id
         await self.adapters.fetch(self._store, ready)
+
+    async def _prepare(self, version: PolicyVersion) -> bool:
+        """Let the engine read what a delta changes in its weights; return False if it does not."""
+        self._prepared = None
+        if not self._takes_deltas:
+            return False
+        try:
+            files = await self._copy.hold_deltas(self._store, version, self._loaded)
+            if files:
+                await self._client.prepare_delta(files, self._loaded)
+                self._prepared = version.id
+        except PublishError as error:
+            log.debug("the copy is brought to version %d instead: %s", version.id, error.message)
+        except EngineError as error:
+            self._takes_deltas = not isinstance(error, EngineRefusedError)
+            log.info("the engine loads version %d from the copy: %s", version.id, error.message)
+        finally:
+            self._copy.release()
+        return self._prepared is not None
+
+    async def keep_up(self) -> None:
+        """Bring the copy to the version that the engine has by deltas: others read it, and a restart does."""
+        version, self._ahead = self._ahead, None
+        if version is None:
+            return
+        try:
+            held = await self._copy.bring(self._store, version)
+            self.needs_full = held.id < version.id
+        except PublishError as error:
+            self.needs_full = True
+            log.warning("the copy stays behind version %d: %s", version.id, error.message)
 
     async def load(self, version: PolicyVersion) -> int:
         """Load ``version``, which was fetched; return the number of the version that is served then.
@@ -94,6 +135,15 @@ class ServedWeights:
                 log.warning("version %d comes from the disk: %s", version.id, error.message)
                 await self._copy.bring(self._store, version)
             else:
+                return self._has(version.id)
+        if self._prepared == version.id:
+            self._prepared = None
+            try:
+                await self._client.apply_delta(version.id)
+            except EngineError as error:
+                log.warning("version %d comes from the copy: %s", version.id, error.message)
+            else:
+                self._ahead = version
                 return self._has(version.id)
         ready = self._ready.get(version.id, version)
         return await self._load_held(*await self._copy.hold(self._store, ready))

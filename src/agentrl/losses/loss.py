@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import SimpleNamespace
@@ -16,8 +16,12 @@ from agentrl.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from agentrl.documents.training import DBRecordData
+    from agentrl.losses.trajectories import ComparedTrajectories, TrajectoryMeans
+
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""
+TEACHER = "teacher"  # the column with a teacher's logprobs
 _NONE: Any = None
 _BUILT_IN = "agentrl.losses.built_in"
 
@@ -25,18 +29,6 @@ _BUILT_IN = "agentrl.losses.built_in"
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Return exp of a log-ratio in float32, clamped to ±20; the gradient is 0 where it is clamped."""
     return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryMeans:
-    """Means over whole trajectories, for micro-batches that hold only parts of some."""
-
-    log_ratio: Tensor
-    """float32[R], of log πθ − log π_old."""
-    log_weight: Tensor
-    """float32[R], of log π_old − log μ."""
-    divergence: Tensor
-    """float32[R], of ``losses.compute.divergence``, the k3 estimate of the KL from μ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +58,17 @@ class TokenBatch:
     trajectories: int
     """R."""
     reference_logprobs: Tensor | None = None
-    """float32[T], log π_ref of the reference model of ``--kl_coef``."""
+    """float32[T], log π_ref of the reference model."""
     lengths: Tensor | None = None
     """int64[R], tokens in the loss mask of each whole trajectory; None: count those of the micro-batch."""
     means: TrajectoryMeans | None = None
     """None: compute them from the tokens of the micro-batch."""
+    compared: ComparedTrajectories | None = None
+    """Given if the loss ``compares``."""
     entropy: Tensor | None = None
     """float32[T], entropy in nats of each token's distribution; with gradient if ``entropy_coef`` is set."""
+    columns: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """{column: float32[T]} of ``--columns``; NaN: the token has no value."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -130,6 +126,18 @@ class TokenBatch:
         counts = values.new_zeros(self.trajectories).index_add(0, self.row, weights)
         return (totals / counts.clamp(min=1.0))[self.row]
 
+    def of_trajectories(self, value: Tensor, slope: Tensor) -> Tensor:
+        """Return the token losses, float32[T], of losses of whole trajectories.
+
+        Those of trajectory i of ``compared`` add up to ``value[i]``, with the gradient
+        ``slope[i]``·∇ Σ log πθ: the derivative of its loss by the sum of its logprobs.
+        """
+        if self.compared is None:
+            raise ValueError("the batch has no compared trajectories")
+        number = self.compared.number[self.row]
+        change = self.logprobs.float() - self.logprobs.detach().float()
+        return value[number] / self.trajectory_tokens + slope[number] * change
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
@@ -174,6 +182,12 @@ class Loss:
     """True if a token's loss depends on the other tokens of its trajectory."""
     compares_behavior: bool = False
     """True if the loss compares πθ with μ and reads no π_old."""
+    ignores_score: bool = False
+    """True if a teacher's judgement replaces the advantage of the score (``distill_coef``)."""
+    compares: bool = False
+    """True if a trajectory's loss depends on scores and on a reference model (``TokenBatch.compared``)."""
+    choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data
+    """Returns the data of a step that the loss trains, in their order."""
     check: Callable[[Any], None] = lambda _: None
     """Raises ConfigError for LossSettings with which the loss does not work."""
 
@@ -258,6 +272,10 @@ def loss(
     contains_weight: bool = False,
     reads_trajectory: bool = False,
     compares_behavior: bool = False,
+    distill_coef: float = 0.0,
+    ignores_score: bool = False,
+    compares: bool = False,
+    choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data,
     check: Callable[[Any], None] = lambda _: None,
 ) -> Callable[[Callable[..., TokenLosses]], Loss]:
     """Return a decorator that turns a function into a Loss and registers it under ``names``.
@@ -270,8 +288,9 @@ def loss(
     its default, if it has one, is the flag's for every loss that reads it.
 
     ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
-    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds that the loss has where
-    the flags of these names are not given. The other arguments are explained at ``Loss``.
+    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds, ``distill_coef`` the
+    weight of a teacher that the loss has where the flags of these names are not given. The other arguments
+    are explained at ``Loss``.
     """
     defaults = {
         "token_level_loss": token_level_loss,
@@ -280,6 +299,7 @@ def loss(
         "importance_weight_cap_ratio": importance_weight_cap_ratio,
         "epsilon": epsilon,
         "epsilon_higher": epsilon_higher,
+        "distill_coef": distill_coef,
     }
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
@@ -291,6 +311,9 @@ def loss(
             contains_weight=contains_weight,
             reads_trajectory=reads_trajectory,
             compares_behavior=compares_behavior,
+            ignores_score=ignores_score,
+            compares=compares,
+            choose=choose,
             check=check,
         )
         LOSSES.add(declared, *names)
@@ -320,6 +343,7 @@ LOSSES = Registry[Loss](
         "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
         " --advantage_whitening batch (docs/losses.md)",
         "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "gkd": "OPD: on-policy distillation (docs/distillation.md)",
         "sft": "CrossEntropy; `agentrl sft` trains conversations",
     },
 )

@@ -16,6 +16,7 @@ from agentrl.distributed.expert_parallel import find_experts
 from agentrl.distributed.mesh import Layout
 from agentrl.distributed.pipeline_stages import assign_model_layers
 from agentrl.errors import ConfigError, ModelError
+from agentrl.losses.settings import LossSettings
 from agentrl.model.attention.executor import MaskLimits, check_compatibility
 from agentrl.model.flops import ModelShape
 from agentrl.model.load import disable_dropout
@@ -69,12 +70,12 @@ def open_model(folder: Path, context: int, *, trust_remote_code: bool = False) -
 
 
 def reference_parameters(configs: Configs, model: PlannedModel) -> int:
-    """Return the numbers in the reference model of ``--kl_coef``; 0 if the run needs no model of its own.
+    """Return the numbers in the reference model of the loss; 0 if the run needs no model of its own.
 
     Raises ModelError for a ``--reference_model`` without a model.
     """
     config = configs[ModelConfig]
-    if configs[LossConfig].kl_coef == 0:
+    if not LossSettings.of(configs[LossConfig]).needs_reference:
         return 0
     if config.reference_model is None:
         return 0 if configs[AdapterConfig].lora_rank else model.parameters

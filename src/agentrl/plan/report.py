@@ -111,7 +111,7 @@ def print_plan(console: Console, search: Search, services: Services | None) -> N
         console.print(Text(_BFLOAT16))
     if search.reference_parameters:
         size = search.reference_parameters * search.precision.products.itemsize / _GIB
-        console.print(Text(f"The reference model of --kl_coef, {size:.2f} GiB, is sharded like the policy."))
+        console.print(Text(f"The reference model of the loss, {size:.2f} GiB, is sharded like the policy."))
     if model.alone:
         console.print(Text(f"The model has {model.alone}: each sequence runs alone, and nothing is merged."))
     fits = _fitting(search)

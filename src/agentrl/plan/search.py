@@ -78,7 +78,7 @@ class Search:
     cluster: Cluster
     configs: Configs
     reference_parameters: int = 0
-    """Numbers in the reference model of ``--kl_coef``, which is sharded like the policy."""
+    """Numbers in the reference model of the loss, which is sharded like the policy."""
     verdicts: list[Verdict] = field(default_factory=list)
     """The fastest first."""
     refused: dict[str, list[Layout]] = field(default_factory=dict)

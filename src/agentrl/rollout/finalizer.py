@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.documents.task import CONVERSATIONS
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.agent_io import failure_text
+from agentrl.scoring.groups import alone
 
 if TYPE_CHECKING:
+    from agentrl.documents.column import Column
     from agentrl.documents.model_call import DispatchedSamplingTask
     from agentrl.documents.record import Record
     from agentrl.documents.task import Task
@@ -38,6 +42,8 @@ class GroupFinalizer:
         self._store = store
         self._split = split
         self._rules = GroupRules(config=config, seed=seed)
+        self.columns = config.column_names if split == TRAIN_SPLIT else ()
+        """The columns that a group waits for."""
         self._logged: set[str] = set()
 
     async def run_completed(self) -> int:
@@ -65,7 +71,7 @@ class GroupFinalizer:
         Raises StoreUnavailableError only; an outage does not count as an attempt.
         """
         try:
-            done = await self._store.groups.finalize(task_id, self._decide)
+            done = await self._store.groups.finalize(task_id, self._decide, self.columns)
         except StoreUnavailableError:
             raise
         except Exception as error:
@@ -81,9 +87,13 @@ class GroupFinalizer:
         task: Task,
         records: Sequence[Record],
         calls: Mapping[str, Sequence[DispatchedSamplingTask]],
+        columns: Mapping[str, Sequence[Column]],
     ) -> GroupOutcome:
         """Decide the group; log once per sampling parameter that it masks model calls."""
-        outcome = self._rules.decide(task, records, calls)
+        rules = self._rules
+        if task.epoch == CONVERSATIONS:
+            rules = replace(rules, config=alone(rules.config))
+        outcome = rules.decide(task, records, calls, columns)
         for masked in outcome.summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]
             if name not in self._logged:

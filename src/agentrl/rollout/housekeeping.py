@@ -20,7 +20,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims
 from agentrl.store.mechanics.retry import log_store_errors
-from agentrl.store.names import STEP
+from agentrl.store.names import COLUMN, STEP
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -101,6 +101,15 @@ class Housekeeping:
         async with self._finalizing:
             if await self._finalizer.run_completed():
                 self._made_work()
+
+    async def finalize_filled(self) -> None:
+        """Finalize groups when a column is filled, if the groups of this run wait for any."""
+        while self._finalizer.columns:
+            await self._store.wait_for_change(COLUMN, timeout=SWEEP_SECONDS)
+            with log_store_errors(logger, "groups with filled columns cannot be read"):
+                async with self._finalizing:
+                    if await self._finalizer.run_waiting():
+                        self._made_work()
 
     async def work_for_all(self) -> None:
         """Do the shared work that any sampler may do: expired leases, waiting groups, the next epoch.

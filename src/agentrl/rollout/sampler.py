@@ -115,7 +115,8 @@ class Sampler:
         self._late.begin()
         jobs = [
             self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
-            self._watch_work(), self._watch_training(), self._queue.run(stop),
+            self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
+            self._queue.run(stop),
             report_outages(self._store, lambda: self._outages.open, self._config.owner), collect_while_idle(),
             self._late.run(self._require_tools, lambda: self._has_claimed),
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
-from agentrl.data.finalize_group import describe_share
+from agentrl.data.trained_share import describe_share
 from agentrl.data.trajectory_tree import mask_reason
 from agentrl.documents.base import now
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution, strip_tool_results

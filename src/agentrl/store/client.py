@@ -19,8 +19,11 @@ from pymongo.errors import PyMongoError
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.attempts import Attempts
 from agentrl.store.claims import Claims
+from agentrl.store.columns import Columns
+from agentrl.store.conversations import Conversations
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
@@ -68,6 +71,7 @@ class Store:
         self.records = Records(connection)
         self.model_calls = ModelCalls(connection)
         self.groups = Groups(connection)
+        self.columns = Columns(connection)
         self.training = Training(connection)
         self.steps = Steps(connection)
         self.policy_versions = PolicyVersions(connection)
@@ -76,8 +80,10 @@ class Store:
         self.outages = OutageRecords(connection)
         self.imports = Imports(connection)
         self.settings = Settings(connection)
+        self.ancestry = Ancestry(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
+        self.conversations = Conversations(connection, self.attempts.completed)
         self.images = Images(connection)
         self.labels = Labels(connection)
         self.views = Views(connection)
@@ -118,6 +124,17 @@ class Store:
         Of Tasks and data, only insertions and status changes count.
         """
         return await self._changes.wait(*collections, timeout=timeout)
+
+    def beside(self, run_name: str) -> Store:
+        """Return the store of a relative of this run, for reading alone; this store closes it."""
+        return Store(self._connection.beside(run_name))
+
+    async def holding(self, collection: str, key: str) -> Store | None:
+        """Return the store of the run that holds a document: this one or an ancestor's; None if none does."""
+        name = await self.ancestry.holder(collection, key)
+        if name is None or name == self.run_name:
+            return None if name is None else self
+        return self.beside(name)
 
     async def close(self) -> None:
         """Close the connection."""

@@ -11,6 +11,7 @@ from pymongo import ASCENDING, ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
+from agentrl.documents.column import Column, column_key
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Record
 from agentrl.documents.status import RECORD_EDGES, RecordStatus, SlotStatus, TaskStatus, sources
@@ -19,6 +20,7 @@ from agentrl.documents.training import DBRecordData
 from agentrl.errors import GroupError, StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.admission import GroupAdmission
+from agentrl.store.columns import UNFILLED, open_columns, read_columns, tasks_with_unfilled
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
@@ -55,29 +57,43 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A Task, its Records and their model calls."""
+    """A Task, its Records, their model calls and their columns."""
 
     task: Task
     records: tuple[Record, ...]
     calls: Mapping[str, list[DispatchedSamplingTask]]
+    columns: Mapping[str, tuple[Column, ...]] = field(default_factory=dict)
 
 
-Decide = Callable[[Task, list[Record], Mapping[str, list[DispatchedSamplingTask]]], GroupOutcome]
-"""A pure function: (task, Records of all attempts, model calls by Record id) → outcome. May run twice."""
+Decide = Callable[
+    [Task, list[Record], Mapping[str, list[DispatchedSamplingTask]], Mapping[str, tuple[Column, ...]]],
+    GroupOutcome,
+]
+"""A pure function: (task, Records of all attempts, model calls and columns by Record id) → outcome.
+
+It may run twice.
+"""
 
 
 class Groups(Repository):
     """The calls on groups: a Task, its Records and their training data."""
 
     @database_call
-    async def waiting(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
+    async def waiting(
+        self, split: str, limit: int = 16, waiting_seconds: float = 0.0, *, epoch: int | None = None
+    ) -> list[str]:
         """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
-        Excludes a group until ``finalizing.retry_at`` after a failed attempt to finalize it.
+        Without ``epoch``, of all epochs. Excludes a group until ``finalizing.retry_at`` after an attempt that
+        failed, and one that waits for a column.
         """
         since = {"$lte": ["$updated_at", after(-waiting_seconds)]}
         due = {"$lte": ["$finalizing.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
+        if epoch is not None:
+            query["epoch"] = epoch
+        if unfilled := await tasks_with_unfilled(self._connection, split):
+            query["_id"] = {"$nin": list(unfilled)}
         cursor = self._collection(TASK).find(
             query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
         )
@@ -95,11 +111,11 @@ class Groups(Repository):
         return await GroupAdmission(self._connection).count(split)
 
     @database_call
-    async def finalize(self, task_id: str, decide: Decide) -> bool:
+    async def finalize(self, task_id: str, decide: Decide, columns: Sequence[str] = ()) -> bool:
         """Complete a WAITING Task and write its data and Records, in one transaction.
 
-        Returns False if the group is not waiting or another process finalized it first. If ``decide`` raises,
-        nothing is written.
+        Opens the ``columns`` that its scored Records lack. Returns False if the group waits for one, if it is
+        not waiting, or if another process finalized it first. If ``decide`` raises, nothing is written.
         """
         document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
         if document is None:
@@ -110,6 +126,8 @@ class Groups(Repository):
             return False  # another process finalized the group between the two reads
         if (problem := slot_problem(group.task, group.records)) is not None:
             raise StoreError(problem, hint="list all inconsistencies: agentrl db check")
+        if await self._waits_for_columns(group, columns):
+            return False
         outcome = await _run_decide(group, decide)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
@@ -195,8 +213,21 @@ class Groups(Repository):
     async def _read_group(self, document: Json) -> StoredGroup:
         task = Task.from_document(document)
         records = tuple(await read_records(self._connection, task.id))
-        calls = await read_model_calls(self._connection, sorted(_scored_record_ids(task)), readable=False)
-        return StoredGroup(task=task, records=records, calls=calls)
+        scored = sorted(_scored_record_ids(task))
+        calls = await read_model_calls(self._connection, scored, readable=False)
+        columns = await read_columns(self._connection, scored)
+        return StoredGroup(task=task, records=records, calls=calls, columns=columns)
+
+    async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
+        """Return whether the group waits for a column; open those that are missing."""
+        stored = {column.id: column for columns in group.columns.values() for column in columns}
+        wanted = {
+            column_key(record, name): name for record in _scored_record_ids(group.task) for name in names
+        }
+        if wanted.keys() - stored.keys():
+            await open_columns(self._connection, group.task, names, sorted(_scored_record_ids(group.task)))
+            return True
+        return any(stored[key].status in UNFILLED for key in wanted)
 
 
 async def settle_records(
@@ -246,7 +277,9 @@ async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
     """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
     try:
         async with asyncio.timeout(DECIDE_SECONDS):
-            return await asyncio.to_thread(decide, group.task, list(group.records), group.calls)
+            return await asyncio.to_thread(
+                decide, group.task, list(group.records), group.calls, group.columns
+            )
     except TimeoutError as error:
         raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",

@@ -17,10 +17,13 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import Document, Root
+from agentrl.documents.column import Column
+from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative
 from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Label, Record
+from agentrl.documents.retraction import Retraction, Tombstone
 from agentrl.documents.run import (
     FLAGS,
     REMARKS,
@@ -139,12 +142,15 @@ _LAST_CLAIM = _extra(
 _LEASE_DEADLINE = _extra(
     f"Task.{LEASE_DEADLINE}", "when the first lease of its slots runs out", bsonType=["date", "null"]
 )
-_RUN = {
-    "_id": _extra("Run._id", f"one of {SCHEMA}, {REMARKS}", enum=[SCHEMA, REMARKS]),
+_RUN = _object(Relative)["properties"] | {
+    "_id": _extra(
+        "Run._id", f"one of {SCHEMA}, {REMARKS}, {PARENT}, {CHILD_PREFIX}RUN",
+        bsonType="string", pattern=f"^({SCHEMA}|{REMARKS}|{PARENT}|{CHILD_PREFIX}.+)$",
+    ),
     "version": _extra(
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
-}
+}  # fmt: skip
 _SETTINGS_ID = _extra("Settings._id", "a concern or flags/ROLE", enum=[*CONCERNS, *map(flags_key, FLAGS)])
 
 VALIDATORS: dict[str, Json] = {
@@ -170,6 +176,9 @@ VALIDATORS: dict[str, Json] = {
         names.GATEWAY_CALL: _object(GatewayCall),
         names.LABEL: _object(Label),
         names.TOKEN_STATISTICS: _object(TokenStatistics),
+        names.COLUMN: _with_files(Column),
+        names.RETRACTION: _object(Retraction),
+        names.TOMBSTONE: _object(Tombstone),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -196,6 +205,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "status", "group.counted_at_step", "group.finalized_at"),
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
+        _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
     ],
     names.RECORD: [
         _index("task", "traj_id", "attempt"),
@@ -225,6 +235,8 @@ INDEXES: dict[str, list[IndexModel]] = {
     names.EVALUATION: [_index("status", "seen_at"), _index("version")],
     names.LABEL: [_index("record"), _index("label")],
     names.TOKEN_STATISTICS: [_index("record")],
+    names.COLUMN: [_index("record"), _index("status", "name", "created_at", "_id"), _index("task")],
+    names.TOMBSTONE: [_index("task", "deleted_at"), _index("deleted_at")],
     names.GATEWAY_SESSION: [_index("record")],
     names.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),
@@ -253,8 +265,8 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
         )
     if schema.get("importing"):
         return StoreError(
-            f"the import into run {name!r} did not finish",
-            hint="import again: it replaces the documents that exist",
+            f"run {name!r} is not whole: the import or the fork that makes it did not finish",
+            hint="repeat that command: it begins anew",
         )
     return None
 

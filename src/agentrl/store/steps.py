@@ -199,7 +199,7 @@ class Steps(Repository):
 
         ``begin`` runs in the first transaction; if it returns False, the change is done already.
         """
-        chunks, (old, new) = chunks_of(step.data, tasks), states
+        chunks, (old, new) = chunks_of(step.own_data, tasks), states
         for number, chunk in enumerate(chunks, 1):
 
             async def change(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -13,9 +14,10 @@ from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
+from agentrl.store.ancestry import CHILDREN
 from agentrl.store.mechanics.connection import Connection, Repository, database_call, insert_if_missing
 from agentrl.store.mechanics.lease import FREE, DocumentLease, literal, live
-from agentrl.store.names import LEASE, STEP
+from agentrl.store.names import LEASE, RUN, STEP
 
 R = TypeVar("R")
 
@@ -67,13 +69,22 @@ class TrainerLeases(Repository):
             await self._lease.write(attempt, {"$set": released})
 
     @database_call
-    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
-        """Record which checkpoints are about to be deleted, so that no trainer resumes from them.
+    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> list[str]:
+        """Record which checkpoints are about to be deleted, so that no trainer or fork begins from them.
 
-        Raises LeaseLostError, and records nothing, if another trainer has the lease.
+        Returns them: ``names`` without those from which a child began. Raises LeaseLostError, and records
+        nothing, if another trainer has the lease.
         """
-        discarded = {"$set": {"discarded": list(names)}, "$inc": {"writes": 1}}
-        await self._lease.write(attempt, discarded)
+
+        async def write(session: AsyncClientSession) -> list[str]:
+            notes = self._collection(RUN).find(CHILDREN, {"checkpoint": 1}, session=session)
+            kept = {Path(note["checkpoint"]).name async for note in notes}
+            discarded = [name for name in names if name not in kept]
+            update = {"$set": {"discarded": discarded}, "$inc": {"writes": 1}}
+            await self._lease.write(attempt, update, session=session)
+            return discarded
+
+        return await self._connection.transaction(write)
 
     @database_call
     async def require_free(self, host: str) -> None:

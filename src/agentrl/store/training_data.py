@@ -181,6 +181,12 @@ class Training(Repository):
             attempt,
         )
 
+    @database_call
+    async def present(self, ids: Sequence[str]) -> set[str]:
+        """Return those of ``ids`` that exist."""
+        cursor = self._collection(DATA).find({"_id": {"$in": list(ids)}}, {"_id": 1})
+        return {document["_id"] async for document in cursor}
+
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
         data, unreadable = await self.fetch_readable(ids)

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
-    LossConfig,
     MemoryConfig,
     ModelConfig,
     OptimConfig,
@@ -191,7 +190,7 @@ def build_replay(config: ModelConfig, memory: MemoryConfig, policy: Policy) -> R
 
 
 def build_reference(
-    loss: LossConfig,
+    loss: LossSettings,
     config: ModelConfig,
     policy: Policy,
     mesh: Mesh,
@@ -200,13 +199,13 @@ def build_reference(
     *,
     max_tokens: int,
 ) -> Reference | None:
-    """Return the reference that ``--kl_coef`` above 0 needs: ``--reference_model`` or the run's base model.
+    """Return the reference model that the loss reads: ``--reference_model`` or the run's base model.
 
     Its weights are held in ``dtype``, that of the policy's products, and split and sharded like the policy's.
     A policy with an adapter contains its base model. Raises ModelError for a folder that is not a model, or
     for a model with another vocabulary, and ConfigError for one that the policy's layout cannot split.
     """
-    if loss.kl_coef == 0:
+    if not loss.needs_reference:
         return None
     if config.reference_model is None and policy.adapter is not None:
         return Reference(adapter=policy.adapter)
@@ -233,7 +232,7 @@ def build_reference(
         ) from error
     if is_shared:
         load_shards(model, folder, device, config)
-    logger.info("the policy is kept near %s (--kl_coef %g, %s)", folder, loss.kl_coef, loss.kl_estimator)
+    logger.info("the reference model of %s is %s", loss.loss_calculater, folder)
     return Reference(parallel.to(device))
 
 

@@ -51,13 +51,16 @@ class TrainerLease:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
         await self._call(self._store.trainer_lease.renew(self.attempt, self._seconds))
 
-    async def discard(self, checkpoints: Sequence[str]) -> None:
-        """Record that ``checkpoints`` are about to be deleted. LeaseLostError if another has taken over."""
-        await self._call(self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints))
+    async def discard(self, checkpoints: Sequence[str]) -> list[str]:
+        """Record which of ``checkpoints`` are about to be deleted, and return them: no child needs them.
 
-    async def _call(self, call: Awaitable[None]) -> None:
+        Raises LeaseLostError if another trainer has taken over.
+        """
+        return await self._call(self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints))
+
+    async def _call(self, call: Awaitable[T]) -> T:
         try:
-            await call
+            return await call
         except LeaseLostError:
             self.lost.set()
             raise
@@ -81,9 +84,9 @@ class ThreadFence:
         """Renew the lease. Raises LeaseLostError if another trainer has taken over."""
         asyncio.run_coroutine_threadsafe(self.lease.check(), self.loop).result()
 
-    def discard(self, names: Sequence[str]) -> None:
-        """Record that these checkpoints are about to be deleted; LeaseLostError if another has taken over."""
-        asyncio.run_coroutine_threadsafe(self.lease.discard(names), self.loop).result()
+    def discard(self, names: Sequence[str]) -> list[str]:
+        """Call ``TrainerLease.discard``."""
+        return asyncio.run_coroutine_threadsafe(self.lease.discard(names), self.loop).result()
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import TrainConfig
-from agentrl.data.stream import DataStream, StepData
+from agentrl.data.step_source import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
 from agentrl.documents.status import TrainerEnd
 from agentrl.documents.training import TokenSpan, TokenStatistics, TrainStep, statistics_key
@@ -22,7 +22,6 @@ from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.lease import TrainerLease
-from agentrl.train.metrics import step_window, window_metrics
 from agentrl.train.progress import Progress
 from agentrl.train.saving import Saver
 
@@ -56,7 +55,7 @@ class Trainer:
     config: TrainConfig
     controller: Controller
     saver: Saver
-    stream: DataStream
+    stream: StepSource
     progress: Progress
     lease: TrainerLease
     turns: DeviceTurns
@@ -156,6 +155,7 @@ class Trainer:
             policy_version=progress.version,
             data=tuple(item.id for item in batch.data),
             owner=self.lease.owner,
+            recorded=batch.recorded,
         )
         with await step_span(self.store, plan, batch, seconds_data) as span:
             await self._compute(plan, batch, seconds_data, span)
@@ -163,11 +163,10 @@ class Trainer:
     async def _compute(self, plan: TrainStep, batch: StepData, seconds_data: float, span: Span) -> None:
         progress = self.progress
         await self.store.steps.plan(plan, attempt=progress.attempt)
-        window = await step_window(self.store, self.split, batch.groups)
+        window = await self.stream.window(batch)
         if not 0 < self.config.max_steps <= plan.step:
             self.stream.prefetch(plan.step + 1)
-        named = {image.sha256 for item in batch.data for image in item.images}
-        images = await self.store.images.get(named) if named else {}
+        images = await self.stream.images(batch.data)
         await self.turns.begin()
         began = time.time()
         result = await asyncio.to_thread(self.controller.train, batch.data, batch.ages, images)
@@ -178,12 +177,7 @@ class Trainer:
             return
         metrics = {
             **result.metrics,
-            **await window_metrics(self.store, window, [item.record for item in batch.data]),
-            "stale_trajectories": self.stream.count_stale(),
-            "quarantined_trajectories": self.stream.count_quarantined(),
-            "groups": len(batch.groups),
-            "groups_open": await self.store.groups.count_open(self.split),
-            "groups_ready": await self.stream.ready_groups(plan.step + 1),
+            **await self.stream.report(plan.step, batch, window),
             "seconds_data": seconds_data,
             **self.saver.publisher.metrics,
         }

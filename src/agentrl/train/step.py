@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config.training import MemoryConfig
 from agentrl.data.forest import TokenForest
@@ -83,7 +83,7 @@ class FrozenLogprobs:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model that ``--kl_coef`` keeps the policy near: its own, or the policy without its adapter."""
+    """The model that a loss compares the policy with: its own, or the policy without its adapter."""
 
     model: ParallelModel | None = None
     """Split and sharded over the ranks like the policy."""
@@ -109,7 +109,7 @@ class PolicyTrainer:
     model: ParallelModel
     """Runs ``policy.model``."""
     optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
     settings: LossSettings
     options: ForwardOptions
     max_tokens: int
@@ -141,8 +141,13 @@ class PolicyTrainer:
         ``ages`` maps each policy version to the age of its tokens in optimizer steps; without it all are 0.
         ``images`` has those of the data, by hash.
         Each update trains whole groups. Old and reference logprobs are those from before the first update.
-        An update that is not finite ends the step before it; if it is the first, weights do not change.
+        An update that is not finite ends the step before it; if it is the first, weights do not change. A
+        step of which the loss chooses no data changes neither weights nor schedule.
         """
+        data = self.settings.loss.choose(data)
+        if not data:
+            logger.warning("no data of the step are trained: %s chooses none", self.settings.loss_calculater)
+            return StepResult({"loss": 0.0, "grad_norm": 0.0, "trajectories": 0, "trainable_tokens": 0}, True)
         with clean_step(self.model):
             watch = Stopwatch(self.policy.model.device)
             parts = split_updates(data, self.mini_batches)
@@ -153,7 +158,8 @@ class PolicyTrainer:
             made: list[dict[str, Any]] = []
             recorded = recorders(parts, self.recorded_tokens, self.policy.model.device)
             for number, forests in enumerate(updates * self.epochs):
-                result = self._update(forests, recorded[number] if number < len(recorded) else None)
+                recorder = recorded[number] if number < len(recorded) else None
+                result = self._update(forests, recorder, parts[number % len(parts)])
                 if not result.is_finite and not made:
                     return result
                 if not result.is_finite:
@@ -190,13 +196,24 @@ class PolicyTrainer:
         own = planned[mesh.data_rank :: mesh.layout.data]
         return [attach_pixels(forest, self.policy.pixels, images) for forest in own]
 
-    def _update(self, forests: Sequence[TokenForest], recorder: TokenRecorder | None) -> StepResult:
-        """Make one optimizer update on this rank's ``forests``; the learning-rate schedule does not move."""
+    def _update(
+        self,
+        forests: Sequence[TokenForest],
+        recorder: TokenRecorder | None,
+        data: Sequence[DBRecordData] = (),
+    ) -> StepResult:
+        """Make one optimizer update on this rank's ``forests`` of ``data``; the schedule does not move."""
         watch = Stopwatch(self.policy.model.device)
         self.model.train()
         with explain_out_of_memory(self.memory, self.max_tokens, ranks=self.model.mesh.layout.world):
             metrics = forward_backward(
-                self.model, forests, self.settings, options=self.options, watch=watch, recorder=recorder
+                self.model,
+                forests,
+                self.settings,
+                options=self.options,
+                watch=watch,
+                recorder=recorder,
+                data=data,
             )
         watch.lap("forward")
         grad_norm = self.model.clip_gradients(self.max_grad_norm)
@@ -277,19 +294,21 @@ def forward_backward(
     options: ForwardOptions | None = None,
     watch: Stopwatch | None = None,
     recorder: TokenRecorder | None = None,
+    data: Sequence[DBRecordData] = (),
 ) -> dict[str, Any]:
     """Add the gradients of one update's loss to ``model``, one micro-batch at a time, and report the update.
 
     ``forests`` are this rank's micro-batches. Loss and gradients are those of all ranks' forests in one
     batch, however trajectories are merged, split and distributed. ``watch`` gets the seconds of ``forward``
-    and ``backward``, ``recorder`` the values of single tokens.
+    and ``backward``, ``recorder`` the values of single tokens. ``data`` are the update's, of all ranks: a
+    loss that compares trajectories reads them.
 
     Returns ``loss``, ``tokens``, ``trainable_tokens`` and ``trajectories`` of all ranks, and everything in
     ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
     that does not exist, ModelError for a model that is not exact on the forests.
     """
     options = replace(options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0)
-    loss = StepLoss.start(model, forests, settings, options, recorder)
+    loss = StepLoss.start(model, forests, settings, options, recorder, data)
     model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))
     report = model.mesh.sum_reports(loss.report())
     return {

@@ -17,15 +17,15 @@ from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ForestError
 from agentrl.losses.compute import (
     Denominators,
-    TokenMetrics,
     divergence,
-    measure,
     old_logprobs,
     reduce_losses,
     token_losses,
 )
-from agentrl.losses.loss import TokenBatch, TrajectoryMeans
+from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.token_metrics import TokenMetrics, measure
+from agentrl.losses.trajectories import ComparedTrajectories, TrajectoryMeans
 from agentrl.model.forward import ForwardOptions
 
 
@@ -43,9 +43,11 @@ class StepLoss:
     tokens: int
     """Tokens of the whole update, over all ranks."""
     sums: TrajectorySums | None = None
-    """Given if the loss reads whole trajectories and a forest holds parts of one."""
+    """Given if the loss compares trajectories, or reads whole ones and a forest holds parts of one."""
     recorder: TokenRecorder | None = None
     """Gets the values of single tokens."""
+    compared: ComparedTrajectories | None = None
+    """Those of the update, if the loss compares them; without ``number``, which each forest has."""
     _added: list[tuple[TokenForest, Tensor]] = field(default_factory=list)
     """Each forest with its part of the loss and its ``measure``."""
 
@@ -57,10 +59,12 @@ class StepLoss:
         settings: LossSettings,
         options: ForwardOptions,
         recorder: TokenRecorder | None = None,
+        data: Sequence[DBRecordData] = (),
     ) -> StepLoss:
         """Count an update's tokens and trajectories over all ranks, and sum what it needs of trajectories.
 
-        ``forests`` are this rank's. Raises ForestError if no token is trainable.
+        ``forests`` are this rank's; ``data`` are the update's, of all ranks. Raises ForestError if no token
+        is trainable.
         """
         own, own_tokens = count_step(forests), sum(forest.tokens for forest in forests)
         counts = torch.tensor([own.tokens, own.trajectories, own_tokens], dtype=torch.float64)
@@ -71,7 +75,11 @@ class StepLoss:
                 "a step without a trainable token", hint="leave out data without trainable spans"
             )
         sums = sum_trajectories(model, forests, settings, options)
-        return cls(settings, whole, round(tokens), sums, recorder)
+        compared = None
+        if settings.loss.compares:
+            assert sums is not None
+            compared = sums.compared(data)
+        return cls(settings, whole, round(tokens), sums, recorder, compared)
 
     def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
         """Return the part of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
@@ -82,6 +90,9 @@ class StepLoss:
             self.recorder.add(forest, logprobs, entropy)
         means = None if self.sums is None else self.sums.means(forest)
         batch = replace(token_batch(forest, logprobs, self.settings, means), entropy=entropy)
+        if self.compared is not None:
+            number = torch.from_numpy(forest.trajectory).to(logprobs.device)
+            batch = replace(batch, compared=replace(self.compared, number=number))
         result = token_losses(batch, self.settings)
         part = reduce_losses(
             result.losses, batch.mask, batch.row, batch.trajectories, self.whole, self.settings, batch.lengths
@@ -121,7 +132,7 @@ def token_batch(
         None if array is None else torch.from_numpy(array).to(logprobs.device)
         for array in (forest.start_logprob, forest.reference_logprob)
     )
-    if not settings.loss.from_policy:
+    if not settings.loss.from_policy and not settings.loss.compares:
         behavior = logprobs.detach()
     return TokenBatch(
         logprobs=logprobs,
@@ -136,6 +147,10 @@ def token_batch(
         trajectories=forest.trajectories,
         lengths=lengths,
         means=means,
+        columns={
+            name: torch.from_numpy(values).to(logprobs.device)
+            for name, values in ({} if forest.columns is None else forest.columns.values).items()
+        },
     )
 
 
@@ -158,12 +173,17 @@ class TrajectorySums:
     """Σ log π_old/μ."""
     divergence: Tensor
     """Σ of ``losses.compute.divergence``."""
+    log_reference: Tensor
+    """Σ log πθ/π_ref; 0 without a reference model."""
 
     @staticmethod
     def of_tokens(batch: TokenBatch, settings: LossSettings) -> Tensor:
-        """Return the summands, float64[3, T], a row per field."""
-        rows = [batch.log_ratio.detach(), batch.log_weight, divergence(batch, settings)]
-        return torch.stack(rows).double()
+        """Return the summands, float64[4, T], a row per field."""
+        reference = batch.logprobs if batch.reference_logprobs is None else batch.reference_logprobs
+        rows = [
+            batch.log_ratio, batch.log_weight, divergence(batch, settings), batch.logprobs - reference,
+        ]  # fmt: skip
+        return torch.stack(rows).detach().double()
 
     def means(self, forest: TokenForest) -> TrajectoryMeans:
         """Return the means over the trajectory of each of ``forest``'s rows."""
@@ -174,6 +194,17 @@ class TrajectorySums:
             *((sums[number] / count).float() for sums in (self.log_ratio, self.log_weight, self.divergence))
         )
 
+    def compared(self, data: Sequence[DBRecordData]) -> ComparedTrajectories:
+        """Return ``data``, the trajectories of an update in the order in which its forests number them."""
+        device = self.log_reference.device
+        groups = {task: number for number, task in enumerate(dict.fromkeys(item.task for item in data))}
+        return ComparedTrajectories(
+            number=torch.empty(0, dtype=torch.int64, device=device),
+            score=torch.tensor([item.score for item in data], device=device),
+            group=torch.tensor([groups[item.task] for item in data], device=device),
+            log_ratio=self.log_reference[: len(data)].float(),
+        )
+
 
 @torch.no_grad()
 def sum_trajectories(
@@ -181,18 +212,19 @@ def sum_trajectories(
 ) -> TrajectorySums | None:
     """Sum what a loss reads of whole trajectories, by one more forward over each forest; None if not needed.
 
-    It is needed if the loss of a token depends on its whole trajectory (GSPO, corrections named ``seq_…``)
-    and a forest of any rank holds a part of one.
+    It is needed if the loss compares trajectories (DPO, KTO), and if the loss of a token depends on its
+    whole trajectory (GSPO, corrections named ``seq_…``) and a forest of any rank holds a part of one.
     """
-    if not settings.reads_trajectory:
+    if not settings.reads_trajectory and not settings.loss.compares:
         return None
     device = model.model.device
     numbers = 1 + max((int(forest.trajectory.max(initial=-1)) for forest in forests), default=-1)
-    found = torch.tensor([any(forest.holds_parts for forest in forests), numbers], device=device)
+    is_needed = settings.loss.compares or any(forest.holds_parts for forest in forests)
+    found = torch.tensor([is_needed, numbers], device=device)
     found = model.mesh.sum(found)
     if not found[0]:
         return None
-    sums = torch.zeros(3, int(found[1]), dtype=torch.float64, device=device)
+    sums = torch.zeros(4, int(found[1]), dtype=torch.float64, device=device)
     for forest, (logprobs, _) in zip(forests, model.logprobs(forests, options), strict=True):
         batch = token_batch(forest, logprobs, settings)
         number = torch.from_numpy(forest.trajectory[forest.row]).to(device)

@@ -1,4 +1,4 @@
-"""Encode how weights differ from the version before, and apply it to a model folder: exact, and idempotent.
+"""Write and read how weights differ from the version before: exact, and idempotent.
 
 A file holds the new values of the elements whose bits changed, never differences: applying it twice does no
 harm. It consists of ``MAGIC``; zstd frames; the index, one zstd frame of JSON; and the length of that frame
@@ -13,7 +13,6 @@ the chunk are stored, without gaps.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -31,7 +30,6 @@ from numpy.typing import NDArray
 
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
-from agentrl.weights.folder import read_header
 from agentrl.weights.tensor_checksums import TensorChecksum, dtype_code, raw
 
 if TYPE_CHECKING:
@@ -42,10 +40,11 @@ SUFFIX = ".delta"
 CHUNK = 1 << 20
 """Elements of a chunk: small enough to stay in a core's cache between comparing, hashing and copying."""
 _LEVEL = 1
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
+"""Of the index, and of the header of a safetensors file."""
 _GAPS = (0, 1, 2, 4)
 """Widths of a gap, in bytes."""
-_WORDS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
+WORDS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Elements are compared and copied as integers: NaN and −0.0 are values too."""
 _EncodedChunk = tuple[int, int, int, list[bytes]]
 """Number, stored elements, width of a gap, frames."""
@@ -98,7 +97,7 @@ def encode(
             if chunks:
                 index[name] = {"dtype": checksum.dtype, "shape": list(checksum.shape), "chunks": chunks}
         packed = zstandard.compress(json.dumps(index, separators=(",", ":")).encode(), _LEVEL)
-        write(packed + _LENGTH.pack(len(packed)))
+        write(packed + LENGTH.pack(len(packed)))
         written = FileChecksum(name=file.name, bytes=stream.tell(), sha256=digest.hexdigest())
     return EncodedDelta(written, checksums, changed, elements)
 
@@ -108,7 +107,7 @@ def _encode_tensor(
 ) -> tuple[TensorChecksum, list[_EncodedChunk], int]:
     if (previous.dtype, previous.shape) != (current.dtype, current.shape):
         raise _other_tensors(name)
-    word = _WORDS[current.element_size()]
+    word = WORDS[current.element_size()]
     before, after = raw(previous).view(word), raw(current).view(word)
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     digest = hashlib.sha256()
@@ -126,7 +125,7 @@ def _encode_tensor(
         else:
             gaps = np.diff(positions, prepend=-1) - 1
             width = next(size for size in _GAPS[1:] if gaps.max() < 1 << 8 * size)
-            planes = [*_planes(gaps.astype(_WORDS[width])), *_planes(new[positions])]
+            planes = [*_planes(gaps.astype(WORDS[width])), *_planes(new[positions])]
         chunks.append((number, count, width, [compressor.compress(plane) for plane in planes]))
     checksum = TensorChecksum(dtype_code(current), tuple(current.shape), digest.hexdigest())
     return checksum, chunks, changed
@@ -137,107 +136,44 @@ def _planes(words: NDArray[Any]) -> list[bytes]:
     return [plane.tobytes() for plane in words.view(np.uint8).reshape(-1, words.itemsize).T]
 
 
-def apply(
-    deltas: Sequence[Path], folder: Path, expected: Mapping[str, TensorChecksum], threads: int = 2
-) -> list[str]:
-    """Write the values of ``deltas``, oldest first, into the safetensors files of ``folder``, in place.
-
-    Each changed tensor is read, changed, hashed and written once, a chunk at a time. Return the names of the
-    changed tensors. Raises PublishError if a delta is damaged or does not fit the folder, or if a tensor then
-    differs from ``expected``, the checksums of the last delta's version; the folder holds neither version
-    then. Raises OSError if a file cannot be read or written.
-    """
-    with contextlib.ExitStack() as files, ThreadPoolExecutor(threads) as pool:
-        opened = [_Delta(files.enter_context(path.open("rb")), path) for path in deltas]
-        places = _places(folder)
-        names = sorted({name for delta in opened for name in delta.index})
-        patches = {
-            name: [(delta, delta.chunks(name, places)) for delta in opened if name in delta.index]
-            for name in names
-        }
-        found = pool.map(lambda name: _change_tensor(places[name], patches[name]), names)
-        for name, checksum in zip(names, found, strict=True):
-            if checksum != expected.get(name):
-                raise PublishError(
-                    f"tensor {name} in {folder} differs from what was published: expected "
-                    f"{expected.get(name)}, found {checksum}"
-                )
-    return names
-
-
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where the bytes of a tensor are in a safetensors file."""
+class StoredShape:
+    """How a delta's tensor is to look: the dtype as safetensors files name it, and the shape."""
 
-    file: Path
-    offset: int
     dtype: str
     shape: tuple[int, ...]
     word: np.dtype[Any]
+    """The integers of an element's size."""
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
 
-def _places(folder: Path) -> dict[str, _Place]:
-    places = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with file.open("rb") as stream:
-                begin = _LENGTH.size + _LENGTH.unpack(stream.read(_LENGTH.size))[0]
-            for name, entry in read_header(file).items():
-                start, end = entry["data_offsets"]
-                elements = math.prod(entry["shape"])
-                word = _WORDS[(end - start) // max(elements, 1) or 1]
-                if elements * word.itemsize != end - start or begin + end > file.stat().st_size:
-                    raise ValueError(f"its tensor {name} is incomplete")
-                places[name] = _Place(file, begin + start, entry["dtype"], tuple(entry["shape"]), word)
-        except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise PublishError(f"{file} is not a safetensors file: {error}") from error
-    return places
-
-
-def _change_tensor(place: _Place, patches: Sequence[tuple[_Delta, Mapping[int, _Chunk]]]) -> TensorChecksum:
-    digest = hashlib.sha256()
-    descriptor = os.open(place.file, os.O_RDWR)
-    try:
-        for number, start in enumerate(range(0, place.elements, CHUNK)):
-            data = np.empty(min(CHUNK, place.elements - start), place.word)
-            offset = place.offset + start * place.word.itemsize
-            # Not mapped: a full disk and a truncated file are errors here, and SIGBUS there.
-            read = os.preadv(descriptor, [data.data], offset)
-            changes = [(delta, chunks[number]) for delta, chunks in patches if number in chunks]
-            for delta, chunk in changes:
-                delta.change(data, chunk)
-            digest.update(data.data)
-            written = os.pwrite(descriptor, data.data, offset) if changes else read
-            if not read == written == data.nbytes:
-                raise PublishError(f"{place.file} could not be changed at byte {offset}")
-    finally:
-        os.close(descriptor)
-    return TensorChecksum(place.dtype, place.shape, digest.hexdigest())
-
-
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
+    """The changed elements of one chunk of a tensor, as the index describes them."""
+
     changed: int
     width: int
     offset: int
     sizes: tuple[int, ...]
+    word: np.dtype[Any]
+    length: int
+    """Elements of the tensor that it covers, changed or not."""
 
 
-class _Delta:
+class DeltaFile:
     """A file that ``encode`` wrote. Whatever it holds, reading it raises PublishError or is safe."""
 
     def __init__(self, stream: BinaryIO, path: Path) -> None:
         self._path, self._descriptor = path, stream.fileno()
         size = os.fstat(self._descriptor).st_size
         try:
-            (length,) = _LENGTH.unpack(self._read(size - _LENGTH.size, _LENGTH.size))
+            (length,) = LENGTH.unpack(self._read(size - LENGTH.size, LENGTH.size))
             if self._read(0, len(MAGIC)) != MAGIC or length > size:
                 raise ValueError("it is another format, or incomplete")
-            packed = self._read(size - _LENGTH.size - length, length)
+            packed = self._read(size - LENGTH.size - length, length)
             if zstandard.frame_content_size(packed) > _MAX_INDEX_BYTES:
                 raise ValueError(f"its index has more than {_MAX_INDEX_BYTES:,} bytes")
             self.index: dict[str, Any] = json.loads(zstandard.decompress(packed))
@@ -245,50 +181,61 @@ class _Delta:
         except (ValueError, AttributeError, OSError, struct.error, zstandard.ZstdError) as error:
             raise self._damaged(str(error)) from error
 
-    def chunks(self, name: str, places: Mapping[str, _Place]) -> dict[int, _Chunk]:
-        """Return the changed chunks of a tensor by number. Raises PublishError if they do not fit it."""
-        place = places.get(name)
+    def changes(self, name: str, like: StoredShape) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return which elements of a tensor change, counted in row-major order, and their values as integers.
+
+        Raises PublishError if the tensor in the file is another than ``like``.
+        """
+        positions, values = [], []
+        for number, chunk in self.chunks(name, like).items():
+            at, new = self.read(chunk)
+            positions.append(at + number * CHUNK)
+            values.append(new)
+        return np.concatenate(positions), np.concatenate(values)
+
+    def chunks(self, name: str, like: StoredShape) -> dict[int, Chunk]:
+        """Return the changed chunks of a tensor by number. Raises PublishError if it is not like ``like``."""
         try:
             entry = self.index[name]
-            if place is None or (entry["dtype"], tuple(entry["shape"])) != (place.dtype, place.shape):
-                raise ValueError(f"the folder has {place} for {name}")
+            if (entry["dtype"], tuple(entry["shape"])) != (like.dtype, like.shape):
+                raise ValueError(f"{name} is not {like.dtype} {list(like.shape)}")
             chunks = {
-                int(number): _Chunk(int(changed), int(width), int(offset), tuple(map(int, sizes)))
+                int(number): Chunk(
+                    int(changed), int(width), int(offset), tuple(map(int, sizes)),
+                    like.word, min(CHUNK, like.elements - int(number) * CHUNK),
+                )
                 for number, changed, width, offset, sizes in entry["chunks"]
-            }
+            }  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
         for number, chunk in chunks.items():
-            length = min(CHUNK, place.elements - number * CHUNK)
-            fits = number >= 0 and 0 < chunk.changed <= length and (chunk.width or chunk.changed == length)
-            if not fits or len(chunk.sizes) != chunk.width + place.word.itemsize or chunk.width not in _GAPS:
-                raise self._damaged(f"chunk {number} of {name} does not fit {place}")
+            fits = number >= 0 and 0 < chunk.changed <= chunk.length and chunk.width in _GAPS
+            fits = fits and (chunk.width > 0 or chunk.changed == chunk.length)
+            if not fits or len(chunk.sizes) != chunk.width + like.word.itemsize:
+                raise self._damaged(f"chunk {number} of {name} does not fit {list(like.shape)}")
         return chunks
 
-    def change(self, data: NDArray[Any], chunk: _Chunk) -> None:
-        """Write the values of a chunk into ``data``. Raises PublishError if they do not fit."""
+    def read(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Return the positions in a chunk that change, and their values. PublishError if they do not fit."""
         try:
-            planes, offset = [], chunk.offset
+            planes, offset, decompressor = [], chunk.offset, zstandard.ZstdDecompressor()
             for size in chunk.sizes:
-                planes.append(self._plane(self._read(offset, size), chunk.changed))
+                frame = self._read(offset, size)
+                # The frame names its size itself, and decompressing would allocate that much.
+                if zstandard.frame_content_size(frame) != chunk.changed:
+                    raise ValueError(f"a frame does not hold {chunk.changed} bytes")
+                planes.append(np.frombuffer(decompressor.decompress(frame), np.uint8))
                 offset += size
         except (ValueError, OSError, zstandard.ZstdError) as error:
             raise self._damaged(str(error)) from error
-        values = _from_planes(planes[chunk.width :], data.dtype)
+        values = _from_planes(planes[chunk.width :], chunk.word)
         if not chunk.width:
-            data[:] = values
-            return
-        gaps = _from_planes(planes[: chunk.width], _WORDS[chunk.width])
+            return np.arange(chunk.length), values
+        gaps = _from_planes(planes[: chunk.width], WORDS[chunk.width])
         positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if positions[-1] >= data.size:
-            raise self._damaged(f"it changes element {positions[-1]} of a chunk of {data.size}")
-        data[positions] = values
-
-    def _plane(self, frame: bytes, size: int) -> NDArray[np.uint8]:
-        # The frame names its size itself, and decompressing would allocate that much.
-        if zstandard.frame_content_size(frame) != size:
-            raise ValueError(f"a frame does not hold {size} bytes")
-        return np.frombuffer(zstandard.decompress(frame), np.uint8)
+        if positions[-1] >= chunk.length:
+            raise self._damaged(f"it changes element {positions[-1]} of a chunk of {chunk.length}")
+        return positions, values
 
     def _read(self, offset: int, size: int) -> bytes:
         found = os.pread(self._descriptor, size, offset)

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
-from agentrl.weights import delta, storage
+from agentrl.weights import storage
+from agentrl.weights.apply_delta import apply
 from agentrl.weights.copy_state import CopyState, identity_of
+from agentrl.weights.delta import SUFFIX
 from agentrl.weights.model_folder import MANIFEST, WEIGHT_SUFFIXES, verify
 from agentrl.weights.tensor_checksums import TensorChecksum, weights_digest
 
@@ -97,10 +99,7 @@ class LocalCopy:
                 return wanted
             return await self._bring(store, wanted)
         except OSError as error:
-            raise PublishError(
-                f"the copy of version {wanted.id} in {self._root} cannot be written: {error}",
-                hint="free space there, or give another --weights_dir",
-            ) from error
+            raise self._unwritable(wanted, error) from error
         finally:
             self.release()
 
@@ -118,6 +117,26 @@ class LocalCopy:
             if self._state().is_whole(wanted):
                 return wanted, str(self.folder)
             wanted = await self.bring(store, wanted)
+
+    async def hold_deltas(self, store: Store, wanted: PolicyVersion, since: int) -> list[Path]:
+        """Return the files of the deltas from version ``since`` to ``wanted``, oldest first.
+
+        There are none if deltas do not lead from there. They stay until ``release``, and the copy as it is.
+        Raises PublishError if one is damaged or missing, or cannot be copied here.
+        """
+        chain = await chain_to(store, wanted)
+        first = next((place for place, step in enumerate(chain, 1) if step.id == since), len(chain))
+        await self._acquire(fcntl.LOCK_EX)
+        try:
+            return [file for step in chain[first:] for file in await self._download_delta(step)]
+        except OSError as error:
+            raise self._unwritable(wanted, error) from error
+
+    def _unwritable(self, wanted: PolicyVersion, error: OSError) -> PublishError:
+        return PublishError(
+            f"the copy of version {wanted.id} in {self._root} cannot be written: {error}",
+            hint="free space there, or give another --weights_dir",
+        )
 
     def _adapter(self, version: PolicyVersion) -> Path:
         return self._root / "adapters" / f"{version.id}-{identity_of(version)[:_NAME_LENGTH]}"
@@ -209,7 +228,7 @@ class LocalCopy:
         if paths:
             applied = tuple(step.id for step in reached[len(whole) :])
             self._write_state(replace(state, applying=applied))
-            changed = await _to_its_end(delta.apply, paths, self.folder, wanted)
+            changed = await _to_its_end(apply, paths, self.folder, wanted)
             other = next((n for n in wanted.keys() - set(changed) if before.get(n) != wanted[n]), None)
             if other is not None or before.keys() != wanted.keys():
                 raise PublishError(f"the deltas up to version {last.id} do not change tensor {other}")
@@ -221,7 +240,7 @@ class LocalCopy:
     async def _download_delta(self, step: PolicyVersion) -> list[Path]:
         folder = self._deltas / str(step.id)
         folder.mkdir(parents=True, exist_ok=True)
-        files = [file for file in step.files if file.name.endswith(delta.SUFFIX)]
+        files = [file for file in step.files if file.name.endswith(SUFFIX)]
         await storage.download(step.location, await asyncio.to_thread(_missing, folder, files), folder)
         return [folder / file.name for file in files]
 

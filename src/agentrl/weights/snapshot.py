@@ -37,9 +37,9 @@ class Part:
 
     name: str
     like: Tensor
-    """A tensor of the same shape and dtype, possibly on the meta device."""
+    """A tensor of the shape and dtype in the files, possibly on the meta device."""
     make: Callable[[], Tensor]
-    """Returns the tensor; a DTensor if it is sharded over several processes."""
+    """Returns the tensor, which the copy converts to that dtype; a DTensor if processes share it."""
 
     @property
     def bytes(self) -> int:
@@ -108,7 +108,10 @@ class PublishedModel:
 
 
 def _converted(part: Part, dtype: torch.dtype) -> Tensor:
-    return part.make().to(dtype)
+    """Return a part, in ``dtype`` if ranks gather it: these are fewer bytes."""
+    tensor = part.make()
+    is_gathered = isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
+    return tensor.to(dtype) if is_gathered else tensor
 
 
 @dataclass(frozen=True)
@@ -260,10 +263,14 @@ class Snapshots:
             whole = {key: gather(parts[key].make()) for key in layer}
             if file.owner != self.rank:
                 continue
+            dtypes = {parts[key].like.dtype for key in layer}
+            if len(dtypes) > 1:  # by the names in the files they are not known
+                whole = {key: value.to(parts[key].like.dtype) for key, value in whole.items()}
             used = spare.files.get(file.name, {})
             for key, value in self.source.convert(whole).items():
                 is_cuda |= value.is_cuda
-                taken.files[file.name][key] = _copy(value, used.get(key))
+                dtype = value.dtype if len(dtypes) > 1 else parts[name].like.dtype
+                taken.files[file.name][key] = _copy(value, dtype, used.get(key))
             del whole  # before the next layer is gathered
         if is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -284,8 +291,8 @@ def gather(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _copy(value: Tensor, used: Tensor | None) -> Tensor:
-    """Copy ``value`` to the host, into ``used`` if it fits."""
-    if used is None or (used.shape, used.dtype) != (value.shape, value.dtype):
-        used = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+def _copy(value: Tensor, dtype: torch.dtype, used: Tensor | None) -> Tensor:
+    """Copy ``value`` to the host as ``dtype``, into ``used`` if it fits."""
+    if used is None or (used.shape, used.dtype) != (value.shape, dtype):
+        used = torch.empty(value.shape, dtype=dtype, pin_memory=value.is_cuda)
     return used.copy_(value, non_blocking=True)

@@ -6,12 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.errors import PublishError
+
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _CODES = {
@@ -49,6 +52,16 @@ class TensorChecksum:
 def dtype_code(tensor: Tensor) -> str:
     """Return the dtype of a tensor as safetensors files name it: ``BF16``."""
     return _CODES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Return the dtype that safetensors files name ``code``. Raises PublishError for an unknown one."""
+    import torch
+
+    name = next((name for name, known in _CODES.items() if known == code), None)
+    if name is None:
+        raise PublishError(f"a tensor has the dtype {code!r}; known are {', '.join(_CODES.values())}")
+    return cast("torch.dtype", getattr(torch, name))
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

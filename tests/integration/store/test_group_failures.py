@@ -60,10 +60,12 @@ class Rules:
         self._decide = GroupRules.decide
         monkeypatch.setattr(GroupRules, "decide", lambda *args: self.decide(*args))
 
-    def decide(self, rules: GroupRules, task: Task, records: Sequence[Record], calls: Any) -> Any:
+    def decide(
+        self, rules: GroupRules, task: Task, records: Sequence[Record], calls: Any, columns: Any
+    ) -> Any:
         if self.breaks and task.id == BAD:
             raise ZeroDivisionError("a rule \udcff mongodb://user:secret@host " + "long " * 2_000)
-        return self._decide(rules, task, records, calls)
+        return self._decide(rules, task, records, calls, columns)
 
 
 async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(

@@ -11,7 +11,8 @@ import pytest
 from training_data import group, sampled_by
 
 from agentrl.data.freshness import Freshness
-from agentrl.data.stream import DataStream, StepData, StreamSettings
+from agentrl.data.step_source import StepData
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import DataStatus
 from agentrl.documents.task import Slot, Task, task_key

@@ -141,7 +141,7 @@ async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
 async def test_what_is_right_the_second_time_is_no_violation(store: Store, weights: Path) -> None:
     seen: list[str] = []
 
-    def wrong_once(data: DBRecordData, calls: object, config: object) -> str | None:
+    def wrong_once(data: DBRecordData, calls: object, config: object, columns: object) -> str | None:
         seen.append(data.id)
         return "not yet" if seen.count(data.id) == 1 else None
 

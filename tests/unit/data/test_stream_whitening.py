@@ -16,7 +16,8 @@ from training_data import group
 from agentrl.config.schema import GroupConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.data.freshness import Freshness, whiten
-from agentrl.data.stream import DataStream, StepData, StreamSettings
+from agentrl.data.step_source import StepData
+from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.record import Record
 from agentrl.documents.training import DBRecordData, Node

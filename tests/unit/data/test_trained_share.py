@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from agentrl.data.finalize_group import describe_share, why_untrained
+from agentrl.data.trained_share import describe_share, why_untrained
 from agentrl.documents.model_call import DispatchedSamplingTask, FixedModelCall
 from agentrl.documents.status import CallStatus
 

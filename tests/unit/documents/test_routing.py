@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agentrl.data.trajectory_tree import build_tree
+from agentrl.data.token_tree import build_tree
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.routing import (
     ExpertShape,

@@ -86,6 +86,7 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuses = self.keeps_memory = False
+        self.takes_deltas = True
         self.failing_pauses = self.failing_resumes = 0
 
     async def load(self) -> EngineLoad:
@@ -112,6 +113,16 @@ class Client:
         self.calls.append(("update", path, version))
         if self.refuses:
             raise EngineRefusedError("it does not fit")
+
+    async def prepare_delta(self, files: list[Path], base: int) -> None:
+        self.calls.append(("prepare", [file.parent.name for file in files], base))
+        if not self.takes_deltas or not all(file.is_file() for file in files):
+            raise EngineRefusedError("it has no such call")
+
+    async def apply_delta(self, version: int) -> None:
+        self.calls.append(("apply", version))
+        if self.refuses:
+            raise EngineRefusedError("nothing is prepared")
 
     async def resume(self) -> None:
         self.calls.append(("resume",))
@@ -399,6 +410,7 @@ async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp
     chain.publish(weights, 2)
     store: Any = harness.store
     store.policy_versions.get = chain.get
+    harness.client.takes_deltas = False
     await harness.engine.update(chain.versions[2])
     assert ("update", str(harness.copy.folder), 2) in harness.client.calls
     assert harness.store.services.beats[-1]["policy_version"] == 2
@@ -416,6 +428,43 @@ async def test_a_delta_is_loaded_from_the_copy_of_the_host(harness: Harness, tmp
     with pytest.raises(PublishError, match="the newest that can is version 2"):
         await alone.fetch(chain.versions[3])
     assert alone.needs_full
+
+
+async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_follows(
+    harness: Harness, tmp_path: Path
+) -> None:
+    chain: Any = Chain(tmp_path / "published")
+    weights = random_weights(random.Random(0))
+    chain.publish(weights)
+    for number in range(1, 5):
+        chain.publish({name: tensor + number for name, tensor in weights.items()}, number)
+    store: Any = harness.store
+    store.policy_versions.get = chain.get
+    calls, copy = harness.client.calls, harness.copy
+
+    def holds(version: int) -> bool:
+        return copy._state().is_whole(chain.versions[version])
+
+    weights_of = served(harness, copy, loaded=1)
+    await weights_of.fetch(chain.versions[3])  # version 2 was missed
+    assert calls == [("prepare", ["2", "3"], 1)]
+    assert await weights_of.load(chain.versions[3]) == 3
+    assert calls.pop() == ("apply", 3)
+    assert not holds(3)
+    await weights_of.keep_up()
+    assert holds(3)
+    harness.client.refuses = True  # its memory was released in between
+    await weights_of.fetch(chain.versions[4])
+    with pytest.raises(EngineRefusedError, match="does not fit"):
+        await weights_of.load(chain.versions[4])
+    assert calls[-2:] == [("apply", 4), ("update", str(copy.folder), 4)]
+    harness.client.refuses = False
+    assert await weights_of.load(chain.versions[4]) == 4
+    assert calls[-1] == ("update", str(copy.folder), 4)
+    (tmp_path / "published/v000005/rank-0.delta").write_bytes(b"damaged")
+    with pytest.raises(PublishError, match="has the sha256"):
+        await weights_of.fetch(chain.versions[5])
+    assert weights_of.needs_full
 
 
 async def test_a_host_without_the_trainer_s_folder_starts_with_its_own_model(

@@ -13,8 +13,8 @@ from torch import Tensor
 from agentrl.config.loss import Correction, parse_corrections
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import divergence, out_of_bound, weigh
-from agentrl.losses.loss import TrajectoryMeans
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.trajectories import TrajectoryMeans
 
 
 def weights(

@@ -46,7 +46,7 @@ def test_wrong_settings_are_told() -> None:
     for value in (-0.1, math.nan, math.inf):
         with pytest.raises(ConfigError, match="--entropy_coef is"):
             LossSettings(entropy_coef=value)
-    with pytest.raises(ConfigError, match="samples no policy"):
+    with pytest.raises(ConfigError, match="does not correct for the policy"):
         LossSettings(entropy_coef=0.1, loss_calculater="CrossEntropy")
     with pytest.raises(ValueError, match="no entropy"):
         token_losses(random_batch(0), LossSettings(entropy_coef=0.1))

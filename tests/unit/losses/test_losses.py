@@ -167,7 +167,7 @@ def test_ce_gppo_keeps_a_bounded_gradient_beyond_the_clip_and_leaves_the_value()
 
 def test_extreme_log_ratios_stay_finite() -> None:
     batch = three_tokens((500.0, -500.0, 0.0), (-1.0, -1.0, 1.0), behavior=(0.0, -900.0, 900.0))
-    for name in LOSSES.names():
+    for name in [name for name in LOSSES.names() if not LOSSES.get(name).compares]:
         numbers = LossSettings(loss_calculater=name)
         if numbers.loss.from_policy and not numbers.loss.compares_behavior:
             bounds = {"epsilon_higher": 0.1 if numbers.loss.clips else 0.0}

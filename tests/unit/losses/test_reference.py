@@ -11,9 +11,10 @@ from token_batches import three_tokens, token_metrics
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import WEIGHT_CAP, TokenMetrics, reference_kl, token_losses
+from agentrl.losses.compute import WEIGHT_CAP, reference_kl, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.token_metrics import TokenMetrics
 
 
 def batch_of(logprobs: Tensor) -> TokenBatch:
@@ -116,7 +117,7 @@ def test_wrong_settings_are_told() -> None:
     for flags in ({"kl_coef": -1.0}, {"kl_coef": math.nan}, {"kl_estimator": "k4"}):
         with pytest.raises(ConfigError, match="kl_"):
             LossSettings(**flags)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="samples no policy"):
+    with pytest.raises(ConfigError, match="does not correct for the policy"):
         LossSettings(kl_coef=0.1, loss_calculater="CrossEntropy")
     with pytest.raises(ValueError, match="no reference"):
         token_losses(a_batch(torch.zeros(2), None), LossSettings(kl_coef=0.1))

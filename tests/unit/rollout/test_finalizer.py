@@ -48,9 +48,9 @@ class Groups:
         self.groups = {task.id: (task, records, calls) for task, records, calls in groups}
         self.summaries: dict[str, Any] = {}
 
-    async def finalize(self, task_id: str, decide: Any) -> bool:
+    async def finalize(self, task_id: str, decide: Any, columns: Any) -> bool:
         """As the store's."""
-        self.summaries[task_id] = decide(*self.groups[task_id]).summary
+        self.summaries[task_id] = decide(*self.groups[task_id], {}).summary
         return True
 
 

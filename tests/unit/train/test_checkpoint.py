@@ -79,6 +79,7 @@ def save(
 ) -> Path:
     """Save; with ``lost_at``, the lease is lost when that call of its fence is made."""
     fence = Mock(spec=ThreadFence)
+    fence.discard.side_effect = lambda names: names
     if lost_at is not None:
         getattr(fence, lost_at).side_effect = LeaseLostError("replaced")
     unfinished = checkpoint.begin(root, saved, cast("Controller", trained))

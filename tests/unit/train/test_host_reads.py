@@ -37,12 +37,14 @@ def add_gradients(
     """Run the micro-batches of an update."""
     model = tiny_model("qwen3", hidden_size=64, head_dim=16).to(device)
     batches = forests()
+    sums = TrajectorySums(*torch.zeros(4, len(DATA), dtype=torch.float64, device=device))
     loss = StepLoss(
         settings,
         count_step(batches),
         sum(forest.tokens for forest in batches),
-        TrajectorySums(*torch.zeros(3, len(DATA), dtype=torch.float64, device=device)) if parts else None,
+        sums if parts else None,
         TokenRecorder(DATA, [item.id for item in DATA], device),
+        sums.compared(DATA) if settings.loss.compares else None,
     )
     options = ForwardOptions(entropy_gradient=settings.entropy_coef > 0)
     ParallelModel(model, executor=executor).forward_backward(batches, options, loss.add, Stopwatch(device))
@@ -64,6 +66,7 @@ def test_a_read_is_noticed() -> None:
         {"loss_calculater": "CISPO", "entropy_coef": 0.1},
         {"loss_calculater": "MINIRL", "old_logprobs": "recompute", "importance_correction": "tis"},
         {"loss_calculater": "CrossEntropy"},
+        {"loss_calculater": "KTO"},
     ],
     ids=lambda flags: str(flags["loss_calculater"]),
 )

@@ -13,7 +13,8 @@ from fake_store import FakeStore
 from training_data import group
 
 from agentrl.atomic_folder import remove_leftovers
-from agentrl.data.stream import DataStream, StepData
+from agentrl.data.step_source import StepData
+from agentrl.data.stream import DataStream
 from agentrl.device_lease import DeviceLease
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.errors import ConfigError, LeaseLostError, PublishError, TrainingError
@@ -236,7 +237,7 @@ async def test_starting_anew_chooses_anew(store: FakeStore, start: Start) -> Non
 
 
 CRASHES: dict[str, Any] = {
-    "planned": ("agentrl.train.loop", "step_window"),
+    "planned": ("agentrl.data.stream", "step_window"),
     "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "begin"),
     "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),

@@ -22,7 +22,7 @@ from agentrl.documents.status import StepStatus, VersionStatus
 from agentrl.errors import LeaseLostError, PublishError
 from agentrl.train import background, publishing
 from agentrl.train.loop import Trainer
-from agentrl.weights import delta
+from agentrl.weights.apply_delta import apply
 from agentrl.weights.model_folder import MANIFEST, verify
 from agentrl.weights.sharded_writer import Written
 from agentrl.weights.snapshot import Snapshot
@@ -151,7 +151,7 @@ def weights(trainer: Trainer, store: FakeStore, tmp_path: Path) -> dict[str, tor
         (copy / path.name).write_bytes(path.read_bytes())
     files = [Path(item.location) / file.name for item in chain[1:] for file in item.files]
     listed = json.loads((Path(version.location) / MANIFEST).read_text())["tensors"]
-    delta.apply(files, copy, {name: TensorChecksum.from_json(value) for name, value in listed.items()})
+    apply(files, copy, {name: TensorChecksum.from_json(value) for name, value in listed.items()})
     assert version.digest == weights_digest(
         {name: TensorChecksum.from_json(value) for name, value in listed.items()}
     )

@@ -20,6 +20,9 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.train.step import forward_backward
 from agentrl.train.step_loss import count_step
 
+PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
+"""Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
+
 DATA = [*chains(0, 4), tree(1), *chains(2, 2)]
 
 
@@ -40,7 +43,7 @@ def assert_gradients(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
 
 @pytest.mark.exactness
 @pytest.mark.parametrize("token_level", [True, False])
-@pytest.mark.parametrize("loss", LOSSES.names())
+@pytest.mark.parametrize("loss", PER_TRAJECTORY)
 def test_micro_batches_change_neither_loss_nor_gradient(loss: str, token_level: bool) -> None:
     settings = LossSettings(
         loss_calculater=loss, token_level_loss=token_level, importance_weight_cap_ratio=math.inf

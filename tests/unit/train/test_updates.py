@@ -86,9 +86,9 @@ def test_recomputed_logprobs_are_those_of_the_start_of_the_step(base: Path, meth
     seen = []
     update = many._update
 
-    def watch(forests: Any, recorder: Any) -> Any:
+    def watch(forests: Any, *others: Any) -> Any:
         seen.append(forests[0].start_logprob)
-        return update(forests, recorder)
+        return update(forests, *others)
 
     object.__setattr__(many, "_update", watch)
     with torch.no_grad():

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.scoring.groups import FAILED
 from agentrl.store.groups import GroupOutcome, settle_records
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import DATA, RECORD, TASK
+from agentrl.store.names import COLUMN, DATA, RECORD, TASK
 
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
 _SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
@@ -134,6 +134,8 @@ async def _take_back(connection: Connection, task_id: str, session: AsyncClientS
 
 GIVEN_UP = "group"
 """The failure kind of a group that could not be finalized."""
+COLUMN_KIND = "column"
+"""The failure kind of a column that was given up."""
 _BEGUN = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value, TaskStatus.COMPLETED.value]
 _UNDECIDED: Json = {"group": None, "finalizing": None}
 
@@ -148,6 +150,8 @@ class Reopened:
     """Groups that had been finalized, and are undecided again."""
     data: int = 0
     """Training documents deleted; finalizing the group again makes them anew."""
+    columns: int = 0
+    """Columns that were given up, and wait to be filled again."""
     given_up: int = 0
     """Groups that could not be finalized, and wait to be finalized again."""
     left: Counter[Blocker] = field(default_factory=Counter)
@@ -176,7 +180,7 @@ class Reopening(Repository):
         """Reopen the failed slots whose last attempt failed with one of ``kinds`` (none: with any).
 
         They get all their attempts. A group that could not be finalized (kind ``GIVEN_UP``) waits for it
-        again.
+        again, and one with columns that were given up (kind ``COLUMN_KIND``) waits for these again.
         """
         of_split: Json = {} if split is None else {"split": split}
         done = Reopened()
@@ -192,6 +196,8 @@ class Reopening(Repository):
             given_up = {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED, **of_split}
             for task_id in await self._ids(given_up):
                 done.given_up += dry_run or await self._wait_again({"_id": task_id, **given_up}, done)
+        if not kinds or COLUMN_KIND in kinds:
+            await self._reopen_columns(of_split, done, dry_run)
         return done
 
     @database_call
@@ -211,18 +217,31 @@ class Reopening(Repository):
                 done.by_split[changed.task["split"]] += changed.slots
         return done
 
+    async def _reopen_columns(self, of_split: Json, done: Reopened, dry_run: bool) -> None:
+        """Open the columns that were given up; their groups wait for them."""
+        columns = self._collection(COLUMN)
+        failed: Json = {"status": ColumnStatus.FAILED.value, **of_split}
+        for task_id in sorted(await columns.distinct("task", failed)):
+            of_task = {**failed, "task": task_id}
+            count = await columns.count_documents(of_task)
+            if dry_run or await self._wait_again({"_id": task_id}, done, of_task):
+                done.columns += count
+
     async def _ids(self, query: Json) -> list[str]:
         tasks = self._collection(TASK).find(query, {"_id": 1}, sort=[("_id", ASCENDING)])
         return [document["_id"] async for document in tasks]
 
-    async def _wait_again(self, query: Json, done: Reopened) -> bool:
-        """Move a given-up group back to WAITING; return False if it no longer is one or is blocked."""
+    async def _wait_again(self, query: Json, done: Reopened, columns: Json | None = None) -> bool:
+        """Move a group back to WAITING and open its ``columns``; return False if it is gone or blocked."""
+        opened = {"status": ColumnStatus.OPEN.value, "failures": 0, "not_before": None}
         update = {"status": TaskStatus.WAITING.value, "updated_at": "$$NOW", **_UNDECIDED}
 
         async def write(session: AsyncClientSession) -> bool:
             task = await self._collection(TASK).find_one(query, session=session)
             if task is not None:
                 await regroup(self._connection, task, GroupChange(task=[{"$set": update}]), session)
+                if columns is not None:
+                    await self._collection(COLUMN).update_many(columns, {"$set": opened}, session=session)
             return task is not None
 
         try:

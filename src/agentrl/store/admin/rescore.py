@@ -24,6 +24,7 @@ from agentrl.store.admin.reopen import (
     regroup,
     selection,
 )
+from agentrl.store.columns import read_columns
 from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
@@ -133,7 +134,8 @@ class Rescoring(Repository):
             return Rescored(changed=len(earlier), kept_because=kept_because)
         live = [record.id for record in renewed if record.score is not None]
         task = Task.from_document(document)
-        outcome = decide(task, renewed, await read_model_calls(self._connection, live, readable=False))
+        calls = await read_model_calls(self._connection, live, readable=False)
+        outcome = decide(task, renewed, calls, await read_columns(self._connection, live))
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)

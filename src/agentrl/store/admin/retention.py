@@ -14,9 +14,11 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
+    COLUMN,
     DATA,
     GATEWAY_CALL,
     GATEWAY_SESSION,
@@ -34,7 +36,7 @@ _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 _GRACE = timedelta(hours=1)
 """Images that were put more recently stay: the call that shows them may not be stored yet."""
-_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS)
+_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS, COLUMN)
 """Collections whose documents go with their ``record``."""
 
 
@@ -71,14 +73,16 @@ class Retention(Repository):
         that wait to be trained or are planned stay, and those of steps after ``last_step``, which a resume
         may train again. ``older_than_days`` keeps trajectories begun later, by the server's clock.
         ``before_step`` keeps what that step or a later one trained, and what was never trained and begun
-        after that step was planned. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if
-        ``before_step`` is not committed.
+        after that step was planned. The groups of steps that a child trains again stay, with what failed in
+        them. Records, Tasks and TrainSteps get ``pruned_at``. Raises StoreError if ``before_step`` is not
+        committed.
         """
+        others: Json = {"task": {"$nin": await self._needed_by_children()}}
         begun: Json = {}
         if older_than_days is not None:
             begun["$lt"] = await self._connection.server_time() - timedelta(days=older_than_days)
         trained = {
-            "status": {"$in": _USED}, "trained_count": {"$gt": 0}, **_created(begun),
+            "status": {"$in": _USED}, "trained_count": {"$gt": 0}, **_created(begun), **others,
             "trained_at_steps": {"$not": {"$gt": min(last_step, (before_step or last_step + 1) - 1)}},
         }  # fmt: skip
         if before_step is not None:
@@ -88,14 +92,25 @@ class Retention(Repository):
                     f"step {before_step} is not committed", hint="`agentrl audit run` shows the last steps"
                 )
             begun = {"$lt": min(planned, begun.get("$lt", planned))}
-        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun)}
+        untrained = {"status": {"$in": _UNTRAINED}, "trained_count": 0, **_created(begun), **others}
         used: Json = {"$or": [untrained, trained]}
-        dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun)}
+        dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
             async for batch in self._batches(collection, query):
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
+
+    async def _needed_by_children(self) -> list[str]:
+        """Return the Tasks of the steps that living children train again; forget the other children."""
+        ancestry = Ancestry(self._connection)
+        await ancestry.forget_dropped()
+        needed: set[str] = set()
+        for child in await ancestry.children():
+            if child.steps:
+                at = {"trained_at_steps": {"$elemMatch": {"$gte": child.steps[0], "$lte": child.steps[-1]}}}
+                needed.update(await self._collection(DATA).distinct("task", at))
+        return sorted(needed)
 
     async def _batches(self, collection: str, query: Json) -> AsyncIterator[list[str]]:
         """Yield the ``_id`` of the documents that a query finds."""
@@ -133,12 +148,7 @@ class Retention(Repository):
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        of_records = {"record": {"$in": list(ids)}}
-        for collection in _BESIDE:
-            await self._collection(collection).delete_many(of_records, session=session)
-        for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
-            await self._collection(collection).delete_many(query, session=session)
-            await Blobs(self._connection, collection).delete(ids, session)
+        await delete_beside(self._connection, ids, session)
         await records.update_many(chosen, stamp, session=session)
         await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp, session=session)
         await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp, session=session)
@@ -188,6 +198,18 @@ class Retention(Repository):
         deleted = [image for image in unused if await self._delete_image(image, before)]
         return len(deleted), sum(unused[image] for image in deleted)
 
+    @database_call
+    async def delete_unused(self, images: Sequence[str], *, waits: bool) -> list[str]:
+        """Delete those of ``images`` that nobody uses; return what is left.
+
+        With ``waits``, those that were put within the last hour are left.
+        """
+        before = await self._connection.server_time() - (_GRACE if waits else timedelta())
+        unused = [image for image in images if not await self._is_image_used(image)]
+        fresh = [image for image in unused if not await self._delete_image(image, before)]
+        stored = self._collection(IMAGE).find({"_id": {"$in": fresh}}, {"_id": 1})
+        return [image["_id"] async for image in stored]
+
     async def _delete_image(self, image: str, before: datetime) -> bool:
         """Delete one image and its files unless it was put again meanwhile."""
 
@@ -207,6 +229,17 @@ class Retention(Repository):
         return False
 
 
+async def delete_beside(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
+    """Delete what belongs to Records: calls, training data, gateway requests, token statistics, files."""
+    of_records: Json = {"record": {"$in": list(ids)}}
+    for collection in _BESIDE:
+        await connection.collection(collection).delete_many(of_records, session=session)
+    await Blobs(connection, COLUMN).delete(ids, session)
+    for collection, query in ((MODEL_CALL, of_records), (DATA, {"_id": {"$in": list(ids)}})):
+        await connection.collection(collection).delete_many(query, session=session)
+        await Blobs(connection, collection).delete(ids, session)
+
+
 def _created(bound: Json) -> Json:
     return {"created_at": bound} if bound else {}
 
@@ -222,13 +255,14 @@ class Checkpoint:
     """The number of the trainer that wrote it: a later one may have resumed from an earlier step."""
 
 
-def read_checkpoints(output: Path) -> list[Checkpoint]:
+def read_checkpoints(output: Path, *, undone: bool = False) -> list[Checkpoint]:
     """Return the checkpoints in ``output``, the newest of the last trainer last.
 
-    Raises ConfigError if one is unreadable.
+    ``undone`` includes those with reverted steps, which a resume has renamed. Raises ConfigError if one is
+    unreadable.
     """
     checkpoints = []
-    for path in output.glob("checkpoint-*/state.json"):
+    for path in output.glob(f"{'*' if undone else ''}checkpoint-*/state.json"):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             step, train_steps = int(state["step"]), tuple(state["train_steps"])

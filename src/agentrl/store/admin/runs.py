@@ -17,9 +17,11 @@ from pymongo.asynchronous.database import AsyncDatabase
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
+from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.store.admin.transfer import Transfer
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
@@ -84,7 +86,7 @@ class RunAdmin(Repository):
         database = self._connection.database
         stored: Json = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
         given = str(stored.get("values", {}).get("output_dir") or f"output/{database.name}")
-        newest = await self._collection(VERSION).find_one({"train_step": {"$ne": None}}, sort=[("_id", -1)])
+        newest = await self._collection(VERSION).find_one(await own_versions(database), sort=[("_id", -1)])
         try:
             folder = _output_at(Path(given), None if newest is None else newest["location"], verb)
         except OSError as error:
@@ -105,10 +107,16 @@ class RunAdmin(Repository):
     async def delete(self, folder: Path | None, alive_seconds: float) -> None:
         """Delete the run's database, and then its output folder if it is given.
 
-        Raises StoreError for a live run, AgentRLError for a folder that cannot be deleted.
+        Raises StoreError for a live run and one that has children, AgentRLError for a folder that cannot be
+        deleted.
         """
         await self.require_ended(alive_seconds)
-        await self._connection.client.drop_database(self._connection.database.name)
+        ancestry, name = Ancestry(self._connection), self._connection.database.name
+        await ancestry.require_childless("deleted")
+        parent = await ancestry.parent()
+        await self._connection.client.drop_database(name)
+        if parent is not None:  # a note without a run is harmless, and a run without a note is not
+            await Ancestry(self._connection.beside(parent.run)).release(name)
         if folder is None:
             return
         try:
@@ -127,6 +135,12 @@ class RunAdmin(Repository):
 
     async def _write(self, fields: Json) -> None:
         await self._collection(RUN).update_one({"_id": REMARKS}, {"$set": fields}, upsert=True)
+
+
+async def own_versions(database: AsyncDatabase[Json]) -> Json:
+    """Return the query of the versions that the run itself has published, and none of its parent's."""
+    parent = await database[RUN].find_one({"_id": PARENT}, {"step": 1})
+    return {"train_step": {"$ne": None}, "step": {"$gt": 0 if parent is None else parent["step"]}}
 
 
 def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
@@ -185,8 +199,8 @@ class Rename(Repository):
     async def run(self, alive_seconds: float) -> list[Path]:
         """Rename the run, or finish a renaming; return its folders.
 
-        Raises RunMissingError; StoreError for a live run and a name that is taken; ConfigError for a folder
-        that cannot be renamed. The run then keeps its name.
+        Raises RunMissingError; StoreError for a live run, one that has children and a name that is taken;
+        ConfigError for a folder that cannot be renamed. The run then keeps its name.
         """
         here, there = await self._mark(self._old), await self._mark(self._new)
         is_copied = there.get("renaming") == self._names and not there.get("importing")
@@ -196,11 +210,18 @@ class Rename(Repository):
         if here:
             if not (begun := here.get("renaming") == self._names):
                 await holds_run(self._old)
+                await Ancestry(self._connection).require_childless("renamed")
                 await self._require_free(there)
             moves = await self._moves(begun=begun)
             if not (begun and is_copied):
                 await self._copy(moves, alive_seconds)
+        parent = await Ancestry(self._connection.beside(self._names[1])).parent()
+        of_parent = None if parent is None else Ancestry(self._connection.beside(parent.run))
+        if parent is not None and of_parent is not None:
+            await of_parent.adopt(self._names[1], parent)
         await self._connection.client.drop_database(self._names[0])
+        if of_parent is not None:
+            await of_parent.release(self._names[0])
         await self._new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
         return [after for _, after in moves]
 
@@ -250,7 +271,7 @@ class Rename(Repository):
         moves = [(folder, _renamed(folder, *self._names)) for folder in folders]
         if begun:
             return moves
-        published = await self._old[VERSION].find_one({"train_step": {"$ne": None}, "pruned_at": None})
+        published = await self._old[VERSION].find_one({**await own_versions(self._old), "pruned_at": None})
         if await RunAdmin(self._connection).output_folder("rename") is None and published is not None:
             raise ConfigError(
                 f"this machine has no folder {output}, and the run published {published['location']}",

@@ -15,9 +15,11 @@ from urllib.parse import quote
 from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLLECTIONS,
+    COLUMN,
     DATA,
     EPOCH,
     EVALUATION,
@@ -133,7 +135,8 @@ _PASSWORD_BYTES = 24
 _EXISTS = {51002, 51003}
 """The role or the user exists already."""
 _NOT_ALLOWED = {13, 18}
-_READERS = {"agentrl_auditor", "agentrl_annotator"}
+_READER = "agentrl_auditor"
+_READERS = {_READER, "agentrl_annotator"}
 """Roles that open existing runs only, and never create a schema."""
 
 
@@ -145,14 +148,15 @@ ROLES: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
     "agentrl_sampler": {
         TASK: _CHANGE, RECORD: _CHANGE, MODEL_CALL: _ADD, DATA: _ADD, GATE: _CHANGE, EPOCH: _CHANGE,
         SETTINGS: _ADD, OUTAGE: _CHANGE, EVALUATION: _CHANGE, GATEWAY_SESSION: _CHANGE, GATEWAY_CALL: _CHANGE,
-        IMAGE: _CHANGE, **_packed(MODEL_CALL), **_packed(DATA), **_packed(IMAGE),
+        IMAGE: _CHANGE, COLUMN: _CHANGE, **_packed(COLUMN), **_packed(MODEL_CALL), **_packed(DATA),
+        **_packed(IMAGE),
     },
     "agentrl_trainer": {
         TASK: ["update"], RECORD: ["update"], DATA: ["update"], STEP: _CHANGE, VERSION: _CHANGE,
         LEASE: _CHANGE, SETTINGS: _ADD, TOKEN_STATISTICS: _CHANGE,
     },
     "agentrl_engine": {SERVICE: _CHANGE, SETTINGS: _ADD},
-    "agentrl_auditor": {},
+    _READER: {},
     "agentrl_annotator": {LABEL: _EDIT},
 }  # fmt: skip
 """Role → collection → allowed actions. Every role may read the whole run and watch its changes."""
@@ -175,15 +179,17 @@ class Users(Repository):
     async def create(self, *, all_runs: bool = False) -> list[CreatedUser]:
         """Create or update each role, and a user of the same name.
 
-        They belong to the run's database; with ``all_runs`` to ``admin``, with rights on every present and
-        future run. A password is taken from ``AGENTRL_SAMPLER_PASSWORD`` and the like, or generated;
-        without one in the environment, an existing user keeps its password.
+        They belong to the run's database, and may read the run's ancestors. With ``all_runs`` they belong to
+        ``admin``, with rights on every present and future run. A password is taken from
+        ``AGENTRL_SAMPLER_PASSWORD`` and the like, or generated; without one in the environment, an existing
+        user keeps its password.
         """
         where = "admin" if all_runs else self._connection.database.name
         if not all_runs:
             await prepare(self._connection.database)
         try:
-            return [await self._create(role, where, all_runs) for role in ROLES]
+            reads = [] if all_runs else await self._ancestors()
+            return [await self._create(role, where, all_runs, reads) for role in ROLES]
         except OperationFailure as error:
             if error.code not in _NOT_ALLOWED:
                 raise
@@ -192,6 +198,15 @@ class Users(Repository):
                 hint="give --db_connection_string with a user that has the role userAdmin on the database"
                 " (userAdminAnyDatabase for --all_runs), on a server that runs with authentication",
             ) from error
+
+    async def _ancestors(self) -> list[Json]:
+        """Return the roles by which users read the run's ancestors; create them where they are missing."""
+        names = [relative.run for relative in await Ancestry(self._connection).lineage()]
+        for name in names:
+            await self._create_or_update(
+                "Role", name, _READER, privileges=privileges_of(_READER, name), roles=[]
+            )
+        return [{"role": _READER, "db": name} for name in names]
 
     @database_call
     async def existing(self) -> dict[str, list[str]]:
@@ -204,13 +219,13 @@ class Users(Repository):
                 roles_of[f"{user['user']}@{name}"] = roles
         return roles_of
 
-    async def _create(self, role: str, where: str, all_runs: bool) -> CreatedUser:
+    async def _create(self, role: str, where: str, all_runs: bool, reads: Sequence[Json]) -> CreatedUser:
         database = self._connection.client[where]
         privileges = privileges_of(role, "" if all_runs else where)
         await self._create_or_update("Role", where, role, privileges=privileges, roles=[])
         given = os.environ.get(f"{role.upper()}_PASSWORD")
         generated = secrets.token_urlsafe(_PASSWORD_BYTES)
-        grant = [{"role": role, "db": where}]
+        grant = [{"role": role, "db": where}, *reads]
         try:
             await database.command("createUser", role, pwd=given or generated, roles=grant)
             is_new = True

@@ -26,14 +26,14 @@ from pymongo.errors import PyMongoError
 from agentrl.documents.status import DataStatus, TaskStatus
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.mechanics.connection import Connection, Json
-from agentrl.store.names import DATA, STEP, TASK, VERSION
+from agentrl.store.names import COLUMN, DATA, STEP, TASK, VERSION
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 2.0
 _REST_SECONDS = 0.05
 _CANCEL_SECONDS = 0.5
 _LONGEST_AWAIT_MS = 10_000
-WATCHED = (TASK, DATA, VERSION, STEP)
+WATCHED = (TASK, DATA, VERSION, STEP, COLUMN)
 _IGNORED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
 """Statuses that do not wake: the process that completes a group finalizes it itself."""
 _RELEVANT = {
@@ -43,7 +43,7 @@ _RELEVANT = {
         {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _IGNORED}},
     ]
 }
-"""Of updates of Tasks and data, only status changes wake; renewed leases do not."""
+"""Of updates of Tasks, data and columns, only status changes wake; renewed leases do not."""
 
 Notify = Callable[[Sequence[str]], Awaitable[None]]
 """Called with the names of changed collections."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import pymongo
 from bson.errors import BSONError
@@ -95,6 +96,12 @@ class Connection:
                 " percent-encoded",
             ) from error
         self.database: AsyncDatabase[Json] = self.client[database]
+
+    def beside(self, database: str) -> Self:
+        """Return a connection to another run of the same server. It shares the client: do not close it."""
+        other = copy.copy(self)
+        other.database = self.client[database]
+        return other
 
     def collection(self, name: str) -> AsyncCollection[Json]:
         """Return a collection of this run."""

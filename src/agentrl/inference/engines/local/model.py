@@ -20,6 +20,7 @@ from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows,
 from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
+from agentrl.inference.engines.local.patch import Patch, read_patch
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
@@ -80,6 +81,16 @@ class LocalModel:
     def updated_from(self, tensors: Mapping[str, Tensor]) -> LocalModel:
         """Return a model with ``tensors``, under their names in files. See ``updated``."""
         return self._with(dict(tensors), self._rounded_to or next(iter(tensors.values())).dtype)
+
+    def read_patch(self, deltas: Sequence[Path]) -> Patch:
+        """Return what ``deltas``, oldest first, change in this model, which is unchanged until ``apply``.
+
+        Raises ModelError if it cannot be changed in place, and PublishError if a delta is damaged.
+        """
+        if self._fp8 or not self.is_loaded:
+            why = "its weights are rounded by rows" if self._fp8 else "its memory is released"
+            raise ModelError(f"elements of the served model cannot be changed: {why}")
+        return read_patch(self._model, deltas, self._rounded_to)
 
     def _with(self, source: str | dict[str, Tensor], dtype: torch.dtype) -> LocalModel:
         model = copy.copy(self)

@@ -15,6 +15,7 @@ from agentrl.errors import ModelError
 from agentrl.inference.engines.local.adapters import LoadedAdapter
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.patch import Patch
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, sample
 from agentrl.inference.engines.local.vision import Chunk, RequestImages
 
@@ -166,15 +167,25 @@ class Scheduler:
 
         Raises ModelError if ``flush`` is set and requests that are paused ``in_place`` still use the cache.
         """
-        if flush and not self.flush():
-            raise ModelError(
-                "the cache cannot be flushed: requests that are paused in place use it",
-                hint="pause with mode retract, or send flush_cache false",
-            )
+        if flush:
+            self._require_flush()
         for adapter in {*self.adapters.values(), *(r.adapter for r in (*self.running, *self.waiting))}:
             if adapter is not None:
                 model.adapt(adapter)
         self.model, self.version = model, version
+
+    def patch_model(self, patch: Patch, version: str) -> None:
+        """Change the served weights in place. Raises ModelError as ``replace_model`` with ``flush`` does."""
+        self._require_flush()
+        patch.apply()
+        self.version = version
+
+    def _require_flush(self) -> None:
+        if not self.flush():
+            raise ModelError(
+                "the cache cannot be flushed: requests that are paused in place use it",
+                hint="pause with mode retract, or send flush_cache false",
+            )
 
     def load_adapter(self, adapter: LoadedAdapter) -> None:
         """Let requests name ``adapter``. Raises ModelError if the name is taken, or too many are loaded."""

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from agentrl.device_lease import return_freed_memory
 from agentrl.errors import AgentRLError, ModelError
 from agentrl.inference.engines.local.model import LocalModel
+from agentrl.inference.engines.local.patch import Patch
 from agentrl.inference.engines.local.requests import BadRequestError, read_json
 from agentrl.inference.engines.local.scheduler import Scheduler
 from agentrl.inference.engines.local.worker import Worker
@@ -52,12 +54,16 @@ class LoadedWeights:
         self._updating = asyncio.Lock()
         self._update: _Update | None = None
         self._groups: dict[str, Any] = {}
+        self._patch: Patch | None = None
+        """What changes the served weights to those of the next version."""
 
     def routes(self) -> list[Route]:
         """Return the routes of these calls."""
         calls = {
             "/update_weights_from_disk": self.update_from_disk,
             "/update_weight_version": self.update_version,
+            "/prepare_weight_delta": self.prepare_delta,
+            "/apply_weight_delta": self.apply_delta,
             "/begin_weight_update": self.begin_update,
             "/update_weights_from_tensor": self.update_from_memory,
             "/init_weights_update_group": self.join_group,
@@ -95,8 +101,47 @@ class LoadedWeights:
 
     async def _replace(self, model: LocalModel, version: Any, flush: bool) -> None:
         name = self._worker.scheduler.version if version is None else str(version)
-        await asyncio.wrap_future(self._worker.swap(model, name, flush=flush))
+        self._patch = None
+        await asyncio.wrap_future(
+            self._worker.swap(lambda scheduler: scheduler.replace_model(model, name, flush=flush))
+        )
         self.model = model
+
+    async def prepare_delta(self, request: Request) -> JSONResponse:
+        """Read what the deltas in ``files``, oldest first, change in the weights of ``base_version``.
+
+        Requests go on. Return 400 if these are not the served weights, or cannot be changed in place.
+        """
+        body = await read_json(request)
+        files, base = body.get("files"), body.get("base_version")
+        if not isinstance(files, list) or not isinstance(base, str):
+            raise BadRequestError("prepare_weight_delta needs files and base_version")
+        async with self._updating:
+            served = self._worker.scheduler.version
+            try:
+                if served != base:
+                    raise ModelError(f"the deltas change version {base}, and version {served} is served")
+                self._patch = await asyncio.to_thread(self.model.read_patch, [Path(file) for file in files])
+            except (AgentRLError, OSError) as error:
+                return _refusal(error)
+        return JSONResponse({"success": True, "message": "Success"})
+
+    async def apply_delta(self, request: Request) -> JSONResponse:
+        """Serve ``weight_version``, for which ``prepare_delta`` has read the changed elements."""
+        version = (await read_json(request)).get("weight_version")
+        if not isinstance(version, str):
+            raise BadRequestError("apply_weight_delta needs weight_version")
+        async with self._updating:
+            patch, self._patch = self._patch, None
+            try:
+                if patch is None:
+                    raise ModelError("no delta of the served weights is prepared")
+                await asyncio.wrap_future(
+                    self._worker.swap(lambda scheduler: scheduler.patch_model(patch, version))
+                )
+            except AgentRLError as error:
+                return _refusal(error)
+        return JSONResponse({"success": True, "message": "Success"})
 
     async def update_version(self, request: Request) -> Response:
         """Set the version of the served weights."""
@@ -199,6 +244,7 @@ class LoadedWeights:
                 await self._in_thread(lambda scheduler: scheduler.release_memory(tags))
             except AgentRLError as error:
                 return _refusal(error)
+            self._patch = None
             await asyncio.to_thread(return_freed_memory)
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -43,8 +42,8 @@ class Worker:
         self._calls.put(lambda: self._settle(done, function))
         return done
 
-    def swap(self, model: LocalModel, version: str, *, flush: bool) -> Future[None]:
-        """Serve ``model``: at once while paused, else when the running requests have ended."""
+    def swap(self, change: Callable[[Scheduler], None]) -> Future[None]:
+        """Change the served weights: at once while paused, else when the running requests have ended."""
         done: Future[None] = Future()
 
         def schedule() -> None:
@@ -52,7 +51,7 @@ class Worker:
                 done.set_exception(ModelError("another weight update is in progress"))
                 return
             self.scheduler.draining = True
-            self._swap = (lambda scheduler: scheduler.replace_model(model, version, flush=flush), done)
+            self._swap = (change, done)
 
         self._calls.put(schedule)
         return done

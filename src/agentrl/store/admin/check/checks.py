@@ -9,10 +9,13 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.store.admin.check.columns import ColumnsOfRecords
 from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
+from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
 from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot
 from agentrl.store.admin.check.report import Findings, Invariant, Problem, Report, Violation
+from agentrl.store.admin.check.retracted import SEARCHED, Retractions, Withdrawn
 from agentrl.store.admin.check.training import Data, Lineage, Statistics, StepData
 from agentrl.store.admin.check.trajectories import (
     RECORD_FIELDS,
@@ -130,10 +133,13 @@ class Tasks(Section):
     """Checks every Task with its Records and their model calls."""
 
     collection = TASK
-    fields: ClassVar = {"split": 1, "epoch": 1, "status": 1, "slots": 1, "group": 1, "admission": 1}
+    fields: ClassVar = {
+        "split": 1, "epoch": 1, "status": 1, "slots": 1, "group": 1, "admission": 1, "inherited": 1,
+    }  # fmt: skip
     page_size = 32
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        page = [task for task in page if not task.get("inherited")]  # its Records are the parent's
         ids = [task["_id"] for task in page]
         of_task: dict[str, list[Json]] = {key: [] for key in ids}
         for record in await moment.find(RECORD, {"task": {"$in": ids}}, RECORD_FIELDS, by="task"):
@@ -225,9 +231,11 @@ async def _is_sampled(moment: Snapshot, split: str, now: Any) -> bool:
 
 _SECTIONS: Sequence[type[Check]] = (
     Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-    OutsideTokens, Statistics, Images, StrayFiles,
+    OutsideTokens, Statistics, ColumnsOfRecords, Images, StrayFiles, Family, Retractions,
 )  # fmt: skip
-_BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {Legal: VALIDATORS, Contents: PARTS, Files: PACKED}
+_BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {
+    Legal: VALIDATORS, Contents: PARTS, Files: PACKED, Withdrawn: SEARCHED,
+}  # fmt: skip
 
 
 class Checks(Repository):

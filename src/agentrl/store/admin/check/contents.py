@@ -10,9 +10,9 @@ from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, W
 from agentrl.store.admin.check.report import Findings, Invariant
 from agentrl.store.mechanics.blobs import CHECKSUMS, MARK, changed_parts, digest, moved_fields
 from agentrl.store.mechanics.connection import Connection, Json
-from agentrl.store.names import DATA, IMAGE, MODEL_CALL, RECORD, STEP
+from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP
 
-PACKED = (MODEL_CALL, DATA, IMAGE)
+PACKED = (MODEL_CALL, DATA, IMAGE, COLUMN)
 """Collections with files in GridFS."""
 
 _SAMPLED = frozenset(

@@ -12,6 +12,7 @@ from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.config.schema import GroupConfig
+from agentrl.documents.column import Column
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, StoreError
@@ -33,8 +34,10 @@ class CheckOptions:
     a lease may be taken over. ``settle_seconds``: the wait before a suspected violation is checked again.
     """
 
-    compare_tokens: Callable[[DBRecordData, Sequence[DispatchedSamplingTask], GroupConfig | None], str | None]
-    """Returns how training data differ from the conversion of their calls by the rules of the group."""
+    compare_tokens: Callable[
+        [DBRecordData, Sequence[DispatchedSamplingTask], GroupConfig | None, Sequence[Column]], str | None
+    ]
+    """Returns how training data differ from the conversion of calls and columns by the group's rules."""
     verify_files: Callable[[str, Mapping[str, Any]], str | None] | None = None
     """(folder, a file's name, bytes and sha256) → the difference; None: files are not read."""
     checkpoint: Checkpoint | None = None

@@ -15,6 +15,7 @@ from agentrl.store.admin.check.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
+from agentrl.store.columns import read_columns
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.model_calls import read_model_calls
@@ -67,13 +68,15 @@ class Data(Section):
     async def _compare_tokens(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         tasks = await moment.by_id(TASK, {data["task"] for data in page}, {"group.rules": 1})
         calls = await read_model_calls(self.connection, [data["_id"] for data in page], readable=False)
+        columns = await read_columns(self.connection, [data["_id"] for data in page])
         blobs = Blobs(self.connection, DATA)
         for document in page:
             try:
                 data = DBRecordData.from_document(await blobs.restore(document))
                 rules = (tasks.get(data.task, {}).get("group") or {}).get("rules")
                 config = None if rules is None else rules_of(rules)
-                difference = self.options.compare_tokens(data, calls[data.id], config)
+                own = columns.get(data.id, ())
+                difference = self.options.compare_tokens(data, calls[data.id], config, own)
             except (StoreError, ConfigError, ValueError) as error:
                 difference = str(error)
             findings.count(Invariant.TRAINING, "tokens", document["tokens"])
@@ -162,6 +165,9 @@ class StepData(Section):
     page_size = 8
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
+        page = [
+            step for step in page if not (step.get("inherited") or step.get("recorded"))
+        ]  # data elsewhere
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
@@ -293,7 +299,7 @@ class Statistics(Section):
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         items = [TokenStatistics.from_document(document) for document in page]
-        steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1})
+        steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1, "recorded": 1})
         data = await moment.by_id(DATA, {item.record for item in items}, {"tokens": 1})
         findings.count(Invariant.TRAINING, "token statistics", len(items))
         for item in items:
@@ -311,6 +317,6 @@ def _problem(item: TokenStatistics, step: Json | None, data: Json | None) -> str
     """Return what is wrong; None if nothing is, or if the step does not count."""
     if step is None:
         return f"no step {item.train_step}"
-    if step["status"] not in values(APPLIED_STEPS):
+    if step["status"] not in values(APPLIED_STEPS) or step.get("recorded"):
         return None
     return "no training data" if data is None else item.problem(data["tokens"])

@@ -1,0 +1,197 @@
+"""Change the elements of served weights that a delta names, in place, instead of loading all of them."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from agentrl.errors import ModelError
+from agentrl.inference.engines.local.adapters import AdaptedLinear
+from agentrl.inference.engines.local.linears import PackedLinear, pack
+from agentrl.weights.delta import WORDS, DeltaFile, StoredShape
+from agentrl.weights.tensor_checksums import torch_dtype
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_C_INTEGERS = {2: ctypes.c_int16, 4: ctypes.c_int32}
+_DIGITS = 256
+"""Integers up to this are exact in bfloat16."""
+_PRIME = 251
+_ROWS = 1024
+"""Rows that are verified at a time."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the elements of a tensor lie in the memory of the served model."""
+
+    memory: Tensor
+    """One-dimensional, as integers: writing to it changes the model."""
+    dtype: torch.dtype
+    rows: Tensor
+    """All dimensions but the last count rows. Element j of row i is at ``rows[i] + columns[j]``."""
+    columns: Tensor
+
+    def offsets(self, positions: Tensor) -> Tensor:
+        """Return where elements are that are counted in row-major order."""
+        row = positions // len(self.columns)
+        return self.rows[row] + self.columns[positions - row * len(self.columns)]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """New values for some elements of the model that ``read_patch`` was given."""
+
+    parts: Sequence[tuple[Tensor, Tensor, Tensor]]
+    """Memory, offsets in it, and values."""
+    model: Any
+    """Owns the memory."""
+
+    def apply(self) -> None:
+        """Change the model. No forward pass may run."""
+        for memory, offsets, values in self.parts:
+            memory[offsets] = values
+
+
+def read_patch(model: Any, deltas: Sequence[Path], dtype: torch.dtype | None) -> Patch:
+    """Return what ``deltas``, oldest first, change in ``model``, whose weights were rounded to ``dtype``.
+
+    Raises ModelError if the served model holds a changed tensor in a way that cannot be changed in place, and
+    PublishError if a delta is damaged or belongs to another model.
+    """
+    places = _places(model)
+
+    def read(part: tuple[DeltaFile, str]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        delta, name = part
+        code = str(delta.index[name]["dtype"])
+        kind = torch_dtype(code)
+        if name not in places or (dtype is not None and kind != dtype):
+            raise ModelError(f"{name} is served in another form than it is published in")
+        shape, owners = places[name]
+        like = StoredShape(code, shape, WORDS[kind.itemsize])
+        positions, words = (torch.from_numpy(array) for array in delta.changes(name, like))
+        values, parts = words.view(kind), []
+        for place in owners:
+            held = values.to(place.dtype if kind.is_floating_point else kind).view(place.memory.dtype)
+            device = place.memory.device
+            parts.append((place.memory, place.offsets(positions).to(device), held.to(device)))
+        return parts
+
+    with contextlib.ExitStack() as files, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        opened = [DeltaFile(files.enter_context(path.open("rb")), path) for path in deltas]
+        parts = pool.map(read, [(delta, name) for delta in opened for name in delta.index])
+        return Patch([part for found in parts for part in found], model)
+
+
+def _places(model: Any) -> dict[str, tuple[tuple[int, ...], list[_Place]]]:
+    """Return the shape of each tensor, by its name in files, and where it lies; tied ones lie in two places.
+
+    transformers joins and renames tensors when it loads a model. What is undone here are numbers in place of
+    the rows: they say which rows of the served tensors a tensor in the files has.
+    """
+    served: dict[str, Tensor | PackedLinear] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            raise ModelError("the served model has adapters")
+        if isinstance(module, PackedLinear):
+            served[f"{name}.weight"] = module
+    tied: dict[str, list[Tensor | PackedLinear]] = {}
+    for name, source in model.all_tied_weights_keys.items():
+        if name in served and source in served:
+            tied.setdefault(source, []).append(served.pop(name))
+    numbers: dict[str, Tensor] = {}
+    starts, names, count = list[int](), list(served), 0
+    for name in names:
+        shape = _shape(served[name])
+        lines = (*shape[:-1], 1) if len(shape) > 1 else shape
+        starts.append(count)
+        count += math.prod(lines)
+        numbers[name] = torch.arange(starts[-1], count).view(lines)
+    found = revert_weight_conversion(model, dict(numbers))
+    if not torch.equal(torch.cat([each.flatten() for each in found.values()]).sort()[0], torch.arange(count)):
+        raise ModelError("it is not known under which names in files the served tensors are")
+    places = {}
+    for name, lines in found.items():
+        first = bisect.bisect_right(starts, int(lines.min())) - 1
+        owner, rows = names[first], lines.flatten() - starts[first]
+        if int(rows.max()) >= numbers[owner].numel():
+            continue  # of several served tensors
+        width = math.prod(_shape(served[owner])) // numbers[owner].numel()
+        shape = (*lines.shape[:-1], width) if lines.dim() > 1 else tuple(lines.shape)
+        places[name] = shape, [_place(each, rows, width) for each in (served[owner], *tied.get(owner, ()))]
+    return places
+
+
+def _shape(owner: Tensor | PackedLinear) -> tuple[int, ...]:
+    if isinstance(owner, PackedLinear):
+        return owner.out_features, owner.in_features
+    return tuple(owner.shape)
+
+
+def _place(owner: Tensor | PackedLinear, rows: Tensor, width: int) -> _Place:
+    """Return where ``rows`` of a served tensor lie."""
+    if isinstance(owner, PackedLinear):
+        kind = owner.packed.dtype
+        lines, columns = _layout((owner.out_features, owner.in_features), kind)
+        return _Place(_memory(owner.packed), kind, lines[rows], columns)
+    if not owner.is_contiguous():
+        raise ModelError("a served tensor is not contiguous")
+    memory = owner.view(-1).view(_INTEGERS[owner.element_size()])
+    return _Place(memory, owner.dtype, rows * width, torch.arange(width))
+
+
+def _memory(packed: Tensor) -> Tensor:
+    """Return the memory of a tensor of oneDNN, as integers, in its own layout; it must outlive the result."""
+    size = packed.dtype.itemsize
+    elements = _C_INTEGERS[size] * (torch.ops.mkldnn._nbytes(packed) // size)
+    return torch.from_numpy(np.ctypeslib.as_array(elements.from_address(torch.ops.mkldnn.data_ptr(packed))))
+
+
+@cache
+def _layout(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return by how much each row and each column moves an element in the memory of a packed weight.
+
+    oneDNN's layouts are blocks in blocks: the offset of an element is the sum of one for its row and one for
+    its column. They are found by packing weights that hold the digits of these numbers, and verified on one
+    with other values everywhere. Raises ModelError if a layout is another.
+    """
+
+    def offsets(axis: int) -> Tensor:
+        numbers, digit = torch.arange(shape[axis]), 1
+        found = torch.zeros_like(numbers)
+        while True:
+            weight = torch.zeros(shape, dtype=dtype)
+            weight.select(1 - axis, 0).copy_(numbers // digit % _DIGITS + 1)
+            packed = pack(weight)
+            memory = _memory(packed)
+            at = torch.from_numpy(np.flatnonzero(memory.numpy()))
+            if len(at) != len(numbers):
+                raise ModelError(f"a packed weight of {list(shape)} is not a permutation of its elements")
+            found += (memory.view(dtype)[at].long() - 1) * digit
+            digit *= _DIGITS
+            if digit >= len(numbers):
+                return at[found.argsort()]
+
+    rows, columns = offsets(0), offsets(1)
+    columns -= rows[0].clone()
+    codes = (torch.randint(_PRIME, (size,), dtype=torch.int16) for size in shape)
+    weight = (next(codes)[:, None] + next(codes)).remainder_(_PRIME).to(dtype)
+    packed = pack(weight)
+    memory = _memory(packed).view(dtype)
+    for first in range(0, shape[0], _ROWS):
+        block = slice(first, first + _ROWS)
+        if not torch.equal(memory[rows[block, None] + columns], weight[block]):
+            raise ModelError(f"a packed weight of {list(shape)} is not laid out in blocks")
+    return rows, columns
