@@ -113,8 +113,8 @@ def run_quickstart(
             _report(f"{run.steps} steps, at most {pace.limit}{extended}")
             plan = _plan(run, flags, model, train, engine, teacher)
             groups = int(yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["groups_per_step"])
-            with told_progress(RunConfig(run_name=run.name), groups, pace, _report):
-                code = run_processes(plan, pace.deadline)
+            with told_progress(RunConfig(run_name=run.name), groups, pace, _report) as serving:
+                code = run_processes(plan, pace.deadline, serving)
                 is_over = pace.is_over
             _conclude(run, pace, code, is_over=is_over)
             if sys.stdin.isatty() and sys.stdout.isatty():
