@@ -37,10 +37,10 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.client import Store
 
-FAMILIES = "abcde"
+FAMILIES, DIGITS = "abcde", 4
 BROKEN = "e"
 """The family whose scorer is broken."""
-GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 8
+GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 16
 RIGHT = 0.9
 """Probability of a right answer in the beginning."""
 POISONED = 0.02
@@ -78,7 +78,7 @@ class Question:
         return str((self.digit + 2 * FAMILIES.index(self.family) + 1) % 10)
 
 
-HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(10)]
+HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(DIGITS)]
 
 
 def training_questions(steps: int, seed: int, kind: str) -> list[Question]:
@@ -86,10 +86,10 @@ def training_questions(steps: int, seed: int, kind: str) -> list[Question]:
     rng = random.Random(seed)
     count = steps * GROUPS_PER_STEP
     sound = [family for family in FAMILIES if family != BROKEN] if kind == "scorer" else list(FAMILIES)
-    questions = [Question(rng.choice(sound), rng.randrange(10)) for _ in range(count)]
+    questions = [Question(rng.choice(sound), rng.randrange(DIGITS)) for _ in range(count)]
     if kind == "scorer":
-        for place in rng.sample(range(count), round(POISONED * count)):
-            questions[place] = Question(BROKEN, rng.randrange(10), "exact_v2")
+        for number, place in enumerate(rng.sample(range(count), round(POISONED * count))):
+            questions[place] = Question(BROKEN, number % DIGITS, "exact_v2")
     return questions
 
 
