@@ -18,6 +18,7 @@ PROGRAMS = sorted(
     name for name, text in SOURCES.items() if "ArgumentParser(" in text and name not in CHILDREN
 )
 ELSEWHERE = {
+    "distill": "test_teaching.py runs its parts",
     "preferences": "it trains the quickstart's model; test_whatif.py and test_preferences.py have its parts",
     "gpu_check": "test_gpu_check.py runs it",
     "time_to_reward": "it runs the quickstart, as tests/acceptance does",
