@@ -62,6 +62,9 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
+    page = (run.folder / same / "whatif.html").read_text()
+    assert "cosine of the weights 1.0000" in page
+    assert "<td>layer 1</td><td>0.000e+00</td>" in page
 
 
 async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_them(run: StoredRun) -> None:
@@ -82,9 +85,16 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
         assert begun.changed["epsilon"] == [0.2, 3e-4]
         assert (begun.step, begun.since, begun.steps) == (2, 4, (4, 4))
         assert await violations(store) == []
-    assert "lead" not in run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO",
-                                    "--learning_rate", "3e-3")  # fmt: skip
+    run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO", "--learning_rate", "3e-3")
     assert await run.steps(gspo) == again, "the same command finds nothing to do"
+    page = run.folder / "pages" / "both.html"
+    output = run.command("whatif", "--compare", gspo, *run.here(), "--out", str(page))
+    assert "token cosine" in output
+    text = page.read_text()
+    assert "loss_calculater: GRPO → GSPO" in text
+    assert "<mark>" in text
+    assert "<td>layer 0</td>" in text
+    assert "<td>layer 0</td><td>0.000e+00</td>" not in text
 
 
 async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:

@@ -44,7 +44,7 @@ def _names(*groups: type) -> frozenset[str]:
 GROUP_RULES = _names(GroupConfig)
 CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
 """Flags that may differ from the parent's."""
-_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed"} | {"lease_seconds"}
+_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
 
 

@@ -261,6 +261,11 @@ async def open_recorded(
     done = max((own[id] for id in train_steps if id in own), default=relative.step)
     last = relative.steps[-1] if lead_in is None else lead_in
     left = [step for step in await source.steps.find(after=done) if step.step <= last]
+    settings = replace(settings, regrouping=regrouping_of(relative), since=relative.since)
+    return RecordedStream(source, left, settings)
+
+
+def regrouping_of(relative: Relative) -> Regrouping:
+    """Return how a what-if decides the groups of its parent."""
     rules = {name: new for name, (_, new) in relative.changed.items() if name in GROUP_RULES}
-    regrouping = Regrouping(rules=rules, without=frozenset(relative.without))
-    return RecordedStream(source, left, replace(settings, regrouping=regrouping, since=relative.since))
+    return Regrouping(rules=rules, without=frozenset(relative.without))

@@ -29,7 +29,7 @@ async def open_source(
     if parent is None or parent.kind != "whatif":
         return _stream(store, configs, controller, progress)
     settings = RecordedSettings(
-        freshness=_freshness(configs),
+        freshness=freshness_of(configs),
         whitens=train.advantage_whitening == "batch",
         verifies=train.verify_data,
     )
@@ -41,7 +41,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     settings = StreamSettings(
         groups_per_step=train.groups_per_step,
         num_epochs=tasks.num_train_epochs,
-        freshness=_freshness(configs),
+        freshness=freshness_of(configs),
         max_trained_count=train.max_trained_count,
         whitening=train.advantage_whitening,
         wait_seconds=train.data_wait_seconds,
@@ -56,7 +56,8 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
-def _freshness(configs: Configs) -> Freshness:
+def freshness_of(configs: Configs) -> Freshness:
+    """Return how old tokens are treated."""
     return Freshness(
         max_staleness=max_staleness(configs),
         policy=configs[TrainConfig].staleness_policy,
