@@ -35,7 +35,7 @@ def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     asyncio.run(run.fill(8))
     run.train()
     yield run
-    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "rules"))))
+    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "rules", "scorer"))))
 
 
 def exact(step: TrainStep) -> dict[str, Any]:
@@ -95,6 +95,17 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
     assert "<mark>" in text
     assert "<td>layer 0</td>" in text
     assert "<td>layer 0</td><td>0.000e+00</td>" not in text
+
+
+async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None:
+    scorer, steps = f"{run.name}_scorer", await run.steps()
+    run.whatif(scorer, "--scorer", "stored_run:opposite", "--steps", "1-1")
+    [again] = await run.steps(scorer)
+    async with await run.open() as store:
+        records = await store.database["Record"].find({"_id": {"$in": list(steps[0].data)}}).to_list()
+    assert again.scores == {record["_id"]: 1.0 - record["score"] for record in records}
+    assert again.metrics["reward"] == 1.0 - steps[0].metrics["reward"]
+    assert again.data == steps[0].data
 
 
 async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:

@@ -66,6 +66,7 @@ def main(argv: list[str]) -> int:
             child=names[1] if len(names) == _NAMES else None,
             steps=flags.first_and_last,
             without=_read_ids(flags.without),
+            scorer=flags.scorer,
         ),
         configs,
     )

@@ -59,6 +59,9 @@ class WhatIfConfig(Flags):
         None,
         "file with the ids of Records to leave out, one a line: their groups are decided without them",
     )
+    scorer: str | None = flag(
+        None, "score the Records again, for the new run alone: a name, or a path module:function"
+    )
     compare: str | None = flag(
         None, "train nothing: compare these runs, comma-separated, with the parent of the first"
     )

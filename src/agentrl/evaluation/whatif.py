@@ -14,7 +14,8 @@ from agentrl.chat.model_folder import read_tokenizer_file
 from agentrl.config.load import Configs
 from agentrl.config.schema import LossConfig, ModelConfig, RunConfig, TrainConfig
 from agentrl.config.whatif import parent_configs
-from agentrl.data.recorded import RecordedSettings, RecordedStream, Regrouping, regrouping_of
+from agentrl.data.recorded import RecordedSettings, RecordedStream
+from agentrl.data.regroup import Regrouping, regrouping_of
 from agentrl.data.step_source import StepData
 from agentrl.documents.family import Relative
 from agentrl.documents.model_call import unpack_ids

@@ -10,6 +10,7 @@ from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.recorded import RecordedSettings, open_recorded
+from agentrl.data.regroup import Regrouping
 from agentrl.data.step_source import StepSource
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.store.client import Store
@@ -24,7 +25,7 @@ async def open_source(
 
     ``lead_in`` is the last step of the parent that is trained with the parent's flags, while these are.
     """
-    train = configs[TrainConfig]
+    train, sampling = configs[TrainConfig], configs[SamplingConfig]
     parent = await store.ancestry.parent()
     if parent is None or parent.kind != "whatif":
         return _stream(store, configs, controller, progress)
@@ -32,6 +33,10 @@ async def open_source(
         freshness=freshness_of(configs),
         whitens=train.advantage_whitening == "batch",
         verifies=train.verify_data,
+        regrouping=Regrouping(
+            scorer_timeout_seconds=sampling.scorer_timeout_seconds,
+            agent_config_path=sampling.agent_config_path,
+        ),
     )
     return await open_recorded(store, parent, settings, progress.train_steps, lead_in)
 

@@ -15,10 +15,14 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.config.whatif import changes, child_configs, parent_configs
 from agentrl.data.recorded import require_data
+from agentrl.data.regroup import SCORER
 from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
+from agentrl.registry import allow_imports
+from agentrl.scoring.scorers import require_scorer
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.train import checkpoint
 from agentrl.train.start import run_trainer
@@ -43,6 +47,8 @@ class WhatIf:
     """The first and the last step of the parent; None: all."""
     without: frozenset[str] = frozenset()
     """``_id`` of Records; their groups are decided as if they had never been sampled."""
+    scorer: str | None = None
+    """Scores the Records again, for the child alone."""
 
 
 def train_again(whatif: WhatIf, here: Configs) -> str:
@@ -99,7 +105,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             steps=(first, last),
             since=first,
             without=tuple(sorted(whatif.without)),
-            changed=changes(parent, child, LossSettings.of_run(child)),
+            changed=changes(parent, child, LossSettings.of_run(child)) | _scorer(whatif.scorer),
         )
         name = whatif.child or await _free_name(source, run, wanted)
         output = here[RunConfig].output_dir
@@ -179,6 +185,15 @@ async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
     while await run_exists(replace(run, run_name=f"{source.run_name}_whatif_{number}")):
         number += 1
     return f"{source.run_name}_whatif_{number}"
+
+
+def _scorer(name: str | None) -> dict[str, Any]:
+    """Return the change of the scorer, which may be imported from now on. ConfigError if there is none."""
+    if name is None:
+        return {}
+    allow_imports(scorer_weights(name))
+    require_scorer(name)
+    return {SCORER: [None, name]}
 
 
 def _is_same(one: Relative, other: Relative) -> bool:
