@@ -55,6 +55,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="three steps")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-whatif"))
     parser.add_argument("--parent", help="a run that quickstart has trained in --folder (default: train one)")
     arguments = parser.parse_args()
@@ -64,7 +65,8 @@ def main() -> None:
         os.environ.pop(name, None)
     parent = arguments.parent or f"bench{int(time.time())}"
     if arguments.parent is None:
-        agentrl("quickstart", "--tiny", "--steps", str(arguments.steps), "--run_name", parent)
+        wanted = "3" if arguments.quick else str(arguments.steps)
+        agentrl("quickstart", "--tiny", "--steps", wanted, "--run_name", parent)
     agentrl("mongo", "up")
     try:
         steps, seconds, digest = asyncio.run(trained(parent))

@@ -20,6 +20,7 @@ PROGRAMS = sorted(
 ELSEWHERE = {
     "gpu_check": "test_gpu_check.py runs it",
     "time_to_reward": "it runs the quickstart, as tests/acceptance does",
+    "whatif": "it runs the quickstart too, and test_whatif.py trains stored steps again",
 }
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from agentrl.weights.folder import architecture, base_folder
 CURVES = ("loss", "reward", "kl_k3", "grad_norm", "entropy", "clipped_fraction", "lr")
 _STEPS_COMPARED = 4
 """Steps whose tokens are compared, the first ones: later weights differ for other reasons than the loss."""
-_TOKENS_SHOWN = 16
+_TOKENS_SHOWN, _TOKENS_OF_RECORD = 16, 3
 _AROUND = 12
 """Tokens of context before and after one that is shown."""
 
@@ -221,7 +222,13 @@ def _compare(
     lengths = [float(np.linalg.norm(side)) or 1.0 for side in (one, two)]
     gap = np.abs(one / lengths[0] - two / lengths[1])
     place = [(item, index) for item in both for index in range(item.trainable_tokens)]
-    most = [index for index in np.argsort(-gap)[:_TOKENS_SHOWN].tolist() if gap[index] > 0]
+    most: list[int] = []
+    shown: Counter[str] = Counter()
+    for index in np.argsort(-gap, kind="stable").tolist():
+        record = place[index][0].id
+        if gap[index] > 0 and shown[record] < _TOKENS_OF_RECORD and len(most) < _TOKENS_SHOWN:
+            shown[record] += 1
+            most.append(index)
     return Tokens(
         step=step,
         count=len(one),
