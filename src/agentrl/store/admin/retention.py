@@ -163,7 +163,7 @@ class Retention(Repository):
             freed.bytes += (await self._size(collection, of_records, session))[1]
         freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
         freed.bytes += size
-        for collection in (MODEL_CALL, DATA):
+        for collection in (MODEL_CALL, DATA, COLUMN):
             files = await Blobs(self._connection, collection).sizes(ids, session)
             freed.files += len(files)
             freed.bytes += sum(files.values())
