@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,8 @@ def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     asyncio.run(run.fill(8))
     run.train()
     yield run
-    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "rules", "scorer"))))
+    children = ("same", "gspo", "dpo", "rules", "scorer")
+    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in children)))
 
 
 def exact(step: TrainStep) -> dict[str, Any]:
@@ -106,6 +108,17 @@ async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None
     assert again.scores == {record["_id"]: 1.0 - record["score"] for record in records}
     assert again.metrics["reward"] == 1.0 - steps[0].metrics["reward"]
     assert again.data == steps[0].data
+
+
+async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run: StoredRun) -> None:
+    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model."""
+    dpo = f"{run.name}_dpo"
+    run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    parents, own = await run.steps(), await run.steps(dpo)
+    assert own[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert own[-1].metrics["kl_reference"] > 0.0
+    for step, parent in zip(own, parents, strict=True):
+        assert 0 < step.metrics["trainable_tokens"] < parent.metrics["trainable_tokens"]
 
 
 async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:

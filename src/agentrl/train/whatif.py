@@ -17,6 +17,7 @@ from agentrl.config.whatif import changes, child_configs, parent_configs
 from agentrl.data.recorded import require_data
 from agentrl.data.regroup import SCORER
 from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
@@ -90,7 +91,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             f"--steps ends with {last}, and run {source.run_name!r} has trained {steps[-1].step} steps",
             f"give steps up to {steps[-1].step}",
         )
-        stored = await _stored_flags(source)
+        stored = await stored_flags(source)
         parent = parent_configs(stored.values, stored.given, here)
         child = child_configs(parent, here)
         found = _newest_below(await _roots(source, stored.values), steps, first - 1, parent)
@@ -143,8 +144,8 @@ async def _trained_steps(source: Store) -> list[TrainStep]:
     return steps
 
 
-async def _stored_flags(source: Store) -> Any:
-    """Return the flags of the parent's trainer, with the rules of its groups as its samplers had them."""
+async def stored_flags(source: Store) -> RunSettings:
+    """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
     found = next((item for item in await source.settings.resolved() if item.role == "train"), None)
     if found is None:
         raise ConfigError(
