@@ -7,6 +7,7 @@ import asyncio
 import getpass
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConf
 from agentrl.observe.progress import progress
 
 if TYPE_CHECKING:
-    from agentrl.documents.retraction import Retraction
+    from agentrl.documents.retraction import Retraction, Tombstone
     from agentrl.store.admin.retract import Selection
     from agentrl.store.client import Store
     from agentrl.train.rebuild import Influence
@@ -64,6 +65,7 @@ def parser() -> CommandParser:
         help="take it out of this export of the run too, or of those below this folder (agentrl db export,"
         " with and without --hf); may be repeated",
     )  # fmt: skip
+    parser.add_argument("--family", action="store_true", help="withdraw it from the run's children too")
     parser.add_argument("--output_dir", help="the run's output folder (that of its trainer)")
     parser.add_argument("--dry_run", action="store_true", help="say what would go, change nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -85,7 +87,7 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.store.client import open_existing, open_store
     from agentrl.store.views.runs import Runs
     from agentrl.train.lease import hold_lease
-    from agentrl.train.rebuild import go_back, influence
+    from agentrl.train.rebuild import go_back, influence, require_possible
 
     exports = [folder for given in arguments.archive for folder in find_exports(given)]
     async with await open_existing(run):
@@ -105,6 +107,8 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
         rebuilds = arguments.rebuild or bool(rebuilt)
         for line in _preview(selection, unfinished, found, rebuilds=rebuilds):
             print(line)
+        if rebuilds:
+            require_possible(found)
         if arguments.dry_run:
             return 0
         if not arguments.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
@@ -131,6 +135,8 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
                     is_sampled=any(holder.startswith("sampler ") for holder in holders),
                 )  # fmt: skip
         gone = await retractions.withdrawn()
+        if arguments.family:
+            await _withdraw_from_children(run, store, list(gone.values()), arguments, by)
         lines = await asyncio.to_thread(remove_lines, Path(run.log_dir), run.run_name, gone)
         for folder in exports:
             held = await withdraw_from(run, folder, gone, because=arguments.because, by=by)
@@ -143,9 +149,10 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
             f"{waiting} images were used within the last hour and stay until then: samplers of the run live;"
             f" finish it later: agentrl retract {run.run_name}"
         )
-    if rebuilt:
+    steps_back = [gone_back.step] if rebuilt else [item.rebuilt.step for item in unfinished if item.rebuilt]
+    if steps_back:
         print(
-            f"the run is back at step {gone_back.step}: start its trainer again, with the same command; it"
+            f"the run is back at step {steps_back[-1]}: start its trainer again, with the same command; it"
             " repeats the later steps without what is withdrawn"
         )
     elif selection.first_step is not None:
@@ -154,6 +161,33 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
             f" agentrl retract {run.run_name} --rebuild trains them without"
         )
     return 1 if waiting else 0
+
+
+async def _withdraw_from_children(
+    run: RunConfig, store: Store, stones: Sequence[Tombstone], arguments: argparse.Namespace, by: str
+) -> None:
+    """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
+    from agentrl.data.retract import delete_withdrawn
+    from agentrl.store.admin.retract import Retractions
+    from agentrl.store.ancestry import Ancestry
+    from agentrl.store.client import open_store
+    from agentrl.train.lease import hold_lease
+
+    for child in await Ancestry(store.connection).living_children():
+        named = replace(run, run_name=child.run)
+        seconds = group_of(ClaimConfig, arguments).lease_seconds
+        async with await open_store(named) as other:
+            ended = (await other.trainer_lease.read()).ended
+            async with hold_lease(other, seconds) as lease:
+                lease.ended = ended
+                retractions = Retractions(other.connection)
+                selection = await retractions.select_of_parent(stones, reads=child.kind == "whatif")
+                if selection.tombstones:
+                    await retractions.begin(selection, arguments.because, by, rebuilds=False)
+                await delete_withdrawn(other.connection, attempt=lease.attempt)
+            count = len(selection.tombstones)
+            print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
+            await _withdraw_from_children(named, other, stones, arguments, by)
 
 
 async def _roots(store: Store, arguments: argparse.Namespace) -> list[Path]:
@@ -180,6 +214,8 @@ def _preview(
             yield f"{what:<12} {len(stones):,}: {_listed([stone.id for stone in stones])}"
     if selection.steps:
         yield f"steps        {len(selection.steps):,}: {_listed(selection.steps)}"
+    for child in found.children:
+        yield f"child        {child.run}, a {child.kind} of step {child.step}, has it in its weights"
     if found.first is None:
         yield "weights      no step in the weights trained any of it"
         return

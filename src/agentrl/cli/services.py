@@ -1,4 +1,4 @@
-"""``agentrl serve``, ``sample``, ``gateway``, ``score`` and ``dashboard``: processes beside the trainer."""
+"""``agentrl serve``, ``sample``, ``gateway``, ``score``, ``teach``, ``dashboard``: beside the trainer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from agentrl.config.schema import (
     TraceConfig,
     flag,
 )
+from agentrl.config.teaching import TeachFlags
 
 T = TypeVar("T")
 
@@ -106,6 +107,23 @@ def score(argv: list[str]) -> int:
         configs, "score", lambda: run_scorer(configs, flags.split, until_empty=flags.until_empty)
     )
     print(f"{scored} trajectories scored")
+    return 0
+
+
+def teach(argv: list[str]) -> int:
+    """Fill a teacher's column until a signal stops it, or with ``--until_empty`` until nothing waits."""
+    configs = parse(
+        argv,
+        command="agentrl teach",
+        description="Asks a teacher for the logprobs of sampled tokens, for groups that wait for the column"
+        " teacher (--columns teacher).",
+        shown=[RunConfig, ModelConfig, ClaimConfig, TraceConfig],
+        extra=[TeachFlags],
+    )
+    from agentrl.teaching.teach import teach as run_teacher
+
+    filled = _traced(configs, "teach", lambda: run_teacher(configs, configs[TeachFlags]))
+    print(f"{filled} trajectories filled")
     return 0
 
 

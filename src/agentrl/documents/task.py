@@ -12,6 +12,12 @@ from agentrl.documents.base import Document, Root, is_finite, now
 from agentrl.documents.images import ImageRef
 from agentrl.documents.status import SlotStatus, TaskStatus
 
+FEEDBACK: Final = "feedback"
+"""The scorer of trajectories whose score comes from people; also the kind of failure if none comes."""
+CONVERSATIONS: Final = -1
+"""The epoch of Tasks that a gateway opens for conversations that no task asked for. Samplers and epochs leave
+them alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Document):

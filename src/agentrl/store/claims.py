@@ -72,14 +72,16 @@ class Claims(Repository):
     @database_call
     async def claim_sampled(
         self, *, split: str, owner: str, lease_seconds: float, limit: int = 1,
-        without_scorers: Collection[str] = (),
+        without_scorers: Collection[str] = (), only_scorer: str | None = None,
     ) -> list[Claim]:  # fmt: skip
         """Claim up to ``limit`` sampled slots of one Task for a score; empty if there is none.
 
-        The earliest group comes first. Tasks whose scorer is in ``without_scorers`` are skipped. The attempt
-        stays the same, so nothing is sampled again.
+        The earliest group comes first. Tasks whose scorer is in ``without_scorers``, or is not
+        ``only_scorer``, are skipped. The attempt stays the same, so nothing is sampled again.
         """
         excluded: Json = {"scorer": {"$nin": sorted(without_scorers)}} if without_scorers else {}
+        if only_scorer is not None:
+            excluded = {"scorer": only_scorer}
         query = {
             "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
             **excluded, **slots.any_slot(slots.UNSCORED),

@@ -15,7 +15,7 @@ from pymongo.errors import BulkWriteError
 from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import CONTENT, Task, scorer_weights, task_key
+from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import Epochs, id_prefix
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
@@ -190,7 +190,9 @@ class Tasks(Repository):
     async def references(self, split: str) -> TaskReferences:
         """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
         fields = ("agent_name", "agent_cfg_path", "scorer", "answer_schema", "environment", "tools")
-        unfinished: Json = {"split": split, "status": {"$in": _UNFINISHED}}
+        unfinished: Json = {
+            "split": split, "status": {"$in": _UNFINISHED}, "epoch": {"$ne": CONVERSATIONS},
+        }  # fmt: skip
         kinds: Json = {
             "_id": {name: f"${name}" for name in fields},
             "task": {"$min": "$_id"},

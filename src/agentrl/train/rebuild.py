@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.documents.family import Relative
 from agentrl.documents.retraction import Rebuilt
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
+from agentrl.errors import StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
+from agentrl.store.ancestry import Ancestry
 from agentrl.weights import storage
 
 if TYPE_CHECKING:
@@ -34,6 +37,10 @@ class Influence:
     checkpoints: Sequence[Path]
     versions: Sequence[PolicyVersion]
     """Those with a folder."""
+    children: Sequence[Relative]
+    """Runs that began after the first of the steps, or that read its data."""
+    pruned: int | None
+    """The first step to repeat whose data were pruned; None: all can be repeated."""
 
     @property
     def step(self) -> int:
@@ -46,7 +53,8 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
 
     ``roots`` are the run's folders of checkpoints.
     """
-    applied = {step.id for step in await store.steps.find()}
+    committed = await store.steps.find()
+    applied = {step.id for step in committed}
     found = [(root, item) for root in roots for item in read_checkpoints(root, undone=True)]
     usable = [item for _, item in found if applied.issuperset(item.train_steps)]
     clean = [item for item in usable if steps.keys().isdisjoint(item.train_steps)]
@@ -60,18 +68,42 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
         and version.pruned_at is None
         and version.status is not VersionStatus.RESERVED
     ]
+    first = min((number for number in steps.values() if number is not None), default=None)
+    family = await Ancestry(store.connection).living_children()
+    newest = max(clean, key=lambda item: item.step, default=None)
+    repeated = [step for step in committed if step.step > (0 if newest is None else newest.step)]
+    gone = (step.step for step in repeated if first is not None and step.pruned_at is not None)
     return Influence(
-        first=min((number for number in steps.values() if number is not None), default=None),
-        clean=max(clean, key=lambda item: item.step, default=None),
+        first=first,
+        pruned=next(gone, None),
+        children=[
+            child for child in family if first is not None and max(child.step, *child.steps, 0) >= first
+        ],
+        clean=newest,
         checkpoints=tainted,
         versions=versions if steps else [],
     )
 
 
+def require_possible(found: Influence) -> None:
+    """Raise StoreError if data of the steps to repeat were pruned, or if a child of the run reads them."""
+    if found.pruned is not None:
+        raise StoreError(
+            f"the run cannot go back to step {found.step}: data of step {found.pruned} were pruned",
+            hint="leave --rebuild out: what is withdrawn is deleted, and the weights keep its influence",
+        )
+    if found.children:
+        names = " ".join(child.run for child in found.children)
+        raise StoreError(
+            f"the run cannot go back to step {found.step}: its children read what came later: {names}",
+            hint=f"delete them first (agentrl runs rm {names}), or leave --rebuild out",
+        )
+
+
 async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuilt:
     """Undo the steps after the clean checkpoint, then delete checkpoints and versions. Idempotent.
 
-    Raises StoreError, and changes nothing, if data of one of these steps were pruned.
+    Call ``require_possible`` before.
     """
     if found.first is not None:
         await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)

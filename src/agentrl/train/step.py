@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from agentrl.config.training import MemoryConfig
 from agentrl.data.forest import TokenForest
@@ -109,7 +109,7 @@ class PolicyTrainer:
     model: ParallelModel
     """Runs ``policy.model``."""
     optimizer: torch.optim.Optimizer
-    scheduler: LRScheduler
+    scheduler: LambdaLR
     settings: LossSettings
     options: ForwardOptions
     max_tokens: int

@@ -17,15 +17,14 @@ from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ForestError
 from agentrl.losses.compute import (
     Denominators,
-    TokenMetrics,
     divergence,
-    measure,
     old_logprobs,
     reduce_losses,
     token_losses,
 )
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings
+from agentrl.losses.token_metrics import TokenMetrics, measure
 from agentrl.losses.trajectories import ComparedTrajectories, TrajectoryMeans
 from agentrl.model.forward import ForwardOptions
 

@@ -110,6 +110,23 @@ class Retractions(Repository):
         await self._add_attempts(named, chosen)
         return await self._located(chosen)
 
+    @database_call
+    async def select_of_parent(self, stones: Sequence[Tombstone], *, reads: bool) -> Selection:
+        """Return what a child holds of its parent's ``stones``: copies of tasks, with its samples of them.
+
+        With ``reads`` (a what-if), also the trajectories that its steps read.
+        """
+        chosen = _Chosen()
+        for stone in stones:
+            is_task = stone.kind is Withdrawn.TASK
+            if is_task and await self._collection(TASK).find_one({"_id": stone.id}, {"_id": 1}):
+                await self._choose_task(stone.id, chosen)
+        parents = {stone.id: stone for stone in stones if reads and stone.kind is Withdrawn.RECORD}
+        async for step in self._collection(STEP).find({}, {"data": 1}):
+            for stone in (parents[key] for key in step["data"] if key in parents):
+                chosen.records[stone.id] = {"task": stone.task, "created_at": stone.created_at}
+        return await self._located(chosen)
+
     async def _choose_task(self, name: str, chosen: _Chosen) -> None:
         collection = self._collection(TASK)
         found = await collection.find_one({"_id": name}, {"split": 1, "task_id": 1})

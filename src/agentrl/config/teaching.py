@@ -1,0 +1,34 @@
+"""Flags of ``agentrl teach``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from agentrl.config.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachFlags:
+    """The teacher, what it reads, and when to end."""
+
+    teacher: str | None = flag(None, "the teacher: a model folder, or the URL of an SGLang or vLLM server")
+    teacher_name: str = flag("", "fill for tasks with this meta.teacher, and for those that name no teacher")
+    teacher_tokenizer: str | None = flag(
+        None, "folder with the teacher's tokenizer (default: that of the model, if its folder is here)"
+    )
+    teacher_prompt: str | None = flag(
+        None,
+        "file with a prompt that the teacher alone reads, at the end of the system message: {answer} and"
+        " {query} are the task's",
+    )
+    teacher_top_logprobs: int = flag(
+        0, "most likely ids to store beside each token's logprob", within="[0, 1000]", unit="ids"
+    )
+    teacher_concurrency: int = flag(8, "trajectories asked about at a time", within="[1, inf)")
+    teacher_timeout_seconds: float = flag(
+        300.0, "time limit of a request to a server", within="(0, inf)", unit="seconds"
+    )
+    teacher_wait_seconds: float = flag(
+        600.0, "longest wait for a server at the start", within="[0, inf)", unit="seconds"
+    )
+    until_empty: bool = flag(False, "end when no trajectory waits for this teacher (default: at a signal)")
