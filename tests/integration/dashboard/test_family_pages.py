@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from child_run import forked_small_run
 from rich.console import Console
-from small_run import TRAINED
+from small_run import STEP, TRAINED
 from test_run_pages import opened, page
 
 from agentrl.config.schema import RunConfig
@@ -27,12 +27,13 @@ async def test_screens_show_the_family(store: Store, run_config: RunConfig, tmp_
         runs = await Runs(store.connection).all(10.0)
         assert f"{store.run_name}, {fork}" in shown(render_run_list("host", runs))
         for run, other in ((child, store.run_name), (store, name)):
+            await run.database["TrainStep"].update_one({"_id": STEP}, {"$set": {"metrics.reward": 0.5}})
             status = shown(render_run_status(await SnapshotReader(run).read()))
             assert f"{other}, {fork}" in status
             overview = await page(client, f"/runs/{run.run_name}")
             assert f'<a href="/runs/{other}">{other}, {fork}</a>' in overview
             assert f"/compare?run={run.run_name}&amp;run={other}" in overview
-        assert 'data-chart="loss"' in await page(client, f"/compare?run={name}&run={store.run_name}")
+        assert 'data-chart="reward"' in await page(client, f"/compare?run={name}&run={store.run_name}")
         for path in ("steps/1", f"trajectories/{TRAINED}/1/1"):
             answer = await client.get(f"/runs/{name}/{path}")
             assert answer.headers["location"] == f"/runs/{store.run_name}/{path}"
