@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -66,6 +67,7 @@ class Setting:
     def flags(self, run: str, loss: str, *, is_synchronous: bool = False) -> list[str]:
         """Return the flags of every process of a run."""
         distils = ["--columns", "teacher", "--drop_zero_advantage", "false", "--min_score_spread", "0"]
+        size = ("4", "4") if is_synchronous else ("8", "8")
         alone = ["--sync_sampling", "true", "--max_concurrent_samples_per_process", "1"]
         return [
             "--run_name", run, "--db_connection_string", self.uri, "--seed", str(self.seed),
@@ -73,8 +75,8 @@ class Setting:
             "--model_name_or_path", str(self.folder("student")),
             "--train_file", str(self.work / "tasks.jsonl"),
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
-            "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", "8",
-            "--groups_per_step", "8", "--max_steps", str(self.steps), "--save_steps", "1000",
+            "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", size[0],
+            "--groups_per_step", size[1], "--max_steps", str(self.steps), "--save_steps", "1000",
             "--learning_rate", "1e-3", "--max_staleness", "1", "--loss_calculater", loss,
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
             *(distils if loss == "OPD" else ()), *(alone if is_synchronous else ()),
@@ -128,11 +130,15 @@ def prepare(setting: Setting, *, is_quick: bool) -> None:
     lines = [json.dumps({"id": f"t{n}", "query": f"repeat {n}", "answer": str(n), **SCORED}) for n in NUMBERS]
     (work / "tasks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     made = work / f"random-{setting.seed}"
+    if made.exists():
+        shutil.rmtree(made)
     corpus = [f"system\nuser\nrepeat {n}\nassistant\n<answer>{n}</answer>" for n in NUMBERS]
     build_tiny_model(made, setting.seed, corpus=corpus)
     for role, base, steps in (
         ("student", made, STUDENT_STEPS), ("teacher", setting.folder("student"), TEACHER_STEPS)
     ):  # fmt: skip
+        if (setting.folder(role) / "config.json").is_file():
+            continue  # of an earlier call with this --work
         choice = random.Random(f"{setting.seed}/{role}")
         file = work / f"{role}-{setting.seed}.jsonl"
         total = (2 if is_quick else steps) * BATCH_SIZE
