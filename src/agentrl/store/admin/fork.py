@@ -13,7 +13,7 @@ from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import Begin, Slot, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
@@ -179,7 +179,7 @@ class Fork(Repository):
         """Copy the tasks with their epochs; return how many are inherited, and how many there are.
 
         Those that no step up to ``step`` has used are as new, in the parent's order. Tasks of evaluations
-        stay with the parent.
+        stay with the parent, and so do unused conversations: nobody would have them again.
         """
         inherited = await self._used_tasks(step, steps)
         fresh = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$slot.traj_id"}]}
@@ -189,7 +189,8 @@ class Fork(Repository):
         }
         used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
         total = 0
-        async for page in self._task_pages():
+        async for every in self._task_pages():
+            page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
             of_page: Json = {"_id": {"$in": [task["_id"] for task in page]}}
@@ -217,7 +218,9 @@ class Fork(Repository):
         last = ""
         while True:
             query = {"_id": {"$gt": last}, "split": _SPLIT}
-            cursor = self._collection(TASK).find(query, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_PAGE)
+            cursor = self._collection(TASK).find(
+                query, {"_id": 1, "epoch": 1}, sort=[("_id", ASCENDING)], limit=_PAGE
+            )
             page = await cursor.to_list()
             if page:
                 yield page
