@@ -43,15 +43,16 @@ class DependencyKind(StrEnum):
     ENGINE = "engine"
     TOOL = "tool"
     JUDGE = "judge"
+    TEACHER = "teacher"
     DATABASE = "database"
 
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """One service that trajectories need: the engines, a tool server, a judge model, the database.
+    """One service that trajectories need: the engines, a tool server, a judge model, a teacher, the database.
 
-    ``name`` is the tool server's name as in a task's ``tools``, or the judge's model; the engines of a run
-    and its database have none.
+    ``name`` is the tool server's name as in a task's ``tools``, the judge's model, or the teacher's address
+    or folder; the engines of a run and its database have none.
     """
 
     kind: DependencyKind
@@ -65,6 +66,7 @@ _PHRASES = {
     DependencyKind.ENGINE: "the engines",
     DependencyKind.TOOL: "tool server {}",
     DependencyKind.JUDGE: "judge {}",
+    DependencyKind.TEACHER: "teacher {}",
     DependencyKind.DATABASE: "the database",
 }
 ENGINES = Dependency(DependencyKind.ENGINE)

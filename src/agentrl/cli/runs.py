@@ -103,7 +103,7 @@ async def _remove(run: RunConfig, arguments: argparse.Namespace) -> None:
         what = f"database {run.run_name} on MongoDB at {store.host}"
         if folder is not None:
             what += f" and folder {folder}"
-        if not arguments.yes and not await asyncio.to_thread(_confirm, what):
+        if not arguments.yes and not await asyncio.to_thread(confirm, what):
             print(f"{run.run_name} is kept")
             return
         await admin.delete(folder, EngineConfig().alive_seconds)
@@ -126,7 +126,8 @@ async def rename_run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _confirm(what: str) -> bool:
+def confirm(what: str) -> bool:
+    """Ask on the terminal whether to delete ``what``. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"nobody can be asked whether to delete {what}", hint="give --yes")
     print(f"delete {what}? [y/N] ", end="", flush=True)

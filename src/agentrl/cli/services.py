@@ -1,4 +1,4 @@
-"""``agentrl serve``, ``sample``, ``gateway``, ``score`` and ``dashboard``: processes beside the trainer."""
+"""``agentrl serve``, ``sample``, ``gateway``, ``score``, ``teach``, ``dashboard``: beside the trainer."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    TeacherConfig,
     ToolConfig,
     TraceConfig,
     flag,
@@ -106,6 +107,31 @@ def score(argv: list[str]) -> int:
         configs, "score", lambda: run_scorer(configs, flags.split, until_empty=flags.until_empty)
     )
     print(f"{scored} trajectories scored")
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachFlags:
+    """When to end."""
+
+    until_empty: bool = flag(False, "end when no trajectory waits for this teacher (default: at a signal)")
+
+
+def teach(argv: list[str]) -> int:
+    """Fill a teacher's column until a signal stops it, or with ``--until_empty`` until nothing waits."""
+    configs = parse(
+        argv,
+        command="agentrl teach",
+        description="Asks a teacher for the logprobs of sampled tokens, for groups that wait for the column"
+        " teacher (--columns teacher).",
+        shown=[RunConfig, ModelConfig, TeacherConfig, ClaimConfig, TraceConfig],
+        extra=[TeachFlags],
+    )
+    from agentrl.teaching.teach import teach as run_teacher
+
+    ends = configs[TeachFlags].until_empty
+    filled = _traced(configs, "teach", lambda: run_teacher(configs, until_empty=ends))
+    print(f"{filled} trajectories filled")
     return 0
 
 

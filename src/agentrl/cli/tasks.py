@@ -74,6 +74,8 @@ async def _load(arguments: argparse.Namespace) -> int:
         print(f"skipped  {reason}")
     for task_id in loaded.left:
         print(f"left     {clean(task_id)}: its text differs, and it has begun")
+    if loaded.withdrawn:
+        print(f"left out  {loaded.withdrawn} tasks that were withdrawn (agentrl retract)")
     updated = f", {loaded.updated} of them updated" if arguments.update else ""
     print(
         f"{arguments.run_name}/{arguments.split}: {loaded.inserted} tasks loaded,"

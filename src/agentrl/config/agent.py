@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from agentrl.config.flags import Flags, flag, require
 
@@ -148,6 +149,25 @@ class GatewayConfig(Flags):
         "names, comma-separated, by which a client may name the policy; claude-* allows all that begin so",
         per_process=True,
     )
+    gateway_train: Literal["tasks", "feedback"] = flag(
+        "tasks",
+        "what `agentrl gateway` serves: trajectories of tasks, or also conversations that a product opens,"
+        " which are trained by their feedback (docs/gateway.md)",
+        per_process=True,
+    )
+    gateway_key_env: str = flag(
+        "AGENTRL_GATEWAY_KEY",
+        "environment variable with the bearer token for opening conversations and giving feedback; needed if"
+        " --gateway_host is not this machine alone",
+        per_process=True,
+    )
+    gateway_idle_minutes: float = flag(
+        30.0,
+        "a conversation without a request for this long has ended",
+        within="(0, inf)",
+        unit="minutes",
+        per_process=True,
+    )
     gateway_body_mb: float = flag(
         8.0, "largest body of a request", within="(0, inf)", unit="MiB", per_process=True
     )
@@ -161,6 +181,11 @@ class GatewayConfig(Flags):
         unit="seconds",
         per_process=True,
     )
+
+    @property
+    def idle_seconds(self) -> float:
+        """``--gateway_idle_minutes`` in seconds."""
+        return 60 * self.gateway_idle_minutes
 
     @property
     def models(self) -> tuple[str, ...]:

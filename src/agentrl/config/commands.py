@@ -12,15 +12,20 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "tools": ("agentrl.cli.tools", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
+    "fork": ("agentrl.cli.fork", "a new run that begins at a stored checkpoint of another"),
+    "retract": ("agentrl.cli.retract", "withdraw trajectories and tasks from a run, everywhere"),
     "serve": ("agentrl.cli.services:serve", "run one inference engine that follows the published weights"),
     "sample": ("agentrl.cli.services:sample", "a sampler: claims, runs and scores trajectories"),
     "gateway": ("agentrl.cli.services:gateway", "model APIs in front of rollouts, for any agent"),
     "score": ("agentrl.cli.services:score", "scores sampled trajectories that wait for a score"),
+    "teach": ("agentrl.cli.services:teach", "a teacher: fills in its logprobs of sampled trajectories"),
     "train": ("agentrl.cli.training:train", "the trainer"),
     "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
     "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
+    "whatif": ("agentrl.cli.whatif", "train stored steps again with another loss, and compare"),
     "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
+    "blame": ("agentrl.cli.blame", "which trajectories moved held-out tasks between evaluations"),
     "sft": ("agentrl.cli.training:sft", "supervised fine-tuning on conversations"),
     "dashboard": ("agentrl.cli.services:dashboard", "web pages about the runs of a server; reads only"),
     "status": ("agentrl.cli.status", "what runs now: the runs of a server, or one run, live"),
@@ -73,6 +78,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl db reopen --run_name math --failure_kind tool --dry_run",
         "agentrl db reopen --run_name math --split train",
     ),
+    "agentrl retract": (
+        "agentrl retract math --scorer broken_v1 --because 'wrong units' --dry_run",
+        "agentrl retract math --task task_001 --rebuild",
+    ),
     "agentrl db users": (
         "agentrl db users --run_name math",
         "agentrl db users --run_name math --create",
@@ -97,6 +106,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl score --run_name math --agent_config_path assets/agent_config.yml",
         "agentrl score --config run.yaml --max_concurrent_scorings 64",
     ),
+    "agentrl teach": (
+        "agentrl teach --run_name math --model_name_or_path models/Qwen3-0.6B --teacher models/Qwen3-8B",
+        "agentrl teach --config run.yaml --teacher http://gpu7:30000 --teacher_name math",
+    ),
     "agentrl train": (
         "agentrl train --run_name math --model_name_or_path models/Qwen3-0.6B --learning_rate 1e-6",
         "accelerate launch --config_file assets/fsdp2_dst.yml -m agentrl.train --config run.yaml --tp_size 2",
@@ -109,6 +122,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl plan --model models/Qwen3-8B --gpus 8xH100 --context 32768",
         "agentrl plan --model models/Qwen3-8B --gpus 2x4090 --context 8192 --lora_rank 16 --json",
     ),
+    "agentrl whatif": (
+        "agentrl whatif math --steps 40-60 --loss_calculater GSPO",
+        "agentrl whatif math math_without --without ids.txt",
+    ),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",
         "agentrl try --config run.yaml --train_file tasks.jsonl --max_turns 4",
@@ -120,6 +137,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl eval compare": (
         "agentrl eval compare 100 120 --run_name demo",
         "agentrl eval compare 120 other/eval-m3fa9c1d2 --run_name demo",
+    ),
+    "agentrl blame": (
+        "agentrl blame math 100 120 --out blamed.txt",
+        "agentrl blame math 100 120 --changes all --top 50 --label blamed --csv effects.csv",
     ),
     "agentrl sft": (
         "agentrl sft --model_name_or_path models/Qwen3-0.6B --train_file conversations.jsonl"
@@ -153,6 +174,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl runs note": (
         'agentrl runs note math "twice the learning rate"',
         'agentrl runs note math ""',
+    ),
+    "agentrl fork": (
+        "agentrl fork math math_gspo --from_step 40",
+        "agentrl fork math math_2 --db_connection_string mongodb://db:27017",
     ),
     "agentrl audit": (
         "agentrl audit run --run_name math",

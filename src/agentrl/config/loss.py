@@ -107,6 +107,12 @@ class LossConfig(Flags):
         0.0, "weight of the entropy bonus, which is subtracted from the loss (0: none)", within="[0, inf)"
     )
 
+    distill_coef: float | None = flag(
+        None,
+        "weight of log π_teacher/πθ in a token's advantage, with --columns teacher (default: OPD 1, else 0)",
+        within="[0, inf)",
+    )
+
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...  # a flag that a loss declares

@@ -169,6 +169,14 @@ class SamplingConfig(Flags):
     scorer_timeout_seconds: float = flag(
         120.0, "timeout of one call of a scorer", within="(0, inf)", unit="seconds"
     )
+    feedback_hours: float = flag(
+        72.0,
+        "how long a trajectory with the scorer feedback waits for it after it was sampled; without any it"
+        " fails and is not trained",
+        within="(0, inf)",
+        unit="hours",
+        per_process=True,
+    )
     idle_exit_seconds: float | None = flag(
         None,
         "exit after this long without work (default: never)",

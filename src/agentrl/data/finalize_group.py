@@ -243,6 +243,8 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
     if problem is not None:
         return problem
     summary = group.task.group or {}
+    if summary.get("kept_as_trained"):
+        return "trajectories of it were withdrawn after a step trained it (agentrl retract --rebuild)"
     if not isinstance(summary.get("rules"), Mapping):
         return "its Task does not hold the rules by which it was decided"
     expected = {

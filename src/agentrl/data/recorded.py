@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.sampling import GroupConfig
-from agentrl.data.finalize_group import GroupRules, verifier
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
+from agentrl.data.regroup import Regrouping, regrouping_of
 from agentrl.data.step_source import StepData, images_of
 from agentrl.data.window import Window, trajectory_means
+from agentrl.documents.family import Relative
 from agentrl.documents.images import Image
-from agentrl.documents.record import Record
 from agentrl.documents.task import record_task
 from agentrl.documents.training import DBRecordData, StepOrigin, TrainStep
 from agentrl.errors import AgentRLError, TrainingError
-from agentrl.store.groups import GroupOutcome
+from agentrl.store.names import DATA
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -35,56 +35,16 @@ _LISTED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regrouping:
-    """How groups are decided again; by default none is."""
-
-    config: GroupConfig | None = None
-    """Rules in place of those that each group was decided by."""
-    without: frozenset[str] = frozenset()
-    """``_id`` of Records that are left out: their groups are decided as if they had never been sampled."""
-
-    async def decide(self, store: Store, task_id: str) -> GroupOutcome:
-        """Decide a stored group again, and write nothing.
-
-        Raises TrainingError if its documents are gone, GroupError or ConfigError for a group filter or an
-        advantage of a user that fails.
-        """
-        group = await store.groups.stored(task_id)
-        summary = group.task.group if group is not None else None
-        if group is None or summary is None or "rules" not in summary:
-            raise TrainingError(
-                f"group {task_id} cannot be decided again: run {store.run_name} does not hold"
-                + (" its Task" if group is None else " the rules that decided it"),
-                hint="leave its step out (--steps)",
-            )
-        if group.task.pruned_at is not None:
-            raise TrainingError(
-                f"group {task_id} cannot be decided again: its model calls have been pruned",
-                hint="keep the rules and the Records as they are, or leave its step out (--steps)",
-            )
-        stored = GroupRules.of_group(summary)
-        rules = replace(stored, recorded=False)
-        if self.config is not None:
-            keeps_filter = self.config.group_filter == stored.config.group_filter
-            rules = replace(rules, config=self.config, filtered=stored.filtered if keeps_filter else None)
-        records: list[Record] = [record for record in group.records if record.id not in self.without]
-        if rules.filtered is not None:
-            left = {record.id for record in records}
-            rules = replace(rules, filtered={id: why for id, why in rules.filtered.items() if id in left})
-        return await asyncio.to_thread(rules.decide, group.task, records, group.calls)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecordedSettings:
     """How stored steps are trained again."""
 
     freshness: Freshness
     whitens: bool = False
+    verifies: bool = True
+    """Whether stored data are compared with their groups; otherwise every writer is trusted."""
     regrouping: Regrouping = field(default_factory=Regrouping)
     since: int = 0
     """The first step of the parent that is regrouped; earlier ones are trained as they are stored."""
-    verifies: bool = True
-    """Whether stored data are compared with their groups; otherwise every writer is trusted."""
 
 
 @dataclass(frozen=True)
@@ -108,29 +68,11 @@ class RecordedStream:
         self._steps = steps
         self._settings = settings
         self._versions = VersionSteps(source)
-        self._without = {record_task(id) for id in settings.regrouping.without}
         self._next = 0
         """Index of the first step that no call of ``take`` has returned."""
         self._reading: asyncio.Task[_Recorded | None] | None = None
         self._current: tuple[int, _Recorded | None] | None = None
         """The step of this run that is trained now, and its data: if it is skipped, it takes them again."""
-
-    async def require_data(self) -> None:
-        """Raise TrainingError, which names the steps, if data of some steps are gone."""
-        gone = []
-        for step in self._steps:
-            wanted = sorted(set(step.data) - self._settings.regrouping.without)
-            holder = await self._holder(step)
-            if len(await holder.training.present(wanted)) < len(wanted):
-                gone.append(step.step)
-        if gone:
-            listed = ", ".join(map(str, gone[:_LISTED])) + (", …" if len(gone) > _LISTED else "")
-            raise TrainingError(
-                f"run {self._source.run_name!r} no longer holds the data of {len(gone)} of its steps:"
-                f" {listed}",
-                hint="give --steps without them; `agentrl db prune` keeps the data of steps that a what-if"
-                " trains from the moment it begins",
-            )
 
     def prefetch(self, step: int) -> None:
         """Start to read the data of the next step."""
@@ -189,16 +131,16 @@ class RecordedStream:
 
     async def _read(self, index: int) -> _Recorded:
         settings, step = self._settings, self._steps[index]
-        holder = await self._holder(step)
+        holder = await _holder(self._source, step)
         regrouping = settings.regrouping if step.step >= settings.since else Regrouping()
         tasks = list(dict.fromkeys(record_task(id) for id in step.data))
-        again = {task for task in tasks if regrouping.config is not None or task in self._without}
+        again = {task for task in tasks if regrouping.concerns(task)}
         stored = await holder.training.fetch([id for id in step.data if record_task(id) not in again])
         if settings.verifies:
             await self._verify(holder, step, stored)
-        outcomes = {task: await regrouping.decide(holder, task) for task in tasks if task in again}
+        decided = {task: await regrouping.decide(holder, task) for task in tasks if task in again}
         by_task: dict[str, list[DBRecordData]] = {
-            task: sorted(outcome.data, key=lambda item: item.id) for task, outcome in outcomes.items()
+            task: sorted(found.outcome.data, key=lambda item: item.id) for task, found in decided.items()
         }
         for item in stored:
             by_task.setdefault(item.task, []).append(item)
@@ -217,12 +159,13 @@ class RecordedStream:
             ages=ages,
             is_rest=False,
             recorded=StepOrigin(run=holder.run_name, train_step=step.id, step=step.step),
+            scores={id: score for found in decided.values() for id, score in found.scores.items()},
         )
         metrics = {name: step.metrics[name] for name in _SAMPLED if name in step.metrics}
-        if outcomes:
-            kept = [await holder.tasks.get(task) for task in tasks if task not in outcomes]
+        if decided:
+            kept = [await holder.tasks.get(task) for task in tasks if task not in decided]
             summaries = [task.group for task in kept if task is not None and task.group is not None]
-            metrics |= trajectory_means([*(outcome.summary for outcome in outcomes.values()), *summaries])
+            metrics |= trajectory_means([*(found.outcome.summary for found in decided.values()), *summaries])
         return _Recorded(index, batch, metrics)
 
     async def _verify(self, holder: Store, step: TrainStep, data: Sequence[DBRecordData]) -> None:
@@ -232,6 +175,50 @@ class RecordedStream:
                 hint=f"agentrl db check --run_name {holder.run_name}; --verify_data false trusts the data",
             )
 
-    async def _holder(self, step: TrainStep) -> Store:
-        """Return the store of the run that holds the step's data: the source or one of its ancestors."""
-        return self._source
+
+async def require_data(source: Store, steps: Sequence[TrainStep], without: Collection[str]) -> None:
+    """Raise TrainingError, which names the steps, if data of ``steps`` are gone, except ``without``."""
+    gone = []
+    for step in steps:
+        wanted = sorted(set(step.data).difference(without))
+        holder = await _holder(source, step)
+        if len(await holder.training.present(wanted)) < len(wanted):
+            gone.append(step.step)
+    if gone:
+        listed = ", ".join(map(str, gone[:_LISTED])) + (", …" if len(gone) > _LISTED else "")
+        raise TrainingError(
+            f"run {source.run_name!r} no longer holds the data of {len(gone)} of its steps: {listed}",
+            hint="give --steps without them; `agentrl db prune` keeps the data of the steps of a what-if from"
+            " the moment it begins",
+        )
+
+
+async def _holder(source: Store, step: TrainStep) -> Store:
+    """Return the store of the run that holds the step's data: ``source`` or one of its ancestors."""
+    for id in step.data if step.inherited else ():
+        if (holder := await source.holding(DATA, id)) is not None:
+            return holder
+    return source
+
+
+async def open_recorded(
+    store: Store,
+    relative: Relative,
+    settings: RecordedSettings,
+    train_steps: Sequence[str],
+    lead_in: int | None = None,
+) -> RecordedStream:
+    """Return the stream of the parent's steps that a what-if has still to train.
+
+    ``train_steps`` are the ``_id`` of the steps in its weights. ``lead_in`` is the last step before its own
+    flags hold, where only the steps up to it are to be trained.
+    """
+    source = store.beside(relative.run)
+    own = {step.id: step.recorded.step for step in await store.steps.find() if step.recorded is not None}
+    done = max((own[id] for id in train_steps if id in own), default=relative.step)
+    last = relative.steps[-1] if lead_in is None else lead_in
+    left = [step for step in await source.steps.find(after=done) if step.step <= last]
+    settings = replace(
+        settings, regrouping=regrouping_of(relative, settings.regrouping), since=relative.since
+    )
+    return RecordedStream(source, left, settings)

@@ -19,9 +19,9 @@ from agentrl.documents.model_call import (
 )
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Task
+from agentrl.documents.task import FEEDBACK, Task
 from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
-from agentrl.scoring.scorers import ScoredCall, ScorerContext, score_context
+from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, checked_score, score_context
 from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.groups import Decide, StoredGroup
@@ -142,9 +142,7 @@ class _Rescorer:
         group = await self.rescoring.group(task_id, records=options.records, statuses=options.statuses)
         scores = await self._scores(group)
         try:
-            done = await self.rescoring.apply(
-                task_id, scores, _decide_by(group.task), dry_run=options.dry_run
-            )
+            done = await self.rescoring.apply(task_id, scores, decide_by(group.task), dry_run=options.dry_run)
         except (ConfigError, GroupError) as error:
             self.report.errors.append(f"{task_id}: {error.message}")
             return
@@ -196,27 +194,38 @@ def scorer_context(
         for parent, call in zip((None, *path[first:]), path[first:], strict=False)
         for message in (*full_messages(call, parent), {"role": "assistant", **call.response})
     ]
+    scored = tuple(
+        ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
+    )
     return ScorerContext(
         query=task.query,
         final_answer=record.final_answer,
         answer=task.answer,
         aug_answers=task.aug_answers,
         messages=tuple(messages),
-        calls=tuple(
-            ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
-        ),
+        calls=scored,
         meta=task.meta,
         environment=task.environment,
         tool_rewards=record.tool_rewards,
-        agent_score=record.agent_score,
+        agent_score=record.agent_score or _feedback(task, record, scored),
         agent_config_path=agent_config_path,
     )
 
 
-def _decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
+def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[str, Any] | None:
+    """Return the score that people gave to a trajectory that waits for their feedback; None without one."""
+    reward = record.reported_reward
+    if task.scorer != FEEDBACK or reward is None:
+        return None
+    turns = {int(call): value for call, value in reward.turn_rewards.items()} or None
+    given = ScoreResult(reward.score, reward.details, turns, reward.role_rewards or None)
+    return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}
+
+
+def decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
     """Return the function from stored rules to the decision; it returns None if the rules are unknown."""
 
-    def decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
+    def decide(rules: Mapping[str, Any] | None) -> Decide | None:
         if rules is not None:
             return GroupRules.stored(rules).decide
         if task.split != TRAIN_SPLIT:
@@ -224,7 +233,7 @@ def _decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None
             return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
         return None
 
-    return decide_by
+    return decide
 
 
 def _count(split: SplitReport, group: StoredGroup, scores: Mapping[str, NewScore], done: Rescored) -> None:

@@ -31,12 +31,22 @@ class Relative(Root):
     step: int
     """The child's weights begin as the parent's after this many optimizer steps."""
     checkpoint: str
-    """Absolute path of the parent's checkpoint of that step."""
+    """Absolute path of the parent's checkpoint of that step; empty for step 0, which is the base model."""
     steps: tuple[int, ...] = ()
     """``whatif``: the first and the last step of the parent whose data the child trains; else empty."""
+    since: int = 0
+    """``whatif``: the step from which ``changed`` holds; earlier ones are trained with the parent's flags."""
+    without: tuple[str, ...] = ()
+    """``whatif``: ``_id`` of Records of the parent that the child leaves out."""
     changed: dict[str, Any] = field(default_factory=dict)
     """Flag → [the parent's value, the child's value]."""
     at: datetime = field(default_factory=now)
+
+    @property
+    def shown(self) -> str:
+        """``NAME, fork at step 40``."""
+        of_steps = f" of steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
+        return f"{self.run}, {self.kind}{of_steps or f' at step {self.step}'}"
 
 
 def child_key(name: str) -> str:

@@ -45,7 +45,7 @@ class RunFact(Root):
     id: str
     version: int | None = None
     importing: bool | None = None
-    """True during an import, and while a renamed run is copied."""
+    """True during an import or a fork, and while a renamed run is copied."""
     renaming: tuple[str, ...] = ()
     """The old and the new name, in both databases, until a renaming has ended."""
     tags: tuple[str, ...] = ()

@@ -12,6 +12,12 @@ from agentrl.documents.base import Document, Root, is_finite, now
 from agentrl.documents.images import ImageRef
 from agentrl.documents.status import SlotStatus, TaskStatus
 
+FEEDBACK: Final = "feedback"
+"""The scorer of trajectories whose score comes from people; also the kind of failure if none comes."""
+CONVERSATIONS: Final = -1
+"""The epoch of Tasks that a gateway opens for conversations that no task asked for. Samplers and epochs leave
+them alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot(Document):
@@ -95,6 +101,8 @@ class Task(Root):
     max_turns: int | None = None
     meta: dict[str, Any] = field(default_factory=dict)
     slots: tuple[Slot, ...] = ()
+    retracted: int = 0
+    """How many more slots it had until ``agentrl retract`` withdrew them."""
     admission: Admission | None = None
     begun: Begin | None = None
     ease: float | None = None
@@ -106,7 +114,8 @@ class Task(Root):
     ``[{record, because}]`` of the Records that ``--group_filter`` dropped.
 
     A group of an evaluation split has ``right_threshold`` instead of ``rules``. A group that was given up
-    has the outcome ``failed``, and the reason in ``problem``."""
+    has the outcome ``failed``, and the reason in ``problem``. ``kept_as_trained`` is true after trajectories
+    of a trained group were withdrawn: the others keep the advantages that steps trained."""
     finalizing: dict[str, Any] | None = None
     """``{attempts, problem, retry_at}`` of a group whose finalization has failed so far."""
     created_at: datetime = field(default_factory=now)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from agentrl.chat.text_stream import TextStream
 from agentrl.config.agent import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
-from agentrl.documents.task import Claim
+from agentrl.documents.task import CONVERSATIONS, Claim
 from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.answers import answer_of
@@ -54,9 +54,11 @@ class Caller:
 class GatewayApp:
     """The HTTP application of a gateway. It keeps no state that another gateway would need."""
 
-    def __init__(self, answerer: Answerer, config: GatewayConfig) -> None:
+    def __init__(self, answerer: Answerer, config: GatewayConfig, routes: Sequence[Route] = ()) -> None:
+        """``routes`` are served beside those of trajectories."""
         self.answerer = answerer
         self.config = config
+        self._more = routes
         self.name = f"gateway-{secrets.token_hex(6)}"
         self._callers: dict[str, Caller] = {}
         self._pending = PendingAnswers(answerer, config, self.name, lambda key: self._callers.pop(key, None))
@@ -69,6 +71,7 @@ class GatewayApp:
                 Route("/t/{token}/reward", self._guarded(CHAT, self._reward), methods=["POST"]),
                 *self._routes("/t/{token}/v1"),
                 *self._routes("/t/{token}/role/{role}/v1"),
+                *self._more,
                 Route("/{path:path}", self._unknown, methods=["GET", "POST", "PUT", "DELETE"]),
             ]
         )
@@ -97,7 +100,7 @@ class GatewayApp:
         await self._pending.close(record_id)
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _unknown(self, request: Request) -> Response:
         before, token, rest = request.url.path.partition("/t/")
@@ -108,7 +111,7 @@ class GatewayApp:
             code="not_found",
             hint="the base URL is …/t/TOKEN/v1; docs/gateway.md lists its routes",
         )
-        return _json(_shape_of(request).error(error), error.status)
+        return json_response(_shape_of(request).error(error), error.status)
 
     def _guarded(
         self,
@@ -123,20 +126,10 @@ class GatewayApp:
         """
 
         async def guarded(request: Request) -> Response:
-            shape = _shape_of(request) if dialect is CHAT else dialect
-            try:
+            async def answer() -> Response:
                 return await handle(request, await self._caller(request, checks_known=checks_known))
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except GatewayError as error:
-                return _json(shape.error(error), error.status)
-            except StoreUnavailableError as error:
-                down = GatewayError("unavailable", error.message, code="unavailable")
-                return _json(shape.error(down), down.status)
-            except AgentRLError as error:
-                logger.warning("a request was refused", extra={"why": error.message})
-                refused = GatewayError("internal", error.message, code="internal")
-                return _json(shape.error(refused), refused.status)
+
+            return await answer_errors(_shape_of(request) if dialect is CHAT else dialect, answer)
 
         return guarded
 
@@ -144,6 +137,8 @@ class GatewayApp:
         async def generate(request: Request, caller: Caller) -> Response:
             asked, digest_of = await self._read(request, dialect)
             require_model(asked, caller.session.models)
+            if caller.claim.task.epoch == CONVERSATIONS:
+                await self.answerer.store.claims.heartbeat([caller.claim], self.config.idle_seconds)
             asked = await self.answerer.prompts.resolve(caller.claim, asked)
             pending = self._pending.get(caller.session, caller.claim, dialect.name, asked, digest_of)
             if asked.stream:
@@ -154,7 +149,7 @@ class GatewayApp:
                 )
             call = await pending.result()
             answer = answer_of(call, asked, pending.call, self.answerer.chat_format)
-            return _json(dialect.answer(answer))
+            return json_response(dialect.answer(answer))
 
         return self._guarded(dialect, generate, checks_known=False)
 
@@ -194,34 +189,12 @@ class GatewayApp:
         self, request: Request, dialect: Dialect
     ) -> tuple[GatewayRequest, tuple[bytes, str | None]]:
         """Return the request, and what identifies its retries: the body and the idempotency key."""
-        body = await self._body(request)
+        body = await read_body(request, self.config)
         role = request.path_params.get("role")
         if role is not None and (problem := role_problem(role)) is not None:
             raise invalid(problem, "role")
         asked = await aside(len(body), lambda: dialect.parse(load_body(body)))
         return replace(asked, role=role, size=len(body)), (body, request.headers.get("idempotency-key"))
-
-    async def _body(self, request: Request) -> bytes:
-        limit = int(self.config.gateway_body_mb * 2**20)
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(self.config.gateway_timeout_seconds):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > limit:
-                        raise _too_large(limit)
-                    parts.append(part)
-        except TimeoutError as error:
-            raise GatewayError(
-                "timeout",
-                f"the body did not arrive within {self.config.gateway_timeout_seconds:g} s",
-                code="body_timeout",
-            ) from error
-        return b"".join(parts)
 
     async def _caller(self, request: Request, *, checks_known: bool) -> Caller:
         """Return the trajectory of a request's token. Raises GatewayError unless its claim is alive."""
@@ -266,7 +239,7 @@ class GatewayApp:
     async def _models(self, request: Request, caller: Caller) -> Response:
         session = caller.session
         models = [_model_json(name, session) for name in session.models if not is_pattern(name)]
-        return _json({
+        return json_response({
             "object": "list", "data": models, "has_more": False,
             "first_id": models[0]["id"], "last_id": models[-1]["id"],
         })  # fmt: skip
@@ -274,22 +247,63 @@ class GatewayApp:
     async def _model(self, request: Request, caller: Caller) -> Response:
         name = request.path_params["model"]
         require_model(GatewayRequest(model=name, messages=[], tools=[]), caller.session.models)
-        return _json(_model_json(name, caller.session))
+        return json_response(_model_json(name, caller.session))
 
     async def _count_tokens(self, request: Request, caller: Caller) -> Response:
         asked, _ = await self._read(request, MESSAGES)
         require_model(asked, caller.session.models)
-        return _json({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
+        return json_response({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
 
     async def _reward(self, request: Request, caller: Caller) -> Response:
         store = self.answerer.store
-        body = load_body(await self._body(request))
+        body = load_body(await read_body(request, self.config))
         reward = await read_reward(store, caller.claim.record_id, body)
         try:
             await store.records.keep(caller.claim, reported_reward=reward)
         except LeaseLostError as error:
             raise dead_url() from error
-        return _json({"status": "stored"})
+        return json_response({"status": "stored"})
+
+
+async def answer_errors(shape: Dialect, handle: Callable[[], Awaitable[Response]]) -> Response:
+    """Return the response of ``handle``, or its error as ``shape`` has it."""
+    try:
+        return await handle()
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except GatewayError as error:
+        return json_response(shape.error(error), error.status)
+    except StoreUnavailableError as error:
+        down = GatewayError("unavailable", error.message, code="unavailable")
+        return json_response(shape.error(down), down.status)
+    except AgentRLError as error:
+        logger.warning("a request was refused", extra={"why": error.message})
+        refused = GatewayError("internal", error.message, code="internal")
+        return json_response(shape.error(refused), refused.status)
+
+
+async def read_body(request: Request, config: GatewayConfig) -> bytes:
+    """Return the body of a request. Raises GatewayError if it is too large, or does not arrive in time."""
+    limit = int(config.gateway_body_mb * 2**20)
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(config.gateway_timeout_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError as error:
+        raise GatewayError(
+            "timeout",
+            f"the body did not arrive within {config.gateway_timeout_seconds:g} s",
+            code="body_timeout",
+        ) from error
+    return b"".join(parts)
 
 
 def _shape_of(request: Request) -> Dialect:
@@ -320,7 +334,8 @@ def _model_json(name: str, session: GatewaySession) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _json(value: Mapping[str, Any], status: int = 200) -> Response:
+def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
+    """Return ``value`` as JSON."""
     return Response(orjson.dumps(value), status, media_type="application/json")
 
 

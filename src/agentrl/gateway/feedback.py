@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import (
@@ -16,9 +17,16 @@ from agentrl.documents.model_call import (
     role_problem,
     same_agent,
 )
-from agentrl.errors import TrajectoryError
+from agentrl.documents.task import CONVERSATIONS, record_key, task_key
+from agentrl.errors import (
+    ConfigError,
+    StoreDeniedError,
+    StoreError,
+    StoreUnavailableError,
+    TrajectoryError,
+)
 from agentrl.gateway.dialects.fields import kind_of, short
-from agentrl.gateway.request import invalid
+from agentrl.gateway.request import GatewayError, invalid
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
 
@@ -121,6 +129,40 @@ async def read_reward(store: Store, record_id: str, body: Mapping[str, Any]) -> 
         turn_rewards=turn_rewards,
         role_rewards={role: _number(value, f"role_rewards[{role}]") for role, value in roles.items()},
     )
+
+
+async def give_feedback(store: Store, name: str, body: Mapping[str, Any]) -> None:
+    """Store a person's feedback for the conversation ``name``, or for the Record of that ``_id``.
+
+    ``body`` is that of ``read_reward``: ``score`` and so on. It also takes ``corrected``, the answer that a
+    person would have wanted, and ``by``, the person; they are stored as a Label. The last feedback counts,
+    until the trajectory is scored. Raises GatewayError for a bad value, for an unknown id, and for a
+    trajectory that has a score or has failed.
+    """
+    corrected, by = body.get("corrected"), body.get("by", "user")
+    for field, value in (("corrected", corrected or ""), ("by", by)):
+        if not isinstance(value, str):
+            raise invalid(f"{field} is {kind_of(value)}", field)
+    record = name if "/" in name else record_key(task_key(TRAIN_SPLIT, CONVERSATIONS, name), 0, 1)
+    rest = {key: value for key, value in body.items() if key not in ("corrected", "by")}
+    reward = await read_reward(store, record, rest)
+    try:
+        status = await store.conversations.give_feedback(record, reward)
+        if corrected:
+            await store.labels.put(record, by=by, label="corrected", note=corrected, score=reward.score)
+    except ConfigError as error:
+        raise invalid(error.message, "corrected") from error
+    except (StoreUnavailableError, StoreDeniedError):
+        raise
+    except StoreError as error:
+        raise GatewayError(
+            "not_found", error.message, code="no_such_trajectory", param="id", hint=error.hint
+        ) from error
+    if status is not None:
+        raise GatewayError(
+            "invalid", f"{short(name)} is {status}: it takes no more feedback", code="too_late", param="id",
+            hint="a Label with a score and `agentrl db rescore --from_labels` change a score",
+        )  # fmt: skip
 
 
 def _number(value: Any, name: str) -> float:

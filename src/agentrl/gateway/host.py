@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -26,6 +27,9 @@ from agentrl.gateway.feedback import require_rule, untrained
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
 from agentrl.rollout.prompts import chain_of
 from agentrl.scoring.scorers import ScoreResult
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +148,9 @@ class GatewayHost:
         try:
             yield endpoint
         finally:
-            await self._close(claim, session, train, endpoint.result)
+            closed = await self._store.gateways.close_session(session.id)
+            await self._app.close_record(claim.record_id)
+            await end_trajectory(self._store, claim, closed, train, endpoint.result)
 
     async def close(self) -> None:
         """Stop the server and the answers under way."""
@@ -162,22 +168,24 @@ class GatewayHost:
                 self._server = server
         return self._server.url
 
-    async def _close(self, claim: Claim, session: GatewaySession, train: str, result: GatewayResult) -> None:
-        closed = await self._store.gateways.close_session(session.id)
-        await self._app.close_record(claim.record_id)
-        result.stopped_by = None if closed is None else closed.stopped_by
-        result.calls = await self._store.model_calls.by_record(claim.record_id)
-        result.messages = main_messages(result.calls)
-        record = await self._store.records.get(claim.record_id)
-        if record is not None and (reward := record.reported_reward) is not None:
-            by_call = {int(call): value for call, value in reward.turn_rewards.items()}
-            roles = reward.role_rewards or None
-            result.reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
-        left_out = untrained(train, result.calls)
-        await self._store.records.keep(claim, train_rule=train, untrained_calls=left_out)
-        if left_out:
-            share = describe_share(result.calls, train, left_out)
-            logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})
+
+async def end_trajectory(
+    store: Store, claim: Claim, closed: GatewaySession | None, train: str, result: GatewayResult
+) -> None:
+    """Fill ``result`` when the base URL is closed, and store which calls the rule ``train`` leaves out."""
+    result.stopped_by = None if closed is None else closed.stopped_by
+    result.calls = await store.model_calls.by_record(claim.record_id)
+    result.messages = main_messages(result.calls)
+    record = await store.records.get(claim.record_id)
+    if record is not None and (reward := record.reported_reward) is not None:
+        by_call = {int(call): value for call, value in reward.turn_rewards.items()}
+        roles = reward.role_rewards or None
+        result.reward = ScoreResult(reward.score, reward.details, by_call or None, roles)
+    left_out = untrained(train, result.calls)
+    await store.records.keep(claim, train_rule=train, untrained_calls=left_out)
+    if left_out:
+        share = describe_share(result.calls, train, left_out)
+        logger.info("a trajectory is trained in part", extra={"record": claim.record_id, "share": share})
 
 
 def main_messages(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, object]]:

@@ -1,30 +1,23 @@
-"""Compute a micro-batch's loss: per token, with corrections and bonuses; reduced over the step; metrics."""
+"""Compute a micro-batch's loss: per token, with corrections and bonuses; reduced over the step."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.config.loss import OLD_LOGPROBS, Correction
 from agentrl.errors import ConfigError
-from agentrl.losses.loss import LOG_RATIO_LIMIT, TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.loss import LOG_RATIO_LIMIT, TEACHER, TokenBatch, TokenLosses, bounded_exp
 from agentrl.losses.settings import LossSettings
 
 WEIGHT_CAP = 10.0
 """Cap of ρ = πθ/μ in ``weighted_k3``: it bounds the variance and biases tokens above it."""
-Ints = NDArray[np.int64]
-_SUMS = (
-    "tokens", "ratio", "ratio_max", "clipped", "masked", "capped", "extreme", "kl_k1", "kl_k3", "entropy",
-    "weight", "weight_squared", "kl_reference",
-)  # fmt: skip
-"""What ``measure`` returns; the last only with a reference model."""
+
+DIVERGENCE = "teacher divergence"
+"""The column of ``model.divergence.reverse_kl``, with gradient; 0 for a token without a teacher's ids."""
 
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
@@ -35,12 +28,16 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     also to those that a bound or a correction drops. Raises ValueError if the batch lacks the tensors that
     they need.
     """
+    if settings.distill_coef:
+        batch = distilled(batch, settings)
     result = settings.loss(batch, settings)
     if not settings.loss.from_policy:
         return result
     weighting = weigh(batch, settings)
     masked = weighting.masked | out_of_bound(batch, settings) | batch.is_extreme
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
+    if settings.distill_coef and DIVERGENCE in batch.columns:
+        losses = losses + settings.distill_coef * batch.columns[DIVERGENCE]
     if settings.kl_coef:
         losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
     if settings.entropy_coef:
@@ -48,6 +45,27 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
             raise ValueError("the batch has no entropy")
         losses = losses - settings.entropy_coef * batch.entropy
     return replace(result, losses=losses, masked=masked, capped=weighting.capped)
+
+
+def distilled(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
+    """Return the batch with ``distill_coef``·log π_teacher/πθ added to each token's advantage.
+
+    It replaces the advantage where the loss ignores scores. A token without a teacher's value has 0 of it,
+    and so has one whose ``DIVERGENCE`` is known. Raises ValueError for a batch without the column.
+    """
+    if TEACHER not in batch.columns:
+        raise ValueError(f"the batch has no column {TEACHER!r}: the run needs --columns {TEACHER}")
+    own = torch.zeros_like(batch.advantages) if settings.loss.ignores_score else batch.advantages
+    judged = float(settings.distill_coef or 0.0) * log_teacher_ratio(batch)
+    if (divergence := batch.columns.get(DIVERGENCE)) is not None:
+        judged = torch.where(divergence.detach() == 0, judged, 0.0)
+    return replace(batch, advantages=own + judged)
+
+
+def log_teacher_ratio(batch: TokenBatch) -> Tensor:
+    """Return log π_teacher/πθ, float32[T], detached and within ±20; 0 where the teacher has no value."""
+    gap = batch.columns[TEACHER].float() - batch.logprobs.detach().float()
+    return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).nan_to_num(0.0)
 
 
 def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
@@ -234,110 +252,3 @@ def out_of_bound(batch: TokenBatch, settings: LossSettings) -> Tensor:
     lower = 1.0 - settings.lower_width * width
     upper = 1.0 + settings.upper_width * width
     return ((batch.advantages > 0) & (rho > upper)) | ((batch.advantages < 0) & (rho < lower))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMetrics:
-    """Sums over the tokens in the loss mask of one or more micro-batches; ``+`` adds two."""
-
-    loss: float = 0.0
-    """The part of the step's loss that these micro-batches have."""
-    tokens: int = 0
-    ratio: float = 0.0
-    ratio_max: float = 0.0
-    clipped: float = 0.0
-    masked: float = 0.0
-    capped: float = 0.0
-    extreme: float = 0.0
-    kl_k1: float = 0.0
-    kl_k3: float = 0.0
-    entropy: float = 0.0
-    kl_reference: float | None = None
-    """Σ of the k3 estimate of KL(πθ‖π_ref); None without a reference model."""
-    weight: float = 0.0
-    """Σ πθ/μ."""
-    weight_squared: float = 0.0
-    staleness: Counter[int] = field(default_factory=Counter)
-    versions: Counter[int] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, loss: float, sums: Sequence[float], ages: Ints, versions: Ints) -> Self:
-        """Return the metrics of a micro-batch: ``measure``'s result, and age and version of each token."""
-        values = dict(zip(_SUMS, sums, strict=False))
-        tokens = int(values.pop("tokens"))
-        return cls(loss=loss, tokens=tokens, **values, staleness=_count(ages), versions=_count(versions))
-
-    def __add__(self, other: TokenMetrics) -> TokenMetrics:
-        pairs = {item.name: (getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
-        ratio_max = max(pairs.pop("ratio_max"))
-        summed: dict[str, Any] = {}
-        for name, (one, more) in pairs.items():
-            summed[name] = more if one is None else one if more is None else one + more
-        return TokenMetrics(**summed, ratio_max=ratio_max)
-
-    def report(self) -> dict[str, float | dict[str, float]]:
-        """Return the step's metrics, per token; empty without a token.
-
-        ``clipped_fraction`` counts tokens that the loss's own clip bounds, ``masked_fraction`` those that
-        bounds on staleness and corrections drop or that are extreme, ``capped_fraction`` those whose weight
-        ``tis`` or ``seq_tis`` lowers. ``extreme_tokens`` is the number of tokens with πθ/μ beyond e^±20.
-        ``kl_k1`` and ``kl_k3`` estimate KL(μ‖πθ) in nats (k1: log μ/πθ; k3: πθ/μ − 1 − log πθ/μ).
-        ``kl_reference`` is the k3 estimate of KL(πθ‖π_ref), if there is a reference model.
-        ``effective_sample_size`` is (Σω)²/(n·Σω²) of ω = πθ/μ, in (0, 1]. ``staleness_histogram`` maps an age
-        in optimizer steps to tokens and ``version_fractions`` a policy version to its share of the tokens;
-        both have text keys, as documents need them.
-        """
-        count = self.tokens
-        if count == 0:
-            return {}
-        return {
-            "ratio_mean": self.ratio / count,
-            "ratio_max": self.ratio_max,
-            "clipped_fraction": self.clipped / count,
-            "masked_fraction": self.masked / count,
-            "capped_fraction": self.capped / count,
-            "extreme_tokens": self.extreme,
-            "kl_k1": self.kl_k1 / count,
-            "kl_k3": self.kl_k3 / count,
-            "entropy": self.entropy / count,
-            **({} if self.kl_reference is None else {"kl_reference": self.kl_reference / count}),
-            "effective_sample_size": self.weight**2 / (count * self.weight_squared),
-            "staleness_mean": sum(age * tokens for age, tokens in self.staleness.items()) / count,
-            "staleness_max": float(max(self.staleness)),
-            "staleness_histogram": {str(age): float(n) for age, n in sorted(self.staleness.items())},
-            "version_fractions": {str(version): n / count for version, n in sorted(self.versions.items())},
-        }
-
-
-def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
-    """Return a micro-batch's sums, float64[12 or 13], on its device: the host does not wait for them.
-
-    ``entropy`` float32[T] is the policy's, in nats.
-    """
-    mask = batch.mask
-    log_weight = torch.where(mask, batch.logprobs.detach().float() - batch.behavior_logprobs.float(), 0.0)
-    weight = torch.where(mask, bounded_exp(log_weight).double(), 0.0)
-    ratio = torch.where(mask, result.ratio.double(), 0.0)
-    capped = torch.zeros_like(mask) if result.capped is None else result.capped
-    sums = [
-        mask.double().sum(),
-        ratio.sum(),
-        torch.cat([ratio, ratio.new_zeros(1)]).max(),
-        (result.clipped & mask).double().sum(),
-        (result.masked & mask).double().sum(),
-        (capped & mask).double().sum(),
-        (batch.is_extreme & mask).double().sum(),
-        -log_weight.double().sum(),
-        torch.where(mask, weight - 1 - log_weight.double(), 0.0).sum(),
-        torch.where(mask, entropy.double(), 0.0).sum(),
-        weight.sum(),
-        (weight * weight).sum(),
-    ]
-    if batch.reference_logprobs is not None:
-        sums.append(torch.where(mask, reference_kl(batch, "k3").detach().double(), 0.0).sum())
-    return torch.stack(sums)
-
-
-def _count(values: Ints) -> Counter[int]:
-    kinds, counts = np.unique(values, return_counts=True)
-    return Counter(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before ``exp``."""
+TEACHER = "teacher"  # the column with a teacher's logprobs
 _NONE: Any = None
 _BUILT_IN = "agentrl.losses.built_in"
 
@@ -181,6 +182,8 @@ class Loss:
     """True if a token's loss depends on the other tokens of its trajectory."""
     compares_behavior: bool = False
     """True if the loss compares πθ with μ and reads no π_old."""
+    ignores_score: bool = False
+    """True if a teacher's judgement replaces the advantage of the score (``distill_coef``)."""
     compares: bool = False
     """True if a trajectory's loss depends on scores and on a reference model (``TokenBatch.compared``)."""
     choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data
@@ -269,6 +272,8 @@ def loss(
     contains_weight: bool = False,
     reads_trajectory: bool = False,
     compares_behavior: bool = False,
+    distill_coef: float = 0.0,
+    ignores_score: bool = False,
     compares: bool = False,
     choose: Callable[[Sequence[DBRecordData]], Sequence[DBRecordData]] = lambda data: data,
     check: Callable[[Any], None] = lambda _: None,
@@ -283,8 +288,9 @@ def loss(
     its default, if it has one, is the flag's for every loss that reads it.
 
     ``token_level_loss`` and ``skip_length_normalization`` are the reduction, ``strict_in_bound``,
-    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds that the loss has where
-    the flags of these names are not given. The other arguments are explained at ``Loss``.
+    ``importance_weight_cap_ratio``, ``epsilon`` and ``epsilon_higher`` the bounds, ``distill_coef`` the
+    weight of a teacher that the loss has where the flags of these names are not given. The other arguments
+    are explained at ``Loss``.
     """
     defaults = {
         "token_level_loss": token_level_loss,
@@ -293,6 +299,7 @@ def loss(
         "importance_weight_cap_ratio": importance_weight_cap_ratio,
         "epsilon": epsilon,
         "epsilon_higher": epsilon_higher,
+        "distill_coef": distill_coef,
     }
 
     def decorate(function: Callable[..., TokenLosses]) -> Loss:
@@ -304,6 +311,7 @@ def loss(
             contains_weight=contains_weight,
             reads_trajectory=reads_trajectory,
             compares_behavior=compares_behavior,
+            ignores_score=ignores_score,
             compares=compares,
             choose=choose,
             check=check,
@@ -335,6 +343,7 @@ LOSSES = Registry[Loss](
         "reinforce": "REINFORCE++ is GRPO with --token_level_loss true --advantage reward"
         " --advantage_whitening batch (docs/losses.md)",
         "ppo": "GRPO is PPO's clipped surrogate with the group's mean in place of a critic",
+        "gkd": "OPD: on-policy distillation (docs/distillation.md)",
         "sft": "CrossEntropy; `agentrl sft` trains conversations",
     },
 )

@@ -13,9 +13,9 @@ from typing import Any
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
-from agentrl.config.schema import EngineConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, GroupConfig, OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.loss import LOSSES, Loss
+from agentrl.losses.loss import LOSSES, TEACHER, Loss
 
 FOR_QUANTIZED = {"old_logprobs": "recompute", "importance_correction": "tis:2"}
 """Flags for rollouts with quantized weights, whose μ differs from the trainer's policy at any age."""
@@ -147,12 +147,32 @@ def check_loss(configs: Configs) -> None:
         "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
         " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
     )
+    _require_teacher(settings, configs[GroupConfig])
     require(
         loss.out_of_date_decay is None or training.staleness_policy == "decay" or settings.narrows_bounds,
         f"--out_of_date_decay is {loss.out_of_date_decay}, and {loss.loss_calculater} has no bounds that it"
         " could narrow",
         "add bounds, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
         " decay; or leave it out",
+    )
+
+
+def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:
+    """Refuse distillation without the teacher's column, or with rules that drop trajectories by score."""
+    if not settings.distill_coef:
+        return
+    require(
+        TEACHER in groups.column_names,
+        f"--loss_calculater {settings.loss_calculater} with --distill_coef {settings.distill_coef:g} reads"
+        f" the logprobs of a teacher, and --columns is {groups.columns!r}",
+        f"set --columns {TEACHER} for samplers and the trainer, and run agentrl teach (docs/distillation.md)",
+    )
+    require(
+        not (settings.loss.ignores_score and (groups.drop_zero_advantage or groups.min_score_spread)),
+        f"--loss_calculater {settings.loss_calculater} ignores scores, and --drop_zero_advantage"
+        f" {str(groups.drop_zero_advantage).lower()} with --min_score_spread {groups.min_score_spread:g}"
+        " drops trajectories by them",
+        "set --drop_zero_advantage false --min_score_spread 0 for samplers and the trainer",
     )
 
 
@@ -234,7 +254,7 @@ def _check_flags_are_read(settings: LossSettings) -> None:
     if loss.from_policy:
         return
     bounds = ("epsilon", "epsilon_higher", cap, "strict_in_bound")
-    for flag in (*bounds, "importance_correction", "kl_coef", "entropy_coef"):
+    for flag in (*bounds, "importance_correction", "kl_coef", "entropy_coef", "distill_coef"):
         _require(
             _is_default(settings, flag),
             settings,

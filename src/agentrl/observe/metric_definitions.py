@@ -46,6 +46,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("kl_k1", "mean of log μ/πθ: estimates KL(μ‖πθ)", "nats a token", "around 0, may be negative"),
         _("kl_k3", "mean of πθ/μ − 1 − log πθ/μ: estimates KL(μ‖πθ), never below 0", "nats a token", "below 0.01; above 0.1, sampler and trainer disagree (`agentrl parity`)"),
         _("kl_reference", "k3 estimate of KL(πθ‖π_ref), with a reference model", "nats a token", "grows slowly"),
+        _("kl_teacher", "k1 estimate of KL(πθ‖π_teacher), with a teacher", "nats a token", "falls"),
         _("router_replayed", "of a mixture: share of rank 0's tokens with the experts that the engine chose (--router_replay)", "0–1", "near 1; the rest routes freely: last tokens, engines without routing"),
         _("router_differs", "share of those choices, by token and layer, that the trainer's router would make otherwise", "0–1", "below 0.1 at staleness 0; grows with staleness"),
         _("router_merge_differs", "share of merged prefix tokens whose trajectory had other experts than the one that is kept", "0–1", "near 0: one engine, one version; higher with several"),

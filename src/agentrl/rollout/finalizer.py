@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.documents.task import CONVERSATIONS
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.agent_io import failure_text
+from agentrl.scoring.groups import alone
 
 if TYPE_CHECKING:
     from agentrl.documents.column import Column
@@ -87,7 +90,10 @@ class GroupFinalizer:
         columns: Mapping[str, Sequence[Column]],
     ) -> GroupOutcome:
         """Decide the group; log once per sampling parameter that it masks model calls."""
-        outcome = self._rules.decide(task, records, calls, columns)
+        rules = self._rules
+        if task.epoch == CONVERSATIONS:
+            rules = replace(rules, config=alone(rules.config))
+        outcome = rules.decide(task, records, calls, columns)
         for masked in outcome.summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]
             if name not in self._logged:

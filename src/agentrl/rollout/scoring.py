@@ -12,7 +12,7 @@ from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.documents.task import Claim, scorer_weights
+from agentrl.documents.task import FEEDBACK, Claim, scorer_weights
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
@@ -56,6 +56,11 @@ class Scoring:
         """
         await self.store.records.advance(claim, RecordStatus.SCORING)
         scorer = claim.task.scorer
+        if scorer == FEEDBACK and context.agent_score is None:
+            status = await self.store.conversations.await_feedback(claim, self.sampling.feedback_hours)
+            logger.info("no feedback" if status is SlotStatus.FAILED else "waits for feedback",
+                        extra={"record": claim.record_id})  # fmt: skip
+            return False
         try:
             result = await score_context(scorer, context, self.sampling.scorer_timeout_seconds)
         except ScorerError as error:
@@ -126,8 +131,11 @@ class Scoring:
 class ScoringQueue:
     """Claims sampled trajectories that wait for a score, and scores them."""
 
-    def __init__(self, scoring: Scoring, *, split: str, owner: str, concurrency: int) -> None:
-        """Score up to ``concurrency`` trajectories of ``split`` at a time."""
+    def __init__(
+        self, scoring: Scoring, *, split: str, owner: str, concurrency: int, only_scorer: str | None = None
+    ) -> None:
+        """Score up to ``concurrency`` trajectories of ``split``, or of a scorer in it, at a time."""
+        self._only_scorer = only_scorer
         self._scoring = scoring
         self._store = scoring.store
         self._split = split
@@ -169,6 +177,7 @@ class ScoringQueue:
             lease_seconds=self._scoring.claims.lease_seconds,
             limit=min(self._concurrency - len(self._held), 1 if self._scoring.outages.open else _AT_ONCE),
             without_scorers=needs.scorers,
+            only_scorer=self._only_scorer,
         )
         for claim in claims:
             self._scoring.outages.begin_probes(claim.record_id, (), claim.task.scorer)

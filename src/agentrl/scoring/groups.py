@@ -7,7 +7,7 @@ import inspect
 import random
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
@@ -147,6 +147,14 @@ class Decision:
     advantage: float | None = None
     turn_advantages: tuple[float, ...] = ()
     abandoned_because: str | None = None
+
+
+def alone(config: GroupConfig) -> GroupConfig:
+    """Return the rules for a group of one trajectory, which nothing is compared with: A is its score."""
+    return replace(
+        config, advantage="reward", min_score_spread=0.0, drop_zero_advantage=False, minimal_advantage=0.0,
+        balance_sample=False,
+    )  # fmt: skip
 
 
 def decide_group(

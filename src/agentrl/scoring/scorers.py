@@ -154,7 +154,7 @@ SCORERS: Registry[Scorer] = Registry(
     group="agentrl.scorers",
     convert=_scorer_of,
     built_in=[
-        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
+        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code", "feedback")),
         "agentrl.environments.session",
     ],
 )
@@ -226,7 +226,7 @@ async def score_context(name: str, context: ScorerContext, timeout: float) -> Sc
     checked = ScoreResult(own["score"], own["details"], own["turn_rewards"], own.get(ROLE_REWARDS))
     with tracer().span("score agent") as span:
         _trace(span, "agent", checked)
-    return _finished("agent", checked, context)
+    return _finished(own.get("scorer", "agent"), checked, context)
 
 
 def _finished(name: str, result: ScoreResult, context: ScorerContext) -> ScoreResult:

@@ -13,6 +13,7 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
+from agentrl.documents.task import CONVERSATIONS
 from agentrl.store.mechanics.connection import Connection, Json, Repository
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import DATA, GATE, STEP, TASK
@@ -115,10 +116,13 @@ class GroupAdmission(Repository):
         self._selection = TaskSelection(connection)
 
     async def count(self, split: str, session: AsyncClientSession | None = None) -> int:
-        """Return how many groups are open: running, waiting, or finalized with untrained data."""
+        """Return how many groups are open: running, waiting, or finalized with untrained data.
+
+        Conversations, which no sampler runs, count when they are finalized.
+        """
         admitted = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
         running = await self._collection(TASK).count_documents(
-            {"split": split, "status": {"$in": admitted}}, session=session
+            {"split": split, "status": {"$in": admitted}, "epoch": {"$ne": CONVERSATIONS}}, session=session
         )
         untrained = {
             "split": split,

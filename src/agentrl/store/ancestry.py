@@ -9,9 +9,10 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative, child_key
 from agentrl.documents.run import TRAINER
+from agentrl.documents.status import APPLIED_STEPS, values
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.mechanics.connection import Json, Repository, database_call
-from agentrl.store.names import LEASE, RUN
+from agentrl.store.names import LEASE, RUN, STEP
 
 CHILDREN: Json = {"_id": {"$gt": CHILD_PREFIX, "$lt": f"{CHILD_PREFIX[:-1]}0"}}
 """The documents of ``Run`` that name children."""
@@ -69,6 +70,21 @@ class Ancestry(Repository):
     async def living_children(self) -> list[Relative]:
         """Return the children whose database names this run as its parent. Needs rights on all runs."""
         return [child for child in await self.children() if await self._is_ours(child.run)]
+
+    @database_call
+    async def begin(self, begun: Relative) -> None:
+        """Make this run the child of ``begun``, with copies of the steps in its weights. Idempotent.
+
+        The parent's note is written first, so that what the child needs is kept. Raises as ``adopt``.
+        """
+        parent = self._connection.beside(begun.run)
+        await Ancestry(parent).adopt(self._name, begun)
+        query: Json = {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}
+        async for step in parent.collection(STEP).find(query):
+            await self._collection(STEP).replace_one(
+                {"_id": step["_id"]}, {**step, "inherited": True}, upsert=True
+            )
+        await self._collection(RUN).replace_one({"_id": PARENT}, begun.to_document(), upsert=True)
 
     @database_call
     async def adopt(self, name: str, begun: Relative) -> None:

@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.task import FEEDBACK, Claim, Task
 from agentrl.errors import StoreError
 from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
 from agentrl.store.expired_leases import ExpiredLeases
@@ -72,14 +72,16 @@ class Claims(Repository):
     @database_call
     async def claim_sampled(
         self, *, split: str, owner: str, lease_seconds: float, limit: int = 1,
-        without_scorers: Collection[str] = (),
+        without_scorers: Collection[str] = (), only_scorer: str | None = None,
     ) -> list[Claim]:  # fmt: skip
         """Claim up to ``limit`` sampled slots of one Task for a score; empty if there is none.
 
-        The earliest group comes first. Tasks whose scorer is in ``without_scorers`` are skipped. The attempt
-        stays the same, so nothing is sampled again.
+        The earliest group comes first. Tasks whose scorer is in ``without_scorers``, or is not
+        ``only_scorer``, are skipped. The attempt stays the same, so nothing is sampled again.
         """
         excluded: Json = {"scorer": {"$nin": sorted(without_scorers)}} if without_scorers else {}
+        if only_scorer is not None:
+            excluded = {"scorer": only_scorer}
         query = {
             "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
             **excluded, **slots.any_slot(slots.UNSCORED),
@@ -230,10 +232,11 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
 
 
 async def count_unscored(connection: Connection, split: str) -> int:
-    """Return the number of sampled trajectories of a split that wait for a score."""
+    """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.SAMPLED}}
     query: Json = {
         "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
+        "scorer": {"$ne": FEEDBACK},
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
     groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()

@@ -23,6 +23,7 @@ from agentrl.store.ancestry import Ancestry
 from agentrl.store.attempts import Attempts
 from agentrl.store.claims import Claims
 from agentrl.store.columns import Columns
+from agentrl.store.conversations import Conversations
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
 from agentrl.store.epochs import Epochs
 from agentrl.store.evaluations import Evaluations
@@ -82,6 +83,7 @@ class Store:
         self.ancestry = Ancestry(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
+        self.conversations = Conversations(connection, self.attempts.completed)
         self.images = Images(connection)
         self.labels = Labels(connection)
         self.views = Views(connection)

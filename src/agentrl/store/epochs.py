@@ -156,10 +156,10 @@ class Epochs(Repository):
         if epoch == 0 or await self.next(split, epoch + 1) != epoch:
             return 0
         loaded = await self.count(split, 0)
-        begun = await self._collection(TASK).find_one({"split": split, "epoch": epoch}, {"slots": 1})
+        begun = await self._one(Task, TASK, {"split": split, "epoch": epoch})
         opening = EpochOpening(
             id=epoch_key(split, epoch), tasks=loaded, seed=seed, shuffle=shuffle,
-            num_generations=num_generations if begun is None else len(begun["slots"]),
+            num_generations=num_generations if begun is None else len(begun.slots) + begun.retracted,
         )  # fmt: skip
         async with self._leases.lock(opening.id):
             held = await self._leases.acquire(opening, copies=True)
@@ -242,17 +242,11 @@ class Epochs(Repository):
         """Copy tasks, given as (order, task_id), inside the server; tasks that exist are not changed."""
         ids = [task_id for _, task_id in ordered]
         orders = literal([order for order, _ in ordered])
-        new = Task(
-            id="", task_id="", split=split, epoch=epoch, order=0, query="",
-            slots=tuple(Slot(traj_id=number) for number in range(generations)),
-        )  # fmt: skip
-        copy: Json = {name: literal(value) for name, value in new.to_document().items()}
-        copy |= {name: f"${name}" for name in ("task_id", *CONTENT, CHECKSUMS)}
-        copy |= {
+        slots = [Slot(traj_id=number).to_document() for number in range(generations)]
+        copy = unbegun(literal(slots)) | {
+            "epoch": literal(epoch),
             "_id": {"$concat": [literal(task_key(split, epoch, "")), "$task_id"]},
             "order": {"$arrayElemAt": [orders, {"$indexOfArray": [literal(ids), "$task_id"]}]},
-            "created_at": "$$NOW",
-            "updated_at": "$$NOW",
         }
         pipeline: list[Json] = [
             {"$match": {"_id": {"$in": [task_key(split, 0, task_id) for task_id in ids]}}},
@@ -287,6 +281,15 @@ class LoadLease:
             self.held = await self._epochs.wait_for_lease(self.held.id)
             if expected is not None:
                 await self._leases.renew(self.held, expected)
+
+
+def unbegun(slots: Json) -> Json:
+    """Return the expression of a copy of a Task that nobody has begun; ``slots`` is one of its slots."""
+    new = Task(id="", task_id="", split="", epoch=0, order=0, query="").to_document()
+    kept = ("_id", "task_id", "split", "epoch", "order", *CONTENT, CHECKSUMS)
+    copied = {name: f"${name}" for name in kept}
+    times = {"created_at": "$$NOW", "updated_at": "$$NOW"}
+    return {name: literal(value) for name, value in new.items()} | copied | times | {"slots": slots}
 
 
 def id_prefix(prefix: str) -> Json:

@@ -11,7 +11,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.record import Failure
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.task import CONVERSATIONS, Claim, Task
 from agentrl.errors import DATABASE
 from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
@@ -43,7 +43,10 @@ class ExpiredLeases(Repository):
         ``max_attempts``. For ``grace_seconds`` after an outage of the database leases stay that expired
         during it, because nobody could renew them.
         """
-        query = {"split": split, "status": TaskStatus.RUNNING.value, **slots.overdue(slots.EXPIRED)}
+        query = {
+            "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS},
+            **slots.overdue(slots.EXPIRED),
+        }  # fmt: skip
         tasks = await self._all(Task, TASK, query)
         expired = await self._renewable(slots.EXPIRED, grace_seconds) if tasks else None
         if expired is None:
@@ -65,7 +68,9 @@ class ExpiredLeases(Repository):
         database, leases that expired during it stay.
         """
         tasks = self._collection(TASK)
-        running: Json = {"split": split, "status": TaskStatus.RUNNING.value, **excluded}
+        running: Json = {
+            "split": split, "status": TaskStatus.RUNNING.value, "epoch": {"$ne": CONVERSATIONS}, **excluded,
+        }  # fmt: skip
         expired = slots.expired(max_attempts)
         if await tasks.find_one({**running, **slots.overdue(expired)}, {"_id": 1}) is None:
             return []

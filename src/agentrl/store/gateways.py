@@ -73,6 +73,13 @@ class Gateways(Repository):
         return await self._one(GatewaySession, GATEWAY_SESSION, {"_id": session_id})
 
     @database_call
+    async def session_of(self, record_id: str) -> GatewaySession | None:
+        """Return the latest session of a Record; None if there is none."""
+        return await self._one(
+            GatewaySession, GATEWAY_SESSION, {"record": record_id}, sort=[("created_at", DESCENDING)]
+        )
+
+    @database_call
     async def close_session(self, session_id: str) -> GatewaySession | None:
         """Close a session: no request is answered from now on. Return it."""
         document = await self._collection(GATEWAY_SESSION).find_one_and_update(

@@ -79,15 +79,19 @@ class Groups(Repository):
     """The calls on groups: a Task, its Records and their training data."""
 
     @database_call
-    async def waiting(self, split: str, limit: int = 16, waiting_seconds: float = 0.0) -> list[str]:
+    async def waiting(
+        self, split: str, limit: int = 16, waiting_seconds: float = 0.0, *, epoch: int | None = None
+    ) -> list[str]:
         """Return the ids of Tasks that have waited ``waiting_seconds`` to be finalized, in order.
 
-        Excludes a group until ``finalizing.retry_at`` after a failed attempt to finalize it, and one that
-        waits for a column.
+        Without ``epoch``, of all epochs. Excludes a group until ``finalizing.retry_at`` after an attempt that
+        failed, and one that waits for a column.
         """
         since = {"$lte": ["$updated_at", after(-waiting_seconds)]}
         due = {"$lte": ["$finalizing.retry_at", "$$NOW"]}  # a missing value is less than any date
         query: Json = {"split": split, "status": TaskStatus.WAITING.value, "$expr": {"$and": [since, due]}}
+        if epoch is not None:
+            query["epoch"] = epoch
         if unfilled := await tasks_with_unfilled(self._connection, split):
             query["_id"] = {"$nin": list(unfilled)}
         cursor = self._collection(TASK).find(

@@ -39,10 +39,14 @@ TOKEN_STATISTICS: Final = "TokenStatistics"
 """Importance ratios and entropies of trained tokens, by step."""
 COLUMN: Final = "Column"
 """Values of trajectories that other processes fill in, such as the logprobs of a teacher."""
+RETRACTION: Final = "Retraction"
+"""The calls of ``agentrl retract``."""
+TOMBSTONE: Final = "Tombstone"
+"""The ids of what they withdrew."""
 COLLECTIONS: Final = (
     TASK, RECORD, MODEL_CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE, SETTINGS, IMPORTS,
-    OUTAGE, EVALUATION, IMAGE, GATEWAY_SESSION, GATEWAY_CALL, LABEL, TOKEN_STATISTICS,
-    COLUMN,
+    OUTAGE, EVALUATION, IMAGE, GATEWAY_SESSION, GATEWAY_CALL, LABEL, TOKEN_STATISTICS, COLUMN,
+    RETRACTION, TOMBSTONE,
 )  # fmt: skip
 
 SCHEMA_VERSION: Final = 1

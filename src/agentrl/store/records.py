@@ -20,7 +20,7 @@ from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.slots import lease_lost, lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
-from agentrl.store.names import RECORD
+from agentrl.store.names import MODEL_CALL, RECORD
 
 _LOST = (RecordStatus.FAILED, RecordStatus.RELEASED)
 """Statuses of a Record whose owner has lost the slot."""
@@ -45,6 +45,15 @@ class _Advance:
             update["$set"] |= seal(RECORD, "sampled", new_record(self.claim).to_document() | self.fields)
             update["$currentDate"] = {"completed_at": True}
         return UpdateOne(query, update)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOrigin:
+    """What made the score of a Record, and its context."""
+
+    scorer: str | None
+    tools: tuple[str, ...]
+    """The names of the tools that it called."""
 
 
 class Records(Repository):
@@ -126,6 +135,23 @@ class Records(Repository):
         """Return the unpruned Records with a score of ``min_score`` or more, by id."""
         query: Json = {"split": split, "score": {"$gte": min_score}, "pruned_at": None}
         return await self._all(Record, RECORD, query, sort=[("_id", ASCENDING)])
+
+    @database_call
+    async def origins(self, record_ids: Sequence[str]) -> dict[str, RecordOrigin]:
+        """Return {id: scorer and tools} of the Records with these ids."""
+        query: Json = {"_id": {"$in": list(record_ids)}}
+        scorers = {
+            document["_id"]: (document.get("score_details") or {}).get("scorer")
+            async for document in self._collection(RECORD).find(query, {"score_details.scorer": 1})
+        }
+        called = await self._aggregate(
+            MODEL_CALL,
+            {"$match": {"record": query["_id"], "tool_executions.0": {"$exists": True}}},
+            {"$unwind": "$tool_executions"},
+            {"$group": {"_id": "$record", "tools": {"$addToSet": "$tool_executions.name"}}},
+        )
+        tools = {group["_id"]: tuple(sorted(group["tools"])) for group in called}
+        return {key: RecordOrigin(scorer, tools.get(key, ())) for key, scorer in scorers.items()}
 
     @database_call
     async def trace_ids(self, record_ids: Sequence[str], limit: int) -> list[str]:

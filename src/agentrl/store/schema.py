@@ -23,6 +23,7 @@ from agentrl.documents.gateway import GatewayCall, GatewaySession
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.record import Label, Record
+from agentrl.documents.retraction import Retraction, Tombstone
 from agentrl.documents.run import (
     FLAGS,
     REMARKS,
@@ -176,6 +177,8 @@ VALIDATORS: dict[str, Json] = {
         names.LABEL: _object(Label),
         names.TOKEN_STATISTICS: _object(TokenStatistics),
         names.COLUMN: _with_files(Column),
+        names.RETRACTION: _object(Retraction),
+        names.TOMBSTONE: _object(Tombstone),
     }.items()
 }
 """Collection → validator. Fields without a default are required; unknown fields are refused."""
@@ -202,6 +205,7 @@ INDEXES: dict[str, list[IndexModel]] = {
         _index("split", "status", "group.counted_at_step", "group.finalized_at"),
         _index("images.sha256", where={"images.sha256": {"$gt": ""}}),
         _index("group.counted_at_step", where={"group.counted_at_step": {"$gt": 0}}),
+        _index("group.kept_as_trained", where={"group.kept_as_trained": True}),
     ],
     names.RECORD: [
         _index("task", "traj_id", "attempt"),
@@ -232,6 +236,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     names.LABEL: [_index("record"), _index("label")],
     names.TOKEN_STATISTICS: [_index("record")],
     names.COLUMN: [_index("record"), _index("status", "name", "created_at", "_id"), _index("task")],
+    names.TOMBSTONE: [_index("task", "deleted_at"), _index("deleted_at")],
     names.GATEWAY_SESSION: [_index("record")],
     names.GATEWAY_CALL: [
         _index("record", "digest", "number", unique=True),
@@ -260,8 +265,8 @@ def unfinished(name: str, schema: Json) -> StoreError | None:
         )
     if schema.get("importing"):
         return StoreError(
-            f"the import into run {name!r} did not finish",
-            hint="import again: it replaces the documents that exist",
+            f"run {name!r} is not whole: the import or the fork that makes it did not finish",
+            hint="repeat that command: it begins anew",
         )
     return None
 

@@ -13,13 +13,14 @@ from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
 from agentrl.documents.base import excerpt, now, plain
+from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus
-from agentrl.documents.task import CONTENT, Task, scorer_weights, task_key
+from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.epochs import Epochs
+from agentrl.store.epochs import Epochs, id_prefix
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import TASK
+from agentrl.store.names import TASK, TOMBSTONE
 from agentrl.store.selection import BY_ORDER, sort_key
 
 _BATCH = 1000
@@ -58,6 +59,8 @@ class LoadResult:
     existing: int
     updated: int = 0
     left: tuple[str, ...] = ()
+    withdrawn: int = 0
+    """Tasks that ``agentrl retract`` withdrew; they stay out."""
 
 
 @dataclass(slots=True)
@@ -125,6 +128,11 @@ class Tasks(Repository):
         """
         if not tasks:
             return LoadResult(0, 0)
+        loaded = len(tasks)
+        gone = await self._withdrawn(tasks[0].split, tasks[0].epoch)
+        tasks = [task for task in tasks if task.id not in gone] if gone else tasks
+        if not tasks:
+            return LoadResult(0, 0, withdrawn=loaded)
         split, epoch = tasks[0].split, tasks[0].epoch
         compared = await self._compare(tasks, range(len(tasks)))
         is_loaded = await self._epochs.is_loaded(split, epoch)
@@ -148,7 +156,15 @@ class Tasks(Repository):
         left: list[str] = []
         for batch in _batches(tasks, changed):
             left += await self._update([task for _, task in batch], epochs)
-        return LoadResult(inserted, len(tasks) - inserted, len(changed) - len(left), tuple(left))
+        return LoadResult(
+            inserted, len(tasks) - inserted, len(changed) - len(left), tuple(left), loaded - len(tasks)
+        )
+
+    @database_call
+    async def _withdrawn(self, split: str, epoch: int) -> set[str]:
+        """Return the ids of the tasks that were withdrawn from an epoch."""
+        stones = {"_id": id_prefix(task_key(split, epoch, "")), "kind": Withdrawn.TASK.value}
+        return {stone["_id"] async for stone in self._collection(TOMBSTONE).find(stones, {"_id": 1})}
 
     @database_call
     async def get(self, task_id: str) -> Task | None:
@@ -174,7 +190,9 @@ class Tasks(Repository):
     async def references(self, split: str) -> TaskReferences:
         """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
         fields = ("agent_name", "agent_cfg_path", "scorer", "answer_schema", "environment", "tools")
-        unfinished: Json = {"split": split, "status": {"$in": _UNFINISHED}}
+        unfinished: Json = {
+            "split": split, "status": {"$in": _UNFINISHED}, "epoch": {"$ne": CONVERSATIONS},
+        }  # fmt: skip
         kinds: Json = {
             "_id": {name: f"${name}" for name in fields},
             "task": {"$min": "$_id"},
@@ -246,7 +264,7 @@ class Tasks(Repository):
 
     @database_call
     async def _stored(self, ids: Sequence[str]) -> dict[str, Json]:
-        shown = {**dict.fromkeys(CONTENT, 1), "slots.traj_id": 1}
+        shown = {**dict.fromkeys(CONTENT, 1), "slots.traj_id": 1, "retracted": 1}
         cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, shown)
         return {document["_id"]: document async for document in cursor}
 
@@ -309,7 +327,7 @@ def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:
         is_newer = name not in stored and not new  # the run was begun before the field was there
         if old != new and not is_newer:
             yield f"{name} {excerpt(old, _EXCERPT)} → {excerpt(new, _EXCERPT)}"
-    slots = len(stored.get("slots", ()))
+    slots = len(stored.get("slots", ())) + stored.get("retracted", 0)
     if slots != len(task.slots):
         yield f"num_generations {slots} → {len(task.slots)}"
 

@@ -16,7 +16,7 @@ import random
 import re
 import shutil
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -32,7 +32,7 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
-from agentrl.train.optimizer import load_optimizer
+from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import architecture
 from agentrl.weights.model_folder import (
@@ -188,9 +188,7 @@ def find(
     if choice in (None, "none"):
         return None
     if choice == "auto":
-        found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
-        usable = (item for item in found if not _reverted(item, run_name, steps))
-        newest = next(usable, None)
+        newest = next(usable(root, steps, run_name=run_name, discarded=discarded), None)
         return newest and _checked(newest, base)
     folder = Path(str(choice))
     if not (folder / STATE).is_file():
@@ -207,6 +205,19 @@ def find(
             hint=f"start another run from its weights: --model_name_or_path {named.model}",
         )
     return _checked(named, base)
+
+
+def usable(
+    root: Path, steps: Sequence[TrainStep], *, run_name: str, discarded: Collection[str] = ()
+) -> Iterator[Checkpoint]:
+    """Yield the complete checkpoints without reverted steps, newest first. Raises as ``find``."""
+    found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
+    return (item for item in found if not _reverted(item, run_name, steps))
+
+
+def of_parent(folder: Path, base: Path) -> Checkpoint:
+    """Return the checkpoint of another run from which this run begins. Raises as ``find``."""
+    return _checked(_read(folder), base)
 
 
 def rename_reverted(
@@ -230,18 +241,33 @@ def rename_reverted(
 
 
 def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
-    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``."""
+    """Load optimizer, rounded weights, schedule and random states into a policy of ``checkpoint.model``.
+
+    Learning rate, betas, eps and weight decay are those of the flags, which may be new.
+    """
     path = checkpoint.folder / _TRAINER
     try:
-        load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        trainer.scheduler.load_state_dict(content["scheduler"])
+        with keep_hyperparameters(trainer.optimizer, trainer.scheduler):
+            load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            trainer.scheduler.load_state_dict(content["scheduler"])
         _restore_random_states(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",
             hint="resume from another checkpoint, or start with 'none'",
         ) from error
+
+
+def complete(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``root``, oldest first, without those that cannot be read."""
+    found = []
+    for folder in _folders(root):
+        try:
+            found.append(_read(folder))
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+    return found
 
 
 def _folders(root: Path) -> list[Path]:
@@ -261,16 +287,8 @@ def _step_and_attempt(folder: Path) -> tuple[int, int]:
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
     """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
-    found = []
-    for folder in _folders(root):
-        try:
-            item = _read(folder)
-        except ConfigError as error:
-            logger.warning("%s", error.message)
-            continue
-        if item.state.attempt <= attempt and contained.issuperset(item.state.train_steps):
-            found.append(item)
-    return found
+    found = (item for item in complete(root) if item.state.attempt <= attempt)
+    return [item for item in found if contained.issuperset(item.state.train_steps)]
 
 
 def _read(folder: Path) -> Checkpoint:

@@ -42,6 +42,7 @@ _DECAY_FRACTION = 0.1
 """Fraction of the steps in which ``warmup_stable_decay`` decays by default."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT = "weights."
+_HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,22 @@ def load_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -
     except CheckpointException as error:
         raise _first_failure(error) from error
     set_optimizer_state_dict(model, optimizer, {key: content[key] for key in state}, options=_OPTIONS)
+
+
+@contextlib.contextmanager
+def keep_hyperparameters(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> Iterator[None]:
+    """Keep learning rate, betas, eps and weight decay of the flags, whatever the block loads.
+
+    After the block the schedule stands at the step that was loaded.
+    """
+    groups = [{key: group[key] for key in _HYPERPARAMETERS} for group in optimizer.param_groups]
+    rates = list(scheduler.base_lrs)
+    yield
+    scheduler.base_lrs = rates
+    for group, kept, rate, factor in zip(
+        optimizer.param_groups, groups, rates, scheduler.lr_lambdas, strict=True
+    ):
+        group.update(kept, lr=rate * factor(scheduler.last_epoch))
 
 
 @contextlib.contextmanager

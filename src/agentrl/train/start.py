@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,14 @@ from agentrl.config.schema import (
     ModelConfig,
     OptimConfig,
     RunConfig,
-    SamplingConfig,
     TaskConfig,
     TrainConfig,
 )
-from agentrl.data.finalize_group import verifier
-from agentrl.data.freshness import Freshness
-from agentrl.data.planner import packing_problem
-from agentrl.data.stream import DataStream, StreamSettings
+from agentrl.data.recorded import RecordedStream
 from agentrl.device_lease import DeviceLease, leased_devices
 from agentrl.distributed.world import World, launched_world, with_launch_settings
+from agentrl.documents.family import Relative
+from agentrl.documents.status import TrainerEnd
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
@@ -53,6 +53,7 @@ from agentrl.train.loop import Trainer
 from agentrl.train.progress import Progress, roll_back
 from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
+from agentrl.train.source import max_staleness, open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
 from agentrl.weights.storage import is_remote, require_storage
@@ -60,15 +61,33 @@ from agentrl.weights.storage import is_remote, require_storage
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(configs: Configs) -> None:
-    """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it."""
+@dataclass(frozen=True)
+class LeadIn:
+    """The steps of a what-if up to ``last`` of its parent, which are trained with the parent's flags."""
+
+    configs: Configs
+    last: int
+
+
+def run_trainer(configs: Configs, lead_in: LeadIn | None = None) -> None:
+    """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it.
+
+    ``lead_in`` is trained before, by the same processes.
+    """
     configs = with_launch_settings(configs)
+    parts: list[tuple[Configs, int | None]] = [(configs, None)]
+    if lead_in is not None:
+        parts.insert(0, (with_launch_settings(lead_in.configs), lead_in.last))
     with launched_world(base_folder(configs[ModelConfig])) as world:
-        if world.rank > 0:
-            _follow(configs, world)
-        else:
-            with tracing(configs, "train"):
-                asyncio.run(_train(configs, world))
+        for part, last in parts:
+            if world.rank > 0:
+                _follow(part, world)
+                continue
+            with tracing(part, "train"):
+                is_whole = asyncio.run(_train(part, world, last))
+            if last is not None and not is_whole:  # a signal ended the steps that come before
+                world.broadcast("end")
+                return
 
 
 def _follow(configs: Configs, world: World) -> None:
@@ -78,23 +97,25 @@ def _follow(configs: Configs, world: World) -> None:
     follow(world, partial(_build, configs, world))
 
 
-async def _train(configs: Configs, world: World) -> None:
+async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
+    """Train on all ranks; return False if a signal ended it."""
     stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         async with (
-            await _join(configs) as store,
+            await _join(configs, is_agreed=lead_in is None) as store,
             hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
         ):
             await asyncio.to_thread(_prepare_folders, configs, roots)
             device = await _take_device(configs)
             controller, found, progress = await _resume(store, lease, configs, world, roots)
             turns = DeviceTurns(lease=device, controller=controller)
-            trainer = _trainer(store, lease, configs, turns, found, progress, stop)
+            trainer = await _trainer(store, lease, configs, turns, found, progress, stop, lead_in)
             try:
                 await trainer.run()
             finally:
                 trainer.tracker.close()
         controller.end()
+    return lease.ended is TrainerEnd.FINISHED
 
 
 async def _take_device(configs: Configs) -> DeviceLease | None:
@@ -141,7 +162,8 @@ async def _resume(
     """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
     choice = configs[TrainConfig].resume_from_checkpoint
     steps = await store.steps.find(status=None)
-    total_steps = await _total_steps(store, configs)
+    parent = await store.ancestry.parent()
+    total_steps = await _total_steps(store, configs, parent)
     discarded = (await store.trainer_lease.read()).discarded
 
     def build() -> tuple[Controller, Checkpoint | None]:
@@ -151,7 +173,10 @@ async def _resume(
             for root in roots
         ]
         complete = [candidate for candidate in candidates if candidate is not None]
-        found = max(complete, key=lambda candidate: candidate.state.step, default=None)
+        first = None
+        if parent is not None and parent.checkpoint:
+            first = checkpoint.of_parent(Path(parent.checkpoint), base)
+        found = max(complete, key=lambda candidate: candidate.state.step, default=first)
         precision = step_precision(configs[ModelConfig], configs[TrainConfig], world)
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
@@ -170,7 +195,7 @@ async def _resume(
     return controller, found, progress
 
 
-def _trainer(
+async def _trainer(
     store: Store,
     lease: TrainerLease,
     configs: Configs,
@@ -178,9 +203,11 @@ def _trainer(
     found: Checkpoint | None,
     progress: Progress,
     stop: asyncio.Event,
+    lead_in: int | None,
 ) -> Trainer:
     run, config, controller = configs[RunConfig], configs[TrainConfig], turns.controller
     output, *fallback = _checkpoint_roots(configs)
+    source = await open_source(store, configs, controller, progress, lead_in)
     publisher = Publisher(
         store=store,
         config=config,
@@ -190,7 +217,7 @@ def _trainer(
         turns=turns,
         output=output,
         root=_versions_root(configs),
-        max_staleness=_max_staleness(configs[SamplingConfig]),
+        max_staleness=sys.maxsize if isinstance(source, RecordedStream) else max_staleness(configs),
         stop=stop,
     )
     saver = Saver(
@@ -211,7 +238,7 @@ def _trainer(
         config=config,
         controller=controller,
         saver=saver,
-        stream=_stream(store, configs, controller, progress),
+        stream=source,
         progress=progress,
         lease=lease,
         turns=turns,
@@ -221,8 +248,11 @@ def _trainer(
     )
 
 
-async def _join(configs: Configs) -> Store:
-    """Open the run's store; ConfigError if these flags contradict those that the run was begun with."""
+async def _join(configs: Configs, *, is_agreed: bool) -> Store:
+    """Open the run's store; ConfigError if these flags contradict those that the run was begun with.
+
+    Without ``is_agreed`` they are neither compared nor stored: they are those of the parent.
+    """
     base_folder(configs[ModelConfig])
     loss = LossSettings.of_run(configs)
     if loss.importance_correction != configs[LossConfig].importance_correction:
@@ -233,6 +263,8 @@ async def _join(configs: Configs) -> Store:
         )  # fmt: skip
     settings = trainer_settings(configs, loss)
     store = await open_store(configs[RunConfig])
+    if not is_agreed:
+        return store
     try:
         resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}
         await begin_run(store, configs, "train", settings, resolved)
@@ -258,41 +290,15 @@ def _build(
     return trainer
 
 
-def _stream(store: Store, configs: Configs, controller: Controller, progress: Progress) -> DataStream:
-    sampling, tasks, train = configs[SamplingConfig], configs[TaskConfig], configs[TrainConfig]
-    settings = StreamSettings(
-        groups_per_step=train.groups_per_step,
-        num_epochs=tasks.num_train_epochs,
-        freshness=Freshness(
-            max_staleness=_max_staleness(sampling),
-            policy=train.staleness_policy,
-            decay=configs[LossConfig].out_of_date_decay,
-        ),
-        max_trained_count=train.max_trained_count,
-        whitening=train.advantage_whitening,
-        wait_seconds=train.data_wait_seconds,
-        problem_of=partial(
-            packing_problem,
-            vocab_size=controller.policy.model.config.get_text_config().vocab_size,
-            max_tokens=train.max_tokens,
-        ),
-        engine_alive_seconds=configs[EngineConfig].alive_seconds,
-    )
-    verify = verifier(store) if train.verify_data else None
-    return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
-
-
 def _dtype(model: ModelConfig) -> str:
     """Return the name of the dtype that ``--dtype`` is on this machine."""
     return str(resolve_dtype(model.dtype)).removeprefix("torch.")
 
 
-def _max_staleness(sampling: SamplingConfig) -> int:
-    return 0 if sampling.sync_sampling else sampling.max_staleness
-
-
-async def _total_steps(store: Store, configs: Configs) -> int | None:
+async def _total_steps(store: Store, configs: Configs, parent: Relative | None) -> int | None:
     """Return the length of the learning-rate schedule: ``--max_steps``, or as many as the tasks can fill."""
+    if parent is not None and parent.kind == "whatif":  # its tasks are the parent's
+        store = store.beside(parent.run)
     tasks, train = configs[TaskConfig], configs[TrainConfig]
     if train.max_steps > 0:
         return train.max_steps

@@ -24,11 +24,13 @@ from agentrl.config.schema import (
     TrainConfig,
     flag,
 )
-from agentrl.config.training import PlanConfig
+from agentrl.config.training import BlameConfig, PlanConfig
+from agentrl.config.whatif import WhatIfConfig
 from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (
+    "agentrl retract",
     "agentrl tools",
     "agentrl mongo",
     "agentrl audit",
@@ -39,6 +41,7 @@ HAND_PARSED = (
     "agentrl parity",
     "agentrl quickstart",
     "agentrl runs",
+    "agentrl fork",
 )
 """Commands with a parser of their own."""
 
@@ -293,7 +296,8 @@ def test_the_examples_of_each_command_are_of_that_command() -> None:
         for example in examples:
             assert command.split()[-1] in example
             for word in example.split():
-                known = {field.name for group in (*GROUPS, SFTConfig, PlanConfig) for field in fields(group)}
+                groups = (*GROUPS, SFTConfig, PlanConfig, BlameConfig, WhatIfConfig)
+                known = {field.name for group in groups for field in fields(group)}
                 if word.startswith("--") and not command.startswith(HAND_PARSED):
                     known |= {"config", "config_file", "limit", "until_empty"}
                     assert word.removeprefix("--") in known, example

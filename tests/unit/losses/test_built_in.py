@@ -68,8 +68,8 @@ def test_a_file_is_all_that_a_loss_and_its_flag_need(tmp_path: Path) -> None:
     )
     assert done.stdout.splitlines() == [
         "| `--softness` | float in [0, 1) |  | SOFT: softness of the loss |",
-        "the loss: CISPO, CrossEntropy, DPO, DPPO, GRPO, GSPO, KTO, MINIRL, SAPO, SOFT, or one of your"
-        " own as module:function",
+        "the loss: CISPO, CrossEntropy, DPO, DPPO, GRPO, GSPO, KTO, MINIRL, OPD, SAPO, SOFT, or one of"
+        " your own as module:function",
         "False",
         "[0.25, 0.0]",
         "leave it out, or use --loss_calculater SOFT",
@@ -85,6 +85,6 @@ def test_a_flag_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_flag_that_two_losses_read_names_both() -> None:
     field = LossConfig.__dataclass_fields__["dual_clip"]
-    assert field.metadata["help"].startswith("GRPO, GSPO: for A < 0")
+    assert field.metadata["help"].startswith("GRPO, GSPO, OPD: for A < 0")
     configs = parse(["--dual_clip", "4"], command="", description="", shown=[])
     assert configs[LossConfig].dual_clip == 4.0

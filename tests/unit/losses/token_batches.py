@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from agentrl.losses.compute import TokenMetrics, measure
 from agentrl.losses.loss import TokenBatch, TokenLosses
+from agentrl.losses.token_metrics import TokenMetrics, measure
 
 
 def random_batch(
@@ -31,6 +31,7 @@ def random_batch(
         age=3 - torch.randint(0, 4, (tokens,), generator=generator),
         mask=torch.ones(tokens, dtype=torch.bool),
         trajectories=trajectories,
+        columns={"teacher": behavior + noise()},
     )
 
 
@@ -56,6 +57,7 @@ def three_tokens(
         age=torch.tensor(age or (0,) * count),
         mask=torch.ones(count, dtype=torch.bool),
         trajectories=1,
+        columns={"teacher": torch.tensor(behavior or old or zeros)},
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentrl.losses.compute import TokenMetrics
+from agentrl.losses.token_metrics import TokenMetrics
 from agentrl.observe.metric_definitions import DEFINITIONS, SECTIONS, page
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -25,7 +25,13 @@ def test_each_name_is_defined_once() -> None:
 
 def test_the_metrics_of_tokens_are_defined_and_those_with_keys_say_so() -> None:
     report = TokenMetrics(
-        tokens=2, weight=2.0, weight_squared=2.0, kl_reference=0.1, staleness=_counter(), versions=_counter()
+        tokens=2,
+        weight=2.0,
+        weight_squared=2.0,
+        kl_reference=0.1,
+        kl_teacher=0.1,
+        staleness=_counter(),
+        versions=_counter(),
     ).report()
     for name, value in report.items():
         assert DEFINITIONS[name].keyed == isinstance(value, dict), name

@@ -16,7 +16,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, va
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLUMN,
     DATA,
@@ -108,7 +108,8 @@ class Retention(Repository):
         needed: set[str] = set()
         for child in await ancestry.children():
             if child.steps:
-                at = {"trained_at_steps": {"$elemMatch": {"$gte": child.steps[0], "$lte": child.steps[-1]}}}
+                first = min(child.steps[0], child.step + 1)  # its checkpoint may lie before
+                at = {"trained_at_steps": {"$elemMatch": {"$gte": first, "$lte": child.steps[-1]}}}
                 needed.update(await self._collection(DATA).distinct("task", at))
         return sorted(needed)
 
@@ -148,13 +149,7 @@ class Retention(Repository):
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        of_records = {"record": {"$in": list(ids)}}
-        for collection in _BESIDE:
-            await self._collection(collection).delete_many(of_records, session=session)
-        await Blobs(self._connection, COLUMN).delete(ids, session)
-        for collection, query in ((MODEL_CALL, of_records), (DATA, chosen)):
-            await self._collection(collection).delete_many(query, session=session)
-            await Blobs(self._connection, collection).delete(ids, session)
+        await delete_beside(self._connection, ids, session)
         await records.update_many(chosen, stamp, session=session)
         await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp, session=session)
         await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp, session=session)
@@ -168,7 +163,7 @@ class Retention(Repository):
             freed.bytes += (await self._size(collection, of_records, session))[1]
         freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
         freed.bytes += size
-        for collection in (MODEL_CALL, DATA):
+        for collection in (MODEL_CALL, DATA, COLUMN):
             files = await Blobs(self._connection, collection).sizes(ids, session)
             freed.files += len(files)
             freed.bytes += sum(files.values())
@@ -204,6 +199,18 @@ class Retention(Repository):
         deleted = [image for image in unused if await self._delete_image(image, before)]
         return len(deleted), sum(unused[image] for image in deleted)
 
+    @database_call
+    async def delete_unused(self, images: Sequence[str], *, waits: bool) -> list[str]:
+        """Delete those of ``images`` that nobody uses; return what is left.
+
+        With ``waits``, those that were put within the last hour are left.
+        """
+        before = await self._connection.server_time() - (_GRACE if waits else timedelta())
+        unused = [image for image in images if not await self._is_image_used(image)]
+        fresh = [image for image in unused if not await self._delete_image(image, before)]
+        stored = self._collection(IMAGE).find({"_id": {"$in": fresh}}, {"_id": 1})
+        return [image["_id"] async for image in stored]
+
     async def _delete_image(self, image: str, before: datetime) -> bool:
         """Delete one image and its files unless it was put again meanwhile."""
 
@@ -223,6 +230,17 @@ class Retention(Repository):
         return False
 
 
+async def delete_beside(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
+    """Delete what belongs to Records: calls, training data, gateway requests, token statistics, files."""
+    of_records: Json = {"record": {"$in": list(ids)}}
+    for collection in _BESIDE:
+        await connection.collection(collection).delete_many(of_records, session=session)
+    await Blobs(connection, COLUMN).delete(ids, session)
+    for collection, query in ((MODEL_CALL, of_records), (DATA, {"_id": {"$in": list(ids)}})):
+        await connection.collection(collection).delete_many(query, session=session)
+        await Blobs(connection, collection).delete(ids, session)
+
+
 def _created(bound: Json) -> Json:
     return {"created_at": bound} if bound else {}
 
@@ -238,13 +256,14 @@ class Checkpoint:
     """The number of the trainer that wrote it: a later one may have resumed from an earlier step."""
 
 
-def read_checkpoints(output: Path) -> list[Checkpoint]:
+def read_checkpoints(output: Path, *, undone: bool = False) -> list[Checkpoint]:
     """Return the checkpoints in ``output``, the newest of the last trainer last.
 
-    Raises ConfigError if one is unreadable.
+    ``undone`` includes those with reverted steps, which a resume has renamed. Raises ConfigError if one is
+    unreadable.
     """
     checkpoints = []
-    for path in output.glob("checkpoint-*/state.json"):
+    for path in output.glob(f"{'*' if undone else ''}checkpoint-*/state.json"):
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
             step, train_steps = int(state["step"]), tuple(state["train_steps"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
+from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.family import CHILD_PREFIX
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
@@ -36,7 +38,7 @@ from agentrl.store.admin.archive import (
 )
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import GATE, IMPORTS, RUN, SCHEMA_VERSION
+from agentrl.store.names import GATE, IMPORTS, RECORD, RUN, SCHEMA_VERSION, TASK, TOMBSTONE
 from agentrl.store.schema import holds_run, prepare
 
 _PAGE = 500
@@ -93,16 +95,20 @@ class Transfer(Repository):
         return manifest
 
     @database_call
-    async def load(self, folder: Path, *, allow_modules: bool = False) -> Imported:
+    async def load(self, folder: Path, *, allow_modules: bool = False, withdrawn: bool = False) -> Imported:
         """Read the run in ``folder`` into this database, which must be empty.
 
         Samplers import and run what ``Imports`` names, so that it is left out without ``allow_modules``.
         Documents that violate a validator are kept, and ``agentrl db check`` lists them. Everything is
-        verified before anything is written. Repeating an interrupted import starts it over.
+        verified before anything is written. Repeating an interrupted import starts it over. Raises StoreError
+        for a folder that holds what ``agentrl retract`` withdrew from a run of this server, unless
+        ``withdrawn``.
         """
         manifest = verify(folder)
+        if not withdrawn:
+            await self._refuse_withdrawn(folder, manifest)
         imports = _imports(folder, manifest)
-        await self._require_vacant()
+        await self.require_vacant()
         runs = self._collection(RUN)
         await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
         await prepare(self._connection.database)
@@ -129,6 +135,18 @@ class Transfer(Repository):
         if parent is not None and await self._connection.beside(parent.run).collection(RUN).find_one({}):
             family = Ancestry(self._connection.beside(parent.run))
             await family.adopt(self._connection.database.name, parent)
+
+    async def _refuse_withdrawn(self, folder: Path, manifest: Manifest) -> None:
+        client = self._connection.client
+        reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
+        for name in sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES):
+            stones = await client[name][TOMBSTONE].find({}, {"created_at": 1}).to_list()
+            created = {stone["_id"]: stone["created_at"] for stone in stones}
+            if found := withdrawn_in(folder, manifest, created):
+                raise StoreError(
+                    f"{folder} holds {len(found)} Records or Tasks that were withdrawn from run {name!r}",
+                    hint=f"take them out of it first: agentrl retract {name} --archive {folder}",
+                )
 
     async def copy(self, target: AsyncDatabase[Json]) -> None:
         """Insert every document except the schema document into ``target``, which holds no others.
@@ -181,7 +199,8 @@ class Transfer(Repository):
                 return
             last = page[-1]["_id"]
 
-    async def _require_vacant(self) -> None:
+    async def require_vacant(self) -> None:
+        """Raise StoreError if the database holds something; drop what an unfinished import or fork left."""
         database = self._connection.database
         schema = await self._collection(RUN).find_one({"_id": SCHEMA})
         if schema is not None and schema.get("importing"):
@@ -240,6 +259,23 @@ def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:
                 named = bson.decode(decode_line(line, folder / item.file, number), CODEC).get("paths")
                 paths.update(map(str, named if isinstance(named, list) else ()))
     return tuple(sorted(paths))
+
+
+def withdrawn_in(folder: Path, manifest: Manifest, created: Mapping[str, datetime]) -> set[str]:
+    """Return the ids among ``created`` of the Records and Tasks that an exported folder holds.
+
+    A document with the same ``_id`` and another time of creation is one of another run.
+    """
+    found: set[str] = set()
+    if not created:
+        return found
+    for item in (item for item in manifest.collections if item.collection in (RECORD, TASK)):
+        with (folder / item.file).open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                document = bson.decode(decode_line(line, folder / item.file, number), CODEC)
+                if created.get(document["_id"], 0) == document.get("created_at"):
+                    found.add(document["_id"])
+    return found
 
 
 @contextmanager

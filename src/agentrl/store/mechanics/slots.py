@@ -121,6 +121,24 @@ def change_slots(condition: Json, fields: Json) -> list[Json]:
     return [{"$set": {"slots": _map_slots(condition, fields)}}, *_derive_status()]
 
 
+def remove_slots(traj_ids: Sequence[int], *, is_completed: bool) -> list[Json]:
+    """Return the update that removes slots; a finalized group stays completed.
+
+    If none of the others has been claimed, the Task is created again: its group is no longer open.
+    """
+    kept = {"$not": [{"$in": ["$$slot.traj_id", list(traj_ids)]}]}
+    others = {"$filter": {"input": "$slots", "as": "slot", "cond": kept}}
+    removed = {"$subtract": [{"$size": "$slots"}, {"$size": others}]}
+    counted = {"$add": [{"$ifNull": ["$retracted", 0]}, removed]}
+    change: Json = {"$set": {"slots": others, "retracted": counted, "updated_at": "$$NOW"}}
+    if is_completed:
+        return [change]
+    attempts = {"$map": {"input": "$slots", "as": "slot", "in": {"$eq": ["$$slot.attempt", 0]}}}
+    untouched = {"$and": [{"$gt": [{"$size": "$slots"}, 0]}, {"$allElementsTrue": [attempts]}]}
+    created = {"$cond": [untouched, TaskStatus.CREATED.value, "$status"]}
+    return [change, *_derive_status(), {"$set": {"status": created}}]
+
+
 def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
     """Return the update that extends the claim's lease to ``lease_seconds`` from now."""
     fields = {"lease_expires_at": after(lease_seconds)}

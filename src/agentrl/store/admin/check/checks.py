@@ -15,6 +15,7 @@ from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
 from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot
 from agentrl.store.admin.check.report import Findings, Invariant, Problem, Report, Violation
+from agentrl.store.admin.check.retracted import SEARCHED, Retractions, Withdrawn
 from agentrl.store.admin.check.training import Data, Lineage, Statistics, StepData
 from agentrl.store.admin.check.trajectories import (
     RECORD_FIELDS,
@@ -230,9 +231,11 @@ async def _is_sampled(moment: Snapshot, split: str, now: Any) -> bool:
 
 _SECTIONS: Sequence[type[Check]] = (
     Tasks, RecordParents, CallParents, Data, StepData, Lineage, Versions, Epochs, Evaluations,
-    OutsideTokens, Statistics, ColumnsOfRecords, Images, StrayFiles, Family,
+    OutsideTokens, Statistics, ColumnsOfRecords, Images, StrayFiles, Family, Retractions,
 )  # fmt: skip
-_BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {Legal: VALIDATORS, Contents: PARTS, Files: PACKED}
+_BY_COLLECTION: Mapping[type[Section], Iterable[str]] = {
+    Legal: VALIDATORS, Contents: PARTS, Files: PACKED, Withdrawn: SEARCHED,
+}  # fmt: skip
 
 
 class Checks(Repository):

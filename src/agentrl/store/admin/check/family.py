@@ -47,6 +47,8 @@ class Family(Whole):
             return {"run": self.connection.database.name}
 
     async def _checkpoint(self, name: str, relative: Json, findings: Findings) -> None:
+        if not relative["checkpoint"]:  # the base model
+            return
         folder = Path(relative["checkpoint"])
         if await asyncio.to_thread((folder / "state.json").is_file):
             return

@@ -89,6 +89,8 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
         if not _close(value, group.get(key))
     )
     rules = group.get("rules")
+    if group.get("kept_as_trained"):
+        return
     if rules is not None and not given_up and rules.get("advantage", "leave_one_out") in BUILT_IN:
         yield from _advantages(task, records, scored, group)
 

@@ -23,6 +23,7 @@ class Invariant(IntEnum):
     EPOCHS = 6, "every epoch holds every task of the file once"
     CONTENTS = 7, "tasks, calls, answers, scores and metrics are as they were written"
     FAMILY = 8, "a run and its parent name each other, and what the child needs is kept"
+    RETRACTED = 9, "nothing but its tombstone is left of what was withdrawn"
 
     def __new__(cls, value: int, title: str = "") -> Self:
         invariant = int.__new__(cls, value)

@@ -165,7 +165,9 @@ class StepData(Section):
     page_size = 8
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
-        page = [step for step in page if not step.get("inherited")]  # its data are the parent's
+        page = [
+            step for step in page if not (step.get("inherited") or step.get("recorded"))
+        ]  # data elsewhere
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
@@ -297,7 +299,7 @@ class Statistics(Section):
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
         items = [TokenStatistics.from_document(document) for document in page]
-        steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1})
+        steps = await moment.by_id(STEP, {item.train_step for item in items}, {"status": 1, "recorded": 1})
         data = await moment.by_id(DATA, {item.record for item in items}, {"tokens": 1})
         findings.count(Invariant.TRAINING, "token statistics", len(items))
         for item in items:
@@ -315,6 +317,6 @@ def _problem(item: TokenStatistics, step: Json | None, data: Json | None) -> str
     """Return what is wrong; None if nothing is, or if the step does not count."""
     if step is None:
         return f"no step {item.train_step}"
-    if step["status"] not in values(APPLIED_STEPS):
+    if step["status"] not in values(APPLIED_STEPS) or step.get("recorded"):
         return None
     return "no training data" if data is None else item.problem(data["tokens"])

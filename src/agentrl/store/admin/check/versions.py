@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentrl.documents.run import OUTSIDE_VERSION, epoch_key
 from agentrl.documents.status import EpochStatus, StepStatus, VersionStatus
+from agentrl.documents.task import CONVERSATIONS
 from agentrl.store.admin.check.reading import Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.epochs import id_prefix
@@ -190,6 +191,7 @@ async def _counts(moment: Snapshot) -> dict[tuple[str, int], int]:
 
 
 def _epochs(counts: Mapping[tuple[str, int], int], openings: Mapping[str, Json]) -> Iterator[_Epoch]:
+    counts = {key: number for key, number in counts.items() if key[1] != CONVERSATIONS}
     recorded = {(key.rpartition("/")[0], int(key.rpartition("/")[2])) for key in openings}
     for split, number in sorted({*counts, *recorded}):
         yield _Epoch(

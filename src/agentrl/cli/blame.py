@@ -1,0 +1,68 @@
+"""``agentrl blame`` ranks the trajectories that moved held-out tasks between two evaluations of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
+from agentrl.config.training import BlameConfig
+from agentrl.errors import ConfigError
+
+_STOPPED = 130
+
+
+def main(argv: list[str]) -> int:
+    """Parse ``argv``, and print and write the ranking; 130 if a signal stopped it."""
+    named = [word for word in argv[:3] if not word.startswith("-")]
+    configs = parse(
+        argv[len(named) :],
+        command="agentrl blame RUN EVAL_A EVAL_B",
+        description="Ranks the trajectories that RUN trained between the versions of two evaluations by how"
+        " far each one moved the held-out tasks as they changed from A to B: the inner product of its"
+        " gradient with that of the tasks' score. Groups them by scorer, tool, version and task. A and B are"
+        " ids, parts of ids or versions; `agentrl eval report` lists them.",
+        shown=[RunConfig, ModelConfig, TrainConfig],
+        extra=[BlameConfig],
+    )
+    if len(named) != 3:
+        raise ConfigError(
+            f"agentrl blame takes a run and two evaluations, and {len(named)} words are given",
+            hint="`agentrl eval report --run_name RUN` lists the evaluations of a run",
+        )
+    run = dataclasses.replace(configs[RunConfig], run_name=named[0])
+    configs = Configs([*configs, run], configs.given | {"run_name"})
+
+    from agentrl.observe.logging import setup
+
+    setup(run, "blame", console_level=30)
+    return asyncio.run(_blame(configs, named[1], named[2]))
+
+
+async def _blame(configs: Configs, a: str, b: str) -> int:
+    from agentrl.evaluation.blame import blame
+    from agentrl.evaluation.blame_report import put_labels, show, to_json, write_files
+    from agentrl.evaluation.evaluate import Progress, StoppedError
+    from agentrl.observe.terminal import print_json, stdout_console
+    from agentrl.processes import stop_on_signals
+    from agentrl.store.client import open_existing
+
+    flags = configs[BlameConfig]
+    progress = Progress("blame", stop_on_signals())
+    try:
+        async with progress.lines():
+            found = await blame(configs, a, b, progress)
+    except StoppedError as stopped:
+        progress.say(f"stopped in {stopped}: nothing is written")
+        return _STOPPED
+    blamed = found.effects[: flags.top_of(len(found.effects))]
+    write_files(found, blamed, flags)
+    if flags.label is not None:
+        async with await open_existing(configs[RunConfig]) as store:
+            await put_labels(store, found, blamed, flags.label)
+    if flags.json:
+        print_json(to_json(found, blamed, flags))
+    else:
+        show(found, blamed, flags, stdout_console())
+    return 0

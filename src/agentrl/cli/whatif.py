@@ -1,0 +1,112 @@
+"""``agentrl whatif`` trains stored steps of a run again with other flags, and compares the two.
+
+    agentrl whatif math --steps 40-60 --loss_calculater GSPO
+    agentrl whatif math math_slow --learning_rate 1e-7
+    agentrl whatif --compare math_gspo,math_cispo --out losses.html
+
+It needs the database and the checkpoints of the parent, no engine and no sampler. The child is a run with a
+database and a folder of its own, which reads the data of the parent where they lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from agentrl.config.load import Configs, parse
+from agentrl.config.schema import (
+    GroupConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimConfig,
+    RunConfig,
+    TraceConfig,
+)
+from agentrl.config.whatif import WhatIfConfig, check_given
+from agentrl.errors import ConfigError
+
+_NAMES = 2
+"""Words before the flags: the parent and the child."""
+
+
+def main(argv: list[str]) -> int:
+    """Train the stored steps again; return 0."""
+    names = _leading_words(argv)
+    configs = parse(
+        argv[len(names) :],
+        command="agentrl whatif",
+        description="Train the stored steps of a run again, in their order, with another loss, correction,"
+        " group rule or learning rate: agentrl whatif RUN [NEW] --steps 40-60 --loss_calculater GSPO. The new"
+        " run reads the data of RUN where they lie; it needs no engine and no sampler. Without other flags it"
+        " gives RUN's own weights, bit for bit on the same machine.",
+        shown=(RunConfig, LossConfig, GroupConfig, OptimConfig, MemoryConfig, TraceConfig),
+        extra=(WhatIfConfig,),
+    )
+    flags = configs[WhatIfConfig]
+    if bool(names) == bool(flags.compare):
+        raise ConfigError(
+            "no run is named" if not names else "--compare trains nothing, and a run is named",
+            hint="agentrl whatif RUN --loss_calculater GSPO; or agentrl whatif --compare CHILD,CHILD",
+        )
+    check_given(configs.given)
+    from agentrl.observe.logging import setup
+
+    children = [name.strip() for name in (flags.compare or "").split(",") if name.strip()]
+    setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
+    if children:
+        return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
+    from agentrl.train.whatif import WhatIf, train_again
+
+    child = train_again(
+        WhatIf(
+            parent=names[0],
+            child=names[1] if len(names) == _NAMES else None,
+            steps=flags.first_and_last,
+            without=_read_ids(flags.without),
+            scorer=flags.scorer,
+        ),
+        configs,
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    folder = configs[RunConfig].output_dir or f"output/{child}"
+    return _compare([child], configs, flags.out or f"{folder}/whatif.html")
+
+
+def _compare(children: Sequence[str], configs: Configs, out: str) -> int:
+    """Print the table and write the page; return 0."""
+    from agentrl.evaluation.whatif import compare_runs
+    from agentrl.evaluation.whatif_page import print_comparison, write_page
+    from agentrl.observe.terminal import stdout_console
+
+    found = asyncio.run(compare_runs(children, configs))
+    print_comparison(stdout_console(), found)
+    write_page(found, Path(out))
+    print(out)
+    return 0
+
+
+def _leading_words(argv: Sequence[str]) -> list[str]:
+    names: list[str] = []
+    for word in argv[:_NAMES]:
+        if word.startswith("-"):
+            break
+        names.append(word)
+    return names
+
+
+def _read_ids(path: str | None) -> frozenset[str]:
+    """Return the ids in a file, one a line. Raises ConfigError for a file that cannot be read or is empty."""
+    if path is None:
+        return frozenset()
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--without {path} cannot be read: {error}", hint="write one id a line") from error
+    found = frozenset(line.strip() for line in lines if line.strip())
+    if not found:
+        raise ConfigError(f"--without {path} names no Record", hint="write one id a line")
+    return found

@@ -1,0 +1,138 @@
+"""The flags of ``agentrl whatif``: the parent's, of which those of loss, groups and optimizer may change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.config.flags import Flags, flag, require
+from agentrl.config.load import Configs
+from agentrl.config.loss import LOSS_PARAMETERS
+from agentrl.config.schema import (
+    GROUPS,
+    GroupConfig,
+    LossConfig,
+    MemoryConfig,
+    OptimConfig,
+    RunConfig,
+    TraceConfig,
+)
+
+_OF_LOSS = LOSS_PARAMETERS | {
+    "loss_args", "token_level_loss", "skip_length_normalization", "strict_in_bound", "epsilon",
+    "epsilon_higher", "importance_weight_cap_ratio",
+}  # fmt: skip
+"""Flags whose defaults belong to a loss: another loss begins with its own."""
+_NEVER = 10**9
+_CHILD: Mapping[str, Any] = {
+    "publish_steps": _NEVER, "publish": "auto", "publish_to": None, "weight_sync": "disk",
+    "colocate": "false", "resume_from_checkpoint": "auto", "fallback_output_dir": None,
+}  # fmt: skip
+"""Flags that every what-if has: nothing samples with its weights, and its last ones are published."""
+_TRAINING = frozenset({
+    "staleness_policy", "max_staleness", "advantage_whitening", "reference_model", "verify_data",
+    "save_steps", "save_total_limit", "max_bad_steps", "token_statistics_mib", "report_to",
+})  # fmt: skip
+
+
+def _names(*groups: type) -> frozenset[str]:
+    return frozenset(item.name for group in groups for item in dataclasses.fields(group))
+
+
+GROUP_RULES = _names(GroupConfig)
+CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
+"""Flags that may differ from the parent's."""
+_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}
+"""Flags of this process, which are not the parent's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIfConfig(Flags):
+    """The stored steps that are trained again."""
+
+    steps: str | None = flag(
+        None, "the parent's steps to train again with the flags that are given, such as 40-60 (default: all)"
+    )
+    without: str | None = flag(
+        None,
+        "file with the ids of Records to leave out, one a line: their groups are decided without them",
+    )
+    scorer: str | None = flag(
+        None, "score the Records again, for the new run alone: a name, or a path module:function"
+    )
+    compare: str | None = flag(
+        None, "train nothing: compare these runs, comma-separated, with the parent of the first"
+    )
+    out: str | None = flag(None, "file of the page that compares (default: whatif.html in --output_dir)")
+
+    @property
+    def first_and_last(self) -> tuple[int, int] | None:
+        """The first and the last step; None for all. Raises ConfigError for a text that is no range."""
+        if self.steps is None:
+            return None
+        first, dash, last = self.steps.partition("-")
+        is_range = first.isdecimal() and (not dash or last.isdecimal())
+        found = (int(first), int(last if dash else first)) if is_range else (0, 0)
+        require(
+            1 <= found[0] <= found[1],
+            f"--steps is {self.steps}",
+            "give the first and the last step of the parent that are trained again, such as 40-60",
+        )
+        return found
+
+
+def check_given(given: Collection[str]) -> None:
+    """Raise ConfigError for a given flag that a what-if cannot change."""
+    own = _names(WhatIfConfig) | _OF_PROCESS | CHANGEABLE
+    for name in sorted(set(given) - own):
+        require(
+            False,
+            f"--{name} cannot differ from the parent's: the stored data, the checkpoint and the layout were"
+            " made with it",
+            "leave it out; a what-if changes the flags of the loss, of the groups and of the optimizer,"
+            f" and {', '.join(sorted(_TRAINING))}",
+        )
+
+
+def parent_configs(stored: Mapping[str, Any], given: Collection[str], here: Configs) -> Configs:
+    """Return the parent's configuration for a trainer of this process that publishes nothing.
+
+    ``stored`` are the flags of the parent's trainer, ``given`` those that were given to it. ``here`` has the
+    flags of this command: those of the process are taken from it.
+    """
+    values = dict(stored) | {name: value for name, value in _flags(here).items() if name in _OF_PROCESS}
+    values |= _CHILD
+    groups = [group(**{name: values[name] for name in _names(group) if name in values}) for group in GROUPS]
+    return Configs(groups, set(given) & _names(*GROUPS))
+
+
+def child_configs(parent: Configs, here: Configs) -> Configs:
+    """Return the child's configuration: the parent's, with the flags that are given here.
+
+    With another ``--loss_calculater``, the flags whose defaults belong to the loss are the new loss's, unless
+    they are given here.
+    """
+    changed = {name: value for name, value in _flags(here).items() if name in here.given & CHANGEABLE}
+    loss = changed.get("loss_calculater")
+    if loss is not None and loss != parent[LossConfig].loss_calculater:
+        of_loss = dataclasses.asdict(LossConfig())
+        kept = parent.given - _OF_LOSS
+        fresh = {name: value for name, value in of_loss.items() if name not in kept}
+        parent = Configs(list(parent.with_flags(fresh)), kept)
+    return parent.with_flags(changed)
+
+
+def changes(parent: Configs, child: Configs, loss: LossConfig) -> dict[str, Any]:
+    """Return {flag: [the parent's value, the child's]} of the flags that differ.
+
+    ``loss`` are the child's flags of the loss with the defaults of the loss filled in, as the parent's are.
+    """
+    old, new = _flags(parent), _flags(child)
+    new |= {item.name: getattr(loss, item.name) for item in dataclasses.fields(LossConfig)}
+    return {name: [old[name], new[name]] for name in sorted(CHANGEABLE) if old[name] != new[name]}
+
+
+def _flags(configs: Configs) -> dict[str, Any]:
+    return {item.name: getattr(group, item.name) for group in configs for item in dataclasses.fields(group)}

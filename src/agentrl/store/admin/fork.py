@@ -1,0 +1,262 @@
+"""Begin a child of a run: its database with what its own indexes need, and the notes in both runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pymongo import ASCENDING, DESCENDING, UpdateOne
+
+from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.retraction import Withdrawn
+from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
+from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
+from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
+from agentrl.errors import ConfigError, StoreError
+from agentrl.store.admin.retention import Checkpoint, read_checkpoints
+from agentrl.store.admin.transfer import Transfer
+from agentrl.store.ancestry import Ancestry
+from agentrl.store.epochs import id_prefix, unbegun
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import literal
+from agentrl.store.names import (
+    EPOCH,
+    GATE,
+    IMPORTS,
+    RETRACTION,
+    RUN,
+    SCHEMA_VERSION,
+    SETTINGS,
+    STEP,
+    TASK,
+    TOMBSTONE,
+    VERSION,
+)
+from agentrl.store.schema import prepare
+from agentrl.store.selection import ease_after_group
+
+_PAGE = 1000
+_SPLIT = "train"
+_KEPT_SETTINGS = ["tasks", "model", "adapter"]
+"""Concerns in which a child is like its parent: its tasks, and what its checkpoint can be loaded into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """What a new child holds. ``version`` is the number of the policy version that it begins with."""
+
+    version: int
+    inherited: int = 0
+    """Tasks that the parent has trained, or sampled in vain, up to the step."""
+    waiting: int = 0
+    """Tasks that the child samples anew."""
+
+
+class Fork(Repository):
+    """Begins children of the connection's run. It needs the rights of an administrator on both runs."""
+
+    @database_call
+    async def checkpoint(self, output: Path, step: int | None) -> Checkpoint:
+        """Return the parent's checkpoint of ``step`` in its output folder; None: of the newest step.
+
+        Checkpoints with reverted steps do not count. Raises ConfigError, which names the others.
+        """
+        name = self._connection.database.name
+        if not await asyncio.to_thread(output.is_dir):
+            raise ConfigError(
+                f"the output folder of run {name!r} is not here: {output}",
+                hint="give --output_dir, or start this command on the trainer's machine, in its folder",
+            )
+        found = {item.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
+        if step is None and found:
+            return found[max(found)]
+        if step is None or step not in found:
+            flags = await self._collection(SETTINGS).find_one({"_id": "flags/train"}) or {}
+            every = flags.get("values", {}).get("save_steps")
+            steps = ", ".join(map(str, sorted(found))) or "none"
+            parent = await self._one(Relative, RUN, {"_id": PARENT})
+            if parent is not None and step is not None and step <= parent.step:
+                raise ConfigError(
+                    f"step {step} of run {name!r} is one of its parent's", hint=f"fork {parent.run}"
+                )
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise ConfigError(
+                f"run {name!r} has {wanted} in {output}; its checkpoints are of the steps: {steps}",
+                hint="give one of these as --from_step; a run keeps more of them with a lower --save_steps"
+                + (f" (it had {every})" if every else "")
+                + " and a higher --save_total_limit",
+            )
+        return found[step]
+
+    async def _is_committed(self, item: Checkpoint) -> bool:
+        query = {"_id": {"$in": list(item.train_steps)}, "status": StepStatus.COMMITTED.value}
+        return await self._collection(STEP).count_documents(query) == len(item.train_steps) == item.step
+
+    @database_call
+    async def begin(
+        self,
+        name: str,
+        begun: Relative,
+        weights: PolicyVersion,
+        *,
+        samples: bool = True,
+        on_documents: Callable[[int], None] = lambda count: None,
+    ) -> Begun:
+        """Make the database ``name`` of a child; ``begun`` says where it begins.
+
+        ``weights`` are those of ``begun.checkpoint``; their number, step and origin are set here. With
+        ``samples`` the child gets the parent's tasks. A kill leaves a database that is no run, and the same
+        call begins anew. Raises StoreError if ``name`` is taken, ConfigError if the checkpoint is deleted
+        meanwhile; nothing is left then.
+        """
+        child = self._connection.beside(name)
+        await Transfer(child).require_vacant()
+        steps = read_checkpoint(begun).train_steps
+        runs = child.collection(RUN)
+        await runs.insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION, "importing": True})
+        try:
+            await runs.insert_one(replace(begun, id=PARENT, run=self._connection.database.name).to_document())
+            await prepare(child.database)
+            await Ancestry(self._connection).adopt(name, begun)
+            read_checkpoint(begun)  # from here on the parent keeps it
+            await self._copy_run(child, steps)
+            version = await self._copy_versions(child, weights, begun.step, steps)
+            result = Begun(version=version)
+            if samples:
+                inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
+                result = replace(result, inherited=inherited, waiting=tasks - inherited)
+        except Exception:
+            await self._connection.client.drop_database(name)
+            await Ancestry(self._connection).release(name)
+            raise
+        await runs.update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
+        return result
+
+    async def _copy_run(self, child: Connection, steps: Sequence[str]) -> None:
+        """Copy the steps up to the beginning, the imports, and the settings in which both are alike.
+
+        Tasks that were withdrawn from the parent are not loaded into the child either.
+        """
+        for collection, query, fields in (
+            (STEP, {"_id": {"$in": list(steps)}}, {"inherited": True}),
+            (IMPORTS, {}, {}),
+            (SETTINGS, {"_id": {"$in": _KEPT_SETTINGS}}, {}),
+            (TOMBSTONE, {"kind": Withdrawn.TASK.value, "deleted_at": {"$ne": None}}, {}),
+            (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
+        ):  # fmt: skip
+            stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
+            await self._merge(collection, stages, child)
+
+    async def _copy_versions(
+        self, child: Connection, weights: PolicyVersion, step: int, steps: Sequence[str]
+    ) -> int:
+        """Copy the versions up to that of ``step``, whose files become the checkpoint's; return its number.
+
+        The folders of the others are the parent's, which may delete them: they count as pruned.
+        """
+        published = {"status": VersionStatus.PUBLISHED.value, "step": {"$lte": step}}
+        newest = await self._one(PolicyVersion, VERSION, published, sort=[("_id", DESCENDING)])
+        if newest is None:
+            number, digest = 0, None
+        elif newest.step == step:
+            number, digest = newest.id, newest.digest if weights.encoding == "full" else None
+        else:
+            number, digest = newest.id + 1, None
+        earlier: list[Json] = [
+            {"$match": {"_id": {"$lt": number}}},
+            {"$set": {"pruned_at": {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}}},
+        ]
+        await self._merge(VERSION, earlier, child)
+        first = replace(weights, id=number, step=step, digest=digest, train_step=steps[-1])
+        await child.collection(VERSION).insert_one(first.to_document())
+        return number
+
+    async def _copy_tasks(
+        self, child: Connection, step: int, steps: Sequence[str], on_documents: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Copy the tasks with their epochs; return how many are inherited, and how many there are.
+
+        Those that no step up to ``step`` has used are as new, in the parent's order. Tasks of evaluations
+        stay with the parent, and so do unused conversations: nobody would have them again.
+        """
+        inherited = await self._used_tasks(step, steps)
+        fresh = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$slot.traj_id"}]}
+        slots = {"$map": {"input": "$slots", "as": "slot", "in": fresh}}
+        counted = {
+            "$mergeObjects": ["$group", {"counted_at_step": {"$min": ["$group.counted_at_step", step]}}]
+        }
+        used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
+        total = 0
+        async for every in self._task_pages():
+            page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
+            ids = [task["_id"] for task in page if task["_id"] in inherited]
+            chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
+            of_page: Json = {"_id": {"$in": [task["_id"] for task in page]}}
+            await self._merge(TASK, [{"$match": of_page}, {"$replaceWith": chosen}], child)
+            total += len(page)
+            on_documents(len(page))
+        for opening in await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{_SPLIT}/")}):
+            free = replace(opening, owner=None, lease_expires_at=None, attempt=0)
+            await child.collection(EPOCH).insert_one(free.to_document())
+        await self._restore_selection(child, inherited)
+        return len(inherited), total
+
+    async def _used_tasks(self, step: int, steps: Sequence[str]) -> set[str]:
+        """Return the Tasks that the steps trained, and those without training data that they counted."""
+        used: set[str] = set()
+        async for document in self._collection(STEP).find({"_id": {"$in": list(steps)}}, {"data": 1}):
+            used |= {record.rsplit("/", 2)[0] for record in document["data"]}
+        in_vain = {
+            "status": TaskStatus.COMPLETED.value, "group.counted_at_step": {"$gt": 0, "$lte": step},
+            "group.trained": 0,
+        }  # fmt: skip
+        return used | {task["_id"] async for task in self._collection(TASK).find(in_vain, {"_id": 1})}
+
+    async def _task_pages(self) -> AsyncIterator[list[Json]]:
+        last = ""
+        while True:
+            query = {"_id": {"$gt": last}, "split": _SPLIT}
+            cursor = self._collection(TASK).find(
+                query, {"_id": 1, "epoch": 1}, sort=[("_id", ASCENDING)], limit=_PAGE
+            )
+            page = await cursor.to_list()
+            if page:
+                yield page
+            if len(page) < _PAGE:
+                return
+            last = page[-1]["_id"]
+
+    async def _restore_selection(self, child: Connection, inherited: Collection[str]) -> None:
+        """Let ``--task_selection`` go on: the next number, and the ease of tasks that may be begun again."""
+        tasks, last, updates = child.collection(TASK), 0, []
+        selected = {"inherited": True, "begun.number": {"$gt": 0}}
+        async for task in tasks.find(
+            selected, {"split": 1, "epoch": 1, "task_id": 1, "begun": 1, "group": 1}
+        ):
+            begun = Begin.from_document(task["begun"])
+            last = max(last, begun.number)
+            if task_key(task["split"], task["epoch"] + 1, task["task_id"]) not in inherited:
+                ease = {"$set": {"ease": ease_after_group(begun, task["group"])}}
+                updates.append(UpdateOne({"_id": task["_id"]}, ease))
+        if updates:
+            await tasks.bulk_write(updates)
+        await child.collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"begun": last}})
+
+    async def _merge(self, collection: str, stages: Sequence[Json], child: Connection) -> None:
+        """Write what the stages yield into the child's collection, inside the server."""
+        into = {"db": child.database.name, "coll": collection}
+        await self._aggregate(collection, *stages, {"$merge": {"into": into, "whenMatched": "replace"}})
+
+
+def read_checkpoint(begun: Relative) -> Checkpoint:
+    """Return the parent's checkpoint. Raises StoreError if it is not there, or not whole."""
+    folder = Path(begun.checkpoint)
+    for item in read_checkpoints(folder.parent) if folder.parent.is_dir() else ():
+        if item.name == folder.name and item.step == begun.step:
+            return item
+    raise StoreError(
+        f"there is no checkpoint of step {begun.step} in {folder}",
+        hint="a child begins from its parent's checkpoint: bring the folder back, or share it",
+    )

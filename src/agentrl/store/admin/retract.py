@@ -1,0 +1,268 @@
+"""Choose what ``agentrl retract`` withdraws, and list it before anything is deleted.
+
+So a call that is killed is finished by the next one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import now, plain
+from agentrl.documents.retraction import Rebuilt, Retraction, Tombstone, Withdrawn
+from agentrl.documents.status import (
+    APPLIED_STEPS,
+    values,
+)
+from agentrl.documents.task import scorer_weights
+from agentrl.errors import StoreError
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.names import (
+    RECORD,
+    RETRACTION,
+    STEP,
+    TASK,
+    TOMBSTONE,
+    VERSION,
+)
+
+T = TypeVar("T")
+
+_TRIES = 5
+_BATCH = 100
+_APPLIED = values(APPLIED_STEPS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What would be withdrawn, and where it went."""
+
+    tombstones: Sequence[Tombstone]
+    first_step: int | None
+    """The first step in the weights that trained some of it."""
+    versions: tuple[int, ...]
+    """The first and the last published version with its influence; empty without any."""
+
+    def of(self, kind: Withdrawn) -> list[Tombstone]:
+        """Return the Records or the Tasks."""
+        return [stone for stone in self.tombstones if stone.kind is kind]
+
+    @property
+    def steps(self) -> list[str]:
+        """The TrainSteps that trained some of it, undone ones included, in order."""
+        return sorted({step for stone in self.tombstones for step in stone.steps}, key=_step_order)
+
+
+@dataclass(slots=True)
+class _Chosen:
+    """Records by id, and Tasks that go as a whole."""
+
+    records: dict[str, Json] = field(default_factory=dict)
+    tasks: dict[str, Json] = field(default_factory=dict)
+
+
+_RECORD_FIELDS: Json = {"task": 1, "traj_id": 1, "created_at": 1}
+
+
+class Retractions(Repository):
+    """Chooses what to withdraw, and keeps the list of it."""
+
+    @database_call
+    async def select(
+        self, *, scorers: Sequence[str] = (), tasks: Sequence[str] = (), records: Sequence[str] = ()
+    ) -> Selection:
+        """Return what ``scorers`` scored, the ``tasks`` as a whole and the ``records``.
+
+        A task is named by ``_id`` or by the ``id`` in its file, and goes in every epoch. All attempts at a
+        trajectory go with it: a later attempt may continue the tokens of an earlier one. What was withdrawn
+        before is left out. Raises StoreError for a name that the run does not have.
+        """
+        chosen = _Chosen()
+        for name in tasks:
+            await self._choose_task(name, chosen)
+        missing = set(records)
+        named: list[Json] = []
+        for batch in batches(list(records)):
+            named += await self._records({"_id": {"$in": batch}})
+        missing -= {record["_id"] for record in named}
+        if scorers:
+            known = await self._collection(RECORD).distinct("score_details.scorer")
+            given = [text for text in known if any(_names(text, scorer) for scorer in scorers)]
+            scored = await self._records({"score_details.scorer": {"$in": given}, "score": {"$ne": None}})
+            if not scored:
+                raise StoreError(
+                    f"no trajectory of run {self._connection.database.name!r} has a score of"
+                    f" {' or '.join(scorers)}",
+                    hint=f"its scorers are: {', '.join(sorted(map(str, known))) or 'none'}",
+                )
+            named += scored
+        for stone in await self._stones(list(missing)):
+            missing.discard(stone.id)
+        if missing:
+            raise StoreError(
+                f"run {self._connection.database.name!r} has no Record {min(missing)!r}",
+                hint="`agentrl audit records` lists Records",
+            )
+        await self._add_attempts(named, chosen)
+        return await self._located(chosen)
+
+    @database_call
+    async def select_of_parent(self, stones: Sequence[Tombstone], *, reads: bool) -> Selection:
+        """Return what a child holds of its parent's ``stones``: copies of tasks, with its samples of them.
+
+        With ``reads`` (a what-if), also the trajectories that its steps read.
+        """
+        chosen = _Chosen()
+        for stone in stones:
+            is_task = stone.kind is Withdrawn.TASK
+            if is_task and await self._collection(TASK).find_one({"_id": stone.id}, {"_id": 1}):
+                await self._choose_task(stone.id, chosen)
+        parents = {stone.id: stone for stone in stones if reads and stone.kind is Withdrawn.RECORD}
+        async for step in self._collection(STEP).find({}, {"data": 1}):
+            for stone in (parents[key] for key in step["data"] if key in parents):
+                chosen.records[stone.id] = {"task": stone.task, "created_at": stone.created_at}
+        return await self._located(chosen)
+
+    async def _choose_task(self, name: str, chosen: _Chosen) -> None:
+        collection = self._collection(TASK)
+        found = await collection.find_one({"_id": name}, {"split": 1, "task_id": 1})
+        query = {"task_id": name} if found is None else {"split": found["split"], "task_id": found["task_id"]}
+        copies = await collection.find(query, {"created_at": 1}).to_list()
+        if not copies:
+            gone = {"kind": Withdrawn.TASK.value, "$or": [{"_id": name}, {"_id": f"train/0/{name}"}]}
+            if await self._collection(TOMBSTONE).find_one(gone, {"_id": 1}) is None:
+                raise StoreError(
+                    f"run {self._connection.database.name!r} has no task {name!r}",
+                    hint="give its _id (split/epoch/id) or the id of the task file; `agentrl tasks list`",
+                )
+        for task in copies:
+            chosen.tasks[task["_id"]] = task
+            for record in await self._records({"task": task["_id"]}):
+                chosen.records[record["_id"]] = record
+
+    async def _records(self, query: Json) -> list[Json]:
+        return await self._collection(RECORD).find(query, _RECORD_FIELDS).to_list()
+
+    async def _add_attempts(self, named: Iterable[Json], chosen: _Chosen) -> None:
+        """Add every attempt at the slots of the named Records."""
+        of_task: dict[str, set[int]] = defaultdict(set)
+        for record in named:
+            of_task[record["task"]].add(record["traj_id"])
+        for task, traj_ids in of_task.items():
+            for record in await self._records({"task": task, "traj_id": {"$in": sorted(traj_ids)}}):
+                chosen.records[record["_id"]] = record
+
+    async def _located(self, chosen: _Chosen) -> Selection:
+        """Return tombstones of what is chosen and has none yet, with the steps that trained it."""
+        for documents in (chosen.tasks, chosen.records):
+            for batch in batches(list(documents)):
+                for stone in await self._stones(batch):
+                    del documents[stone.id]
+        trained: dict[str, list[str]] = defaultdict(list)
+        first: int | None = None
+        fields = {"data": 1, "step": 1, "status": 1}
+        async for step in self._collection(STEP).find(
+            {"committed_at": {"$ne": None}}, fields, sort=[("step", 1)]
+        ):
+            held = [key for key in step["data"] if key in chosen.records]
+            for key in held:
+                trained[key].append(step["_id"])
+            if held and first is None and step["status"] in _APPLIED:
+                first = step["step"]
+        stones = [
+            Tombstone(
+                id=key, kind=kind, task=document.get("task", key), retraction=0,
+                created_at=document["created_at"], steps=tuple(trained.get(key, ())),
+            )
+            for kind, documents in ((Withdrawn.TASK, chosen.tasks), (Withdrawn.RECORD, chosen.records))
+            for key, document in sorted(documents.items())
+        ]  # fmt: skip
+        return Selection(tombstones=stones, first_step=first, versions=await self._versions(first))
+
+    async def _versions(self, first: int | None) -> tuple[int, ...]:
+        if first is None:
+            return ()
+        later = {"step": {"$gte": first}, "status": "published"}
+        ids = [each["_id"] async for each in self._collection(VERSION).find(later, {"_id": 1})]
+        return (min(ids), max(ids)) if ids else ()
+
+    async def _stones(self, ids: Sequence[str]) -> list[Tombstone]:
+        return await self._all(Tombstone, TOMBSTONE, {"_id": {"$in": list(ids)}})
+
+    @database_call
+    async def begin(self, selection: Selection, because: str, by: str, *, rebuilds: bool) -> Retraction:
+        """Store the retraction with its tombstones, in one transaction."""
+
+        async def write(session: AsyncClientSession) -> Retraction:
+            newest = await self._collection(RETRACTION).find_one({}, sort=[("_id", -1)], session=session)
+            retraction = Retraction(
+                id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
+                records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
+                first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
+            )  # fmt: skip
+            await self._collection(RETRACTION).insert_one(retraction.to_document(), session=session)
+            stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
+            await self._collection(TOMBSTONE).insert_many(
+                [stone.to_document() for stone in stones], session=session
+            )
+            return retraction
+
+        return await self._connection.transaction(write)
+
+    @database_call
+    async def unfinished(self) -> list[Retraction]:
+        """Return the retractions that a call began and did not finish, oldest first."""
+        return await self._all(Retraction, RETRACTION, {"finished_at": None}, sort=[("_id", 1)])
+
+    @database_call
+    async def unrebuilt(self) -> list[Retraction]:
+        """Return the retractions of what is still in the weights, oldest first."""
+        query = {"rebuilt": None, "first_step": {"$ne": None}}
+        return await self._all(Retraction, RETRACTION, query, sort=[("_id", 1)])
+
+    @database_call
+    async def tainted(
+        self, retractions: Sequence[Retraction], more: Sequence[str] = ()
+    ) -> dict[str, int | None]:
+        """Return the TrainSteps that trained them, and ``more``: {_id: number if it is in the weights}."""
+        of = {"retraction": {"$in": [retraction.id for retraction in retractions]}}
+        ids = [*await self._collection(TOMBSTONE).distinct("steps", of), *more]
+        steps = self._collection(STEP).find({"_id": {"$in": ids}}, {"step": 1, "status": 1})
+        return {step["_id"]: step["step"] if step["status"] in _APPLIED else None async for step in steps}
+
+    @database_call
+    async def withdrawn(self) -> dict[str, Tombstone]:
+        """Return every tombstone by its ``_id``."""
+        return {stone.id: stone for stone in await self._all(Tombstone, TOMBSTONE, {})}
+
+    @database_call
+    async def set_rebuilt(self, retractions: Sequence[Retraction], rebuilt: Rebuilt) -> None:
+        """Store that the run went back for ``retractions``."""
+        for retraction in retractions:
+            await self._set(retraction, {"rebuilt": plain(rebuilt)})
+
+    @database_call
+    async def finish(self, retraction: Retraction) -> None:
+        """Store that nothing is left to do."""
+        await self._set(retraction, {"finished_at": now()})
+
+    async def _set(self, retraction: Retraction, fields: Mapping[str, object]) -> None:
+        await self._collection(RETRACTION).update_one({"_id": retraction.id}, {"$set": fields})
+
+
+def _names(scorers: str, name: str) -> bool:
+    """Return whether a Record's scorer is ``name``, or a weighted sum with it."""
+    return scorers == name or name in scorer_weights(str(scorers))
+
+
+def _step_order(step_id: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in step_id.split("/") if part.isdecimal())[::-1]
+
+
+def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield ``items`` a hundred at a time."""
+    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))

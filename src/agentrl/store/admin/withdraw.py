@@ -1,0 +1,308 @@
+"""Delete what tombstones list, one group in one transaction, and decide the group anew without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+from pymongo import UpdateOne
+from pymongo.asynchronous.client_session import AsyncClientSession
+
+from agentrl.documents.base import plain
+from agentrl.documents.record import Record
+from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
+from agentrl.documents.status import (
+    APPLIED_STEPS,
+    DataStatus,
+    EvaluationStatus,
+    RecordStatus,
+    SlotStatus,
+    TaskStatus,
+    values,
+)
+from agentrl.documents.task import Begin, Task
+from agentrl.errors import StoreError
+from agentrl.scoring.groups import FAILED, summarize
+from agentrl.store.admin.reopen import (
+    GroupBlockedError,
+    GroupChange,
+    GroupChangedError,
+    find_blocker,
+    regroup,
+)
+from agentrl.store.admin.retention import Retention, delete_beside
+from agentrl.store.admin.retract import batches
+from agentrl.store.columns import read_columns
+from agentrl.store.groups import Decide, GroupOutcome
+from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import literal
+from agentrl.store.model_calls import read_model_calls
+from agentrl.store.names import (
+    DATA,
+    EPOCH,
+    EVALUATION,
+    LABEL,
+    MODEL_CALL,
+    RECORD,
+    RETRACTION,
+    STEP,
+    TASK,
+    TOMBSTONE,
+)
+from agentrl.store.records import read_records
+from agentrl.store.selection import ease_after_group
+from agentrl.store.trainer_lease import fenced
+
+_TRIES = 5
+_APPLIED = values(APPLIED_STEPS)
+
+DecideTask = Callable[[Task], Decide | None]
+"""A finalized Task → the function that decides its group; None if its rules are unknown."""
+
+
+class Withdrawing(Repository):
+    """Deletes what is withdrawn. ``attempt`` is that of the trainer's lease, which the caller holds."""
+
+    @database_call
+    async def pending(self) -> list[str]:
+        """Return the ``_id`` of the Tasks of what is withdrawn and not deleted yet."""
+        return sorted(await self._collection(TOMBSTONE).distinct("task", {"deleted_at": None}))
+
+    @database_call
+    async def kept_as_trained(self) -> list[str]:
+        """Return the ``_id`` of the groups whose others keep the advantages that steps trained."""
+        query = {"group.kept_as_trained": True}
+        return [task["_id"] async for task in self._collection(TASK).find(query, {"_id": 1})]
+
+    @database_call
+    async def withdraw(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
+        """Delete what is withdrawn of one Task, in one transaction, and decide its group without it.
+
+        A group of which a step trained something keeps its other data as they were trained, and is decided
+        again once the step is undone (``kept_as_trained``). Idempotent. Raises StoreError if the group keeps
+        changing.
+        """
+        for _ in range(_TRIES):
+            with contextlib.suppress(GroupChangedError, GroupBlockedError):
+                return await self._withdraw(task_id, decide_by, attempt)
+        raise StoreError(
+            f"group {task_id} kept changing while it was withdrawn", hint="call agentrl retract again"
+        )
+
+    async def _withdraw(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
+        stones = await self._all(Tombstone, TOMBSTONE, {"task": task_id})
+        task = await self._collection(TASK).find_one({"_id": task_id})
+        records = await read_records(self._connection, task_id)
+        is_whole = any(stone.kind is Withdrawn.TASK for stone in stones)
+        traj_ids = {int(stone.id.split("/")[-2]) for stone in stones if stone.kind is Withdrawn.RECORD}
+        gone = [record for record in records if is_whole or record.traj_id in traj_ids]
+        left = [record for record in records if record not in gone]
+        ids = sorted({stone.id for stone in stones} | {record.id for record in gone})
+        outcome = None
+        if task is not None and not is_whole and task["status"] == TaskStatus.COMPLETED.value:
+            others = [slot for slot in task["slots"] if slot["traj_id"] not in traj_ids]
+            outcome = await self._decide({**task, "slots": others}, left, decide_by)
+
+        async def write(session: AsyncClientSession) -> None:
+            await self._keep_images(task if is_whole else None, ids, stones[0].retraction, session)
+            await delete_beside(self._connection, ids, session)
+            for collection, name in ((LABEL, "record"), (RECORD, "_id")):
+                await self._collection(collection).delete_many({name: {"$in": ids}}, session=session)
+            if task is not None and is_whole:
+                await self._delete_task(task, session)
+            elif task is not None:
+                await self._regroup(task, traj_ids, left, outcome, session)
+            if task is not None:
+                await self._reopen_evaluation(task["split"], session)
+            await self._mark_deleted(stones, gone, session)
+
+        await fenced(self._connection, attempt, write)
+
+    async def _decide(self, task: Json, left: Sequence[Record], decide_by: DecideTask) -> GroupOutcome | None:
+        decide = None if task["group"].get("outcome") == FAILED else decide_by(Task.from_document(task))
+        if decide is None or await find_blocker(self._connection, task["_id"]) is not None:
+            return None
+        scored = [record.id for record in left if record.score is not None]
+        calls = await read_model_calls(self._connection, scored, readable=False)
+        columns = await read_columns(self._connection, scored)
+        return decide(Task.from_document(task), list(left), calls, columns)
+
+    async def _regroup(
+        self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
+        session: AsyncClientSession,
+    ) -> None:  # fmt: skip
+        """Remove the slots, and write the group as ``outcome`` decides it, or else its new summary."""
+        is_completed = task["status"] == TaskStatus.COMPLETED.value
+        change = slots.remove_slots(sorted(traj_ids), is_completed=is_completed)
+        if not is_completed or outcome is not None:
+            if outcome is not None:
+                change = [*change, _decided(task, outcome)]
+            await regroup(self._connection, task, GroupChange(task=change, outcome=outcome), session)
+            return
+        data = self._collection(DATA)
+        trained = sum(each.status is RecordStatus.READY and each.advantage is not None for each in left)
+        failed = sum(
+            slot["status"] == SlotStatus.FAILED and slot["traj_id"] not in traj_ids for slot in task["slots"]
+        )
+        earlier = task["group"]
+        group = {**earlier, **summarize(left, failed, trained, earlier.get("rules") or earlier)}
+        group |= {"outcome": FAILED} if earlier.get("outcome") == FAILED else {"kept_as_trained": True}
+        names = {record.id for record in left}
+        if earlier.get("filtered"):
+            group["filtered"] = [item for item in earlier["filtered"] if item["record"] in names]
+        unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
+        updated = await self._collection(TASK).update_one(
+            unchanged, [*change, {"$set": {"group": literal(group)}}], session=session
+        )
+        if not updated.matched_count:
+            raise GroupChangedError
+        again = {
+            "status": DataStatus.QUARANTINED.value,
+            "problem": "trajectories of its group were withdrawn after a step trained it",
+        }
+        ready = {"task": task["_id"], "status": DataStatus.READY.value}
+        await data.update_many(ready, {"$set": again}, session=session)
+
+    @database_call
+    async def decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
+        """Decide a group that was kept as it was trained, if nothing of it is trained any more."""
+        task = await self._collection(TASK).find_one({"_id": task_id})
+        if task is None:
+            return
+        records = await read_records(self._connection, task_id)
+        outcome = await self._decide(task, records, decide_by)
+        if outcome is not None:
+            change = GroupChange(task=[_decided(task, outcome)], outcome=outcome)
+            await fenced(
+                self._connection, attempt, lambda session: regroup(self._connection, task, change, session)
+            )
+
+    async def _delete_task(self, task: Json, session: AsyncClientSession) -> None:
+        unchanged = {"_id": task["_id"], "updated_at": task["updated_at"]}
+        if not (await self._collection(TASK).delete_one(unchanged, session=session)).deleted_count:
+            raise GroupChangedError
+        epoch = {"_id": f"{task['split']}/{task['epoch']}", "tasks": {"$gt": 0}}
+        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}}, session=session)
+
+    async def _reopen_evaluation(self, split: str, session: AsyncClientSession) -> None:
+        """Take the results of an evaluation back: the same command computes them from what is left."""
+        stopped = {"status": EvaluationStatus.STOPPED.value, "results": None, "finished_at": None}
+        finished = {"_id": split, "status": EvaluationStatus.FINISHED.value}
+        await self._collection(EVALUATION).update_one(finished, {"$set": stopped}, session=session)
+
+    async def _keep_images(
+        self, task: Json | None, ids: Sequence[str], retraction: int, session: AsyncClientSession
+    ) -> None:
+        """Note which images the documents name, before they are deleted."""
+        named = {image["sha256"] for image in (task or {}).get("images") or ()}
+        for collection, query in ((MODEL_CALL, {"record": {"$in": ids}}), (DATA, {"_id": {"$in": ids}})):
+            fields = {"images.sha256": 1, "tool_executions.images.sha256": 1}
+            cursor = self._collection(collection).find(
+                {**query, "$or": [{name: {"$exists": True}} for name in fields]}, fields, session=session
+            )
+            async for document in cursor:
+                shown = [*document.get("images", ())]
+                for execution in document.get("tool_executions", ()):
+                    shown += execution.get("images", ())
+                named |= {image["sha256"] for image in shown}
+        if named:
+            await self._collection(RETRACTION).update_one(
+                {"_id": retraction}, {"$addToSet": {"images": {"$each": sorted(named)}}}, session=session
+            )
+
+    async def _mark_deleted(
+        self, stones: Sequence[Tombstone], gone: Sequence[Record], session: AsyncClientSession
+    ) -> None:
+        """Date the tombstones, and add those of attempts that began after the selection."""
+        listed = {stone.id for stone in stones}
+        later = [
+            Tombstone(
+                id=record.id, kind=Withdrawn.RECORD, task=record.task, retraction=stones[0].retraction,
+                created_at=record.created_at,
+            ).to_document()
+            for record in gone
+            if record.id not in listed
+        ]  # fmt: skip
+        if later:
+            await self._collection(TOMBSTONE).insert_many(later, session=session)
+        pending = {"task": stones[0].task, "deleted_at": None}
+        await self._collection(TOMBSTONE).update_many(
+            pending, {"$currentDate": {"deleted_at": True}}, session=session
+        )
+
+    @database_call
+    async def rewrite_steps(self, attempt: int | None) -> None:
+        """Let TrainSteps name what is left: a committed one without what is withdrawn.
+
+        A step that is undone and will be repeated names all data of the groups that were decided again.
+        """
+        stones = {stone["_id"]: stone["task"] async for stone in self._collection(TOMBSTONE).find({})}
+        groups, cursor = set(stones.values()), self._collection(STEP).find({}, {"data": 1, "status": 1})
+        updates: list[UpdateOne] = []
+        async for step in cursor:
+            data = [key for key in step["data"] if key not in stones]
+            if step["status"] not in _APPLIED and groups & {_task_of(key) for key in step["data"]}:
+                data = await self._with_groups(step["data"], groups)
+            if data != step["data"]:
+                same = {"_id": step["_id"], "data": step["data"]}
+                updates.append(UpdateOne(same, {"$set": {"data": data}}))
+        for batch in batches(updates):
+
+            async def write(session: AsyncClientSession, batch: Sequence[UpdateOne] = batch) -> None:
+                await self._collection(STEP).bulk_write(list(batch), session=session)
+
+            await fenced(self._connection, attempt, write)
+
+    async def _with_groups(self, data: Sequence[str], groups: set[str]) -> list[str]:
+        """Return ``data`` with the present data of each group among ``groups`` in place of the earlier."""
+        renewed: list[str] = []
+        seen: set[str] = set()
+        for key in data:
+            task = _task_of(key)
+            if task not in groups:
+                renewed.append(key)
+            elif task not in seen:
+                seen.add(task)
+                found = self._collection(DATA).find({"task": task}, {"_id": 1}, sort=[("_id", 1)])
+                renewed += [item["_id"] async for item in found]
+        return renewed
+
+    @database_call
+    async def sweep(self) -> None:
+        """Delete what writers left of the withdrawn after it was deleted: files, late Records and Tasks."""
+        fields = {"_id": 1}
+        ids = [stone["_id"] async for stone in self._collection(TOMBSTONE).find({}, fields)]
+        for batch in batches(ids):
+
+            async def write(session: AsyncClientSession, batch: Sequence[str] = batch) -> None:
+                await delete_beside(self._connection, batch, session)
+                for collection, name in ((LABEL, "record"), (RECORD, "_id"), (TASK, "_id")):
+                    query = {name: {"$in": list(batch)}}
+                    await self._collection(collection).delete_many(query, session=session)
+
+            await self._connection.transaction(write)
+
+    @database_call
+    async def delete_images(self, retraction: Retraction, *, is_sampled: bool) -> int:
+        """Delete the noted images that nobody else uses; return how many are left for later.
+
+        While samplers live, those that were put in the last hour stay: the call that shows them may not be
+        stored yet.
+        """
+        left = await Retention(self._connection).delete_unused(retraction.images, waits=is_sampled)
+        await self._collection(RETRACTION).update_one({"_id": retraction.id}, {"$set": {"images": left}})
+        return len(left)
+
+
+def _decided(task: Json, outcome: GroupOutcome) -> Json:
+    """Return the update stage that stores the new decision; the group keeps its times."""
+    kept = {key: value for key, value in task["group"].items() if key not in ("problem", "kept_as_trained")}
+    changes: Json = {"group": literal({**kept, **plain(outcome.summary)}), "updated_at": "$$NOW"}
+    if task.get("begun") and task.get("ease") is not None:
+        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
+    return {"$set": changes}
+
+
+def _task_of(record_id: str) -> str:
+    return record_id.rsplit("/", 2)[0]

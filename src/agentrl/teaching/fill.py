@@ -1,0 +1,169 @@
+"""Fill the column of a teacher: claim Records that wait for it, ask the teacher, store its logprobs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from agentrl.config.schema import ClaimConfig
+from agentrl.errors import (
+    AgentRLError,
+    Dependency,
+    DependencyKind,
+    EngineError,
+    LeaseLostError,
+    StoreError,
+    StoreUnavailableError,
+)
+from agentrl.losses.loss import TEACHER
+from agentrl.observe.redact import redact_and_cut
+from agentrl.rollout.breaker import Breaker, report_outages
+from agentrl.rollout.held_claims import bounded, owner_name, wait_for_any
+from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+    from agentrl.store.columns import ColumnClaim
+    from agentrl.teaching.readings import Teaching
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+"""Interval between looks for work while nothing waits, or while the teacher is down."""
+_AT_ONCE = 16
+"""Largest number of Records that are claimed together."""
+_WHY_CHARS = 500
+
+
+@dataclass(eq=False, kw_only=True)
+class Filler:
+    """Fills one column of a run from one teacher, up to ``concurrency`` Records at a time."""
+
+    store: Store
+    teaching: Teaching
+    claims: ClaimConfig
+    name: str = ""
+    """The name by which tasks ask for this teacher (``meta.teacher``); empty: those that name none."""
+    concurrency: int = 8
+    filled: int = 0
+    """Number of Records that this process filled."""
+    _running: dict[asyncio.Task[bool], ColumnClaim] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._owner = owner_name()
+        self._breaker = Breaker(Dependency(DependencyKind.TEACHER, self.teaching.engine.name), lambda: None)
+
+    async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
+        """Fill until ``stop``, or with ``until_empty`` until no Record waits; then hand back what is held."""
+        reports = asyncio.create_task(report_outages(self.store, self._down, self._owner))
+        try:
+            while not stop.is_set():
+                claimed = await self._claim()
+                self._collect()
+                if not claimed and not self._running and until_empty and not await self._waiting():
+                    return
+                if not claimed or len(self._running) >= self.concurrency:
+                    await wait_for_any(stop, tasks=list(self._running), timeout=POLL_SECONDS)
+        finally:
+            reports.cancel()
+            self._breaker.close()
+            held = list(self._running.values())
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, reports, return_exceptions=True)
+            await bounded(self._release(held))
+
+    def _down(self) -> list[Breaker]:
+        return [self._breaker] if self._breaker.is_open else []
+
+    async def _claim(self) -> bool:
+        """Claim Records and start on them; one alone probes a teacher that is down."""
+        free = min(self.concurrency - len(self._running), _AT_ONCE)
+        if self._breaker.is_open:
+            if not self._breaker.probe_is_due:
+                return False
+            free = min(free, 1)
+        if free < 1:
+            return False
+        claims = await self.store.columns.claim(
+            TEACHER, owner=self._owner, lease_seconds=self.claims.lease_seconds, limit=free, filler=self.name
+        )
+        if claims and self._breaker.is_open:
+            self._breaker.begin_probe()
+        for claim in claims:
+            self._running[asyncio.create_task(self._fill(claim))] = claim
+        return bool(claims)
+
+    def _collect(self) -> None:
+        """Count what has ended; raise the error of a Record that this process cannot fill."""
+        for task in [task for task in self._running if task.done()]:
+            del self._running[task]
+            self.filled += task.result()
+
+    async def _waiting(self) -> int:
+        counts = await self.store.columns.waiting(TEACHER)
+        return sum(counts.get(filler, 0) for filler in {"", self.name})
+
+    async def _fill(self, claim: ColumnClaim) -> bool:
+        """Fill one column under its lease; return whether it is filled. A failure hands it back."""
+        seconds = self.claims.lease_seconds
+        renew = partial(self.store.columns.renew, claim, seconds)
+        heartbeat = asyncio.create_task(
+            keep_renewed(renew, seconds / RENEWALS_PER_LEASE, f"the lease of column {claim.column.id}")
+        )
+        try:
+            await self._ask(claim)
+        except LeaseLostError as error:
+            logger.warning("%s", error.message)
+            return False
+        except StoreUnavailableError:
+            raise
+        except EngineError as error:
+            if error.outage is None:
+                self._breaker.succeeded()  # it refused this Record, so it is up
+            else:
+                self._breaker.failed(error.message, error.retry_after)
+            await self._fail(claim, error, counts=error.outage is None)
+            return False
+        except AgentRLError as error:
+            if self._breaker.is_open:
+                self._breaker.failed(error.message)
+            await self._fail(claim, error, counts=True)
+            return False
+        finally:
+            heartbeat.cancel()
+            await asyncio.gather(heartbeat, return_exceptions=True)
+        logger.info("column filled", extra={"record": claim.column.record, "by": self.teaching.engine.name})
+        return True
+
+    async def _ask(self, claim: ColumnClaim) -> None:
+        column, store = claim.column, self.store
+        task = await store.tasks.get(column.task)
+        if task is None:
+            raise StoreError(f"there is no Task {column.task}", hint="agentrl db check lists what is missing")
+        calls = await store.model_calls.by_record(column.record)
+        values, top = await self.teaching.values(task, calls)
+        self._breaker.succeeded()
+        await store.columns.fill(claim, values.tolist(), top, by=self.teaching.engine.name)
+
+    async def _fail(self, claim: ColumnClaim, error: AgentRLError, *, counts: bool) -> None:
+        why = redact_and_cut(error.message, _WHY_CHARS)
+        try:
+            status = await self.store.columns.fail(
+                claim, why, max_attempts=self.claims.max_attempts, counts=counts,
+                backoff_seconds=self.claims.retry_backoff_seconds,
+            )  # fmt: skip
+        except LeaseLostError as lost:
+            logger.warning("%s", lost.message)
+            return
+        logger.warning("column not filled", extra={"record": claim.column.record, "why": why, "now": status})
+
+    async def _release(self, claims: list[ColumnClaim]) -> None:
+        for claim in claims:
+            try:
+                await self.store.columns.release(claim)
+            except LeaseLostError:
+                continue

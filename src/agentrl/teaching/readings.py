@@ -1,0 +1,116 @@
+"""Write what a teacher reads of a trajectory: the student's ids, or the same text in its own format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from agentrl.chat.chat_format import ChatFormat
+from agentrl.documents.column import TopLogprobs
+from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
+from agentrl.documents.task import Task
+from agentrl.teaching.alignment import align, token_ends
+from agentrl.teaching.engines import Scored, TeacherEngine
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How a teacher reads trajectories."""
+
+    engine: TeacherEngine
+    teacher: ChatFormat | None = None
+    """How it writes prompts; None: it reads the student's ids as they are, prompts included."""
+    tokenizers: tuple[Tokenizer, Tokenizer] | None = None
+    """Those of student and teacher if they differ; None: the ids of an answer mean the same to both."""
+    stop_ids: frozenset[int] = frozenset()
+    """The ids that end a turn of the student."""
+    prompt: str | None = None
+    """A privileged prompt, added to the system message: ``{answer}`` and ``{query}`` are the Task's."""
+    top_logprobs: int = 0
+
+    async def values(
+        self, task: Task, calls: Sequence[DispatchedSamplingTask]
+    ) -> tuple[NDArray[np.float32], TopLogprobs | None]:
+        """Return the column of a Record: float32 over the generated tokens of ``calls``, and the top ids.
+
+        Calls that another model answered have NaN. ``calls`` are ordered by index.
+        """
+        values: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
+        rows: list[Mapping[int, float]] = []
+        for call, prompt in self._prompts(task, calls):
+            output = unpack_ids(call.output_ids).tolist()
+            nothing: list[Mapping[int, float]] = [{}] * len(output)
+            if prompt is None or not output or not len(prompt):
+                values.append(np.full(len(output), np.nan, np.float32))
+                rows += nothing
+            elif self.tokenizers is None:
+                scored = await self._score([*prompt, *output], len(prompt))
+                values.append(scored.logprobs)
+                rows += scored.top or nothing
+            else:
+                values.append(await self._aligned(prompt, output))
+                rows += nothing
+        return np.concatenate(values), TopLogprobs.of(rows) if any(rows) else None
+
+    async def _score(self, ids: Sequence[int], first: int) -> Scored:
+        return await self.engine.score(ids, first, self.top_logprobs)
+
+    async def _aligned(self, prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.float32]:
+        """Score an answer as text: its last token is the end of a turn for both."""
+        assert self.tokenizers is not None
+        assert self.teacher is not None
+        student, teacher = self.tokenizers
+        ends_turn = output[-1] in self.stop_ids
+        spoken = output[: len(output) - ends_turn]
+        text = student.decode(spoken, skip_special_tokens=False)
+        ids = teacher.encode(text, add_special_tokens=False).ids
+        end = [_end_of_turn(self.teacher)] if ends_turn else []
+        if not [*ids, *end]:
+            return np.full(len(output), np.nan, np.float32)
+        scored = await self._score([*prompt, *ids, *end], len(prompt))
+        values = align(
+            token_ends(student, spoken), token_ends(teacher, ids), scored.logprobs[: len(ids)].tolist()
+        )
+        return np.concatenate([values, scored.logprobs[len(ids) :]]).astype(np.float32)
+
+    def _prompts(
+        self, task: Task, calls: Sequence[DispatchedSamplingTask]
+    ) -> Iterator[tuple[DispatchedSamplingTask, Sequence[int] | None]]:
+        """Yield each call with the ids before its answer; None for a call that another model answered."""
+        known = {call.id: call for call in calls}
+        ids: dict[str, list[int]] = {}
+        said: dict[str, list[dict[str, Any]]] = {}
+        for call in calls:
+            parent = None if call.parent is None else known[call.parent]
+            messages = [*(said[parent.id] if parent else ()), *full_messages(call, parent)]
+            said[call.id] = [*messages, {"role": "assistant", **call.response}]
+            prompt = [*(ids[parent.id] if parent else ()), *unpack_ids(call.context_ids).tolist()]
+            ids[call.id] = [*prompt, *unpack_ids(call.output_ids).tolist()]
+            if call.fixed is not None:
+                yield call, None
+            elif self.teacher is None:
+                yield call, prompt
+            else:
+                yield call, self.teacher.render(self._privileged(task, messages), call.tools or None)
+
+    def _privileged(self, task: Task, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the messages with the privileged prompt at the end of the system message."""
+        if self.prompt is None:
+            return list(messages)
+        text = self.prompt.replace("{answer}", str(task.answer)).replace("{query}", task.query)
+        if messages and messages[0]["role"] == "system":
+            first = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+            return [first, *messages[1:]]
+        return [{"role": "system", "content": text}, *messages]
+
+
+def _end_of_turn(chat: ChatFormat) -> int:
+    """Return the id with which the format closes an assistant's turn."""
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ids = chat.render(turn, None, add_generation_prompt=False)
+    return next((token for token in reversed(ids) if token in chat.stop_ids), min(chat.stop_ids))

@@ -1,0 +1,273 @@
+"""Train the stored steps of a run again, as a child of it; no engine and no sampler is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.flags import require
+from agentrl.config.load import Configs
+from agentrl.config.schema import ModelConfig, RunConfig
+from agentrl.config.whatif import changes, child_configs, parent_configs
+from agentrl.data.recorded import require_data
+from agentrl.data.regroup import SCORER
+from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.run import RunSettings
+from agentrl.documents.task import scorer_weights
+from agentrl.documents.training import TrainStep
+from agentrl.errors import ConfigError, TrainingError
+from agentrl.losses.settings import LossSettings
+from agentrl.registry import allow_imports
+from agentrl.scoring.scorers import require_scorer
+from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.train import checkpoint
+from agentrl.train.start import LeadIn, run_trainer
+from agentrl.weights.folder import base_folder
+
+logger = logging.getLogger(__name__)
+
+_OTHER_RANKS_SECONDS = 300.0
+"""How long the other ranks wait until rank 0 has begun the child."""
+_COMPARED = ("loss", "grad_norm", "lr", "kl_k3", "entropy", "reward")
+"""Metrics of a step that do not depend on the time that it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """Which steps of which run are trained again, and without which Records."""
+
+    parent: str
+    child: str | None = None
+    """Name of the child; None: the next free name."""
+    steps: tuple[int, int] | None = None
+    """The first and the last step of the parent; None: all."""
+    without: frozenset[str] = frozenset()
+    """``_id`` of Records; their groups are decided as if they had never been sampled."""
+    scorer: str | None = None
+    """Scores the Records again, for the child alone."""
+
+
+def train_again(whatif: WhatIf, here: Configs) -> str:
+    """Train the steps of ``whatif`` with the flags that are given in ``here``; return the child's name.
+
+    The steps between the parent's checkpoint and the first one are trained before, with the parent's flags.
+    Every rank of a launch calls it; a second call goes on. Writes nothing of the parent but the note of its
+    child. Raises ConfigError for steps that the parent does not have and for a child with other settings,
+    TrainingError if data of the steps are gone.
+    """
+    begun = asyncio.run(_begin(whatif, here))
+    relative = begun.relative
+    run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
+    is_same = not relative.changed and not relative.without
+    asyncio.run(_report_equality(begun, relative.steps[-1] if is_same else relative.since - 1))
+    return begun.child[RunConfig].run_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """A child that may be trained."""
+
+    relative: Relative
+    parent: Configs
+    """The parent's flags, in the child's folder and database."""
+    child: Configs
+    lacks_lead_in: bool
+    """Whether steps before the first one are still to be trained as the parent trained them."""
+
+
+async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
+    """Begin the child, or find it begun with the same settings."""
+    run = replace(here[RunConfig], run_name=whatif.parent)
+    async with await open_existing(run) as source:
+        steps = await _trained_steps(source)
+        first, last = whatif.steps or (1, steps[-1].step)
+        require(
+            last <= steps[-1].step,
+            f"--steps ends with {last}, and run {source.run_name!r} has trained {steps[-1].step} steps",
+            f"give steps up to {steps[-1].step}",
+        )
+        stored = await stored_flags(source)
+        parent = parent_configs(stored.values, stored.given, here)
+        child = child_configs(parent, here)
+        found = _newest_below(await _roots(source, stored.values), steps, first - 1, parent)
+        wanted = Relative(
+            id=PARENT,
+            run=source.run_name,
+            kind="whatif",
+            step=0 if found is None else found.state.step,
+            checkpoint="" if found is None else str(found.folder.resolve()),
+            steps=(first, last),
+            since=first,
+            without=tuple(sorted(whatif.without)),
+            changed=changes(parent, child, LossSettings.of_run(child)) | _scorer(whatif.scorer),
+        )
+        name = whatif.child or await _free_name(source, run, wanted)
+        output = here[RunConfig].output_dir
+        own = {"run_name": name, "output_dir": output if output is not None else f"output/{name}"}
+        parent, child = parent.with_flags(own), child.with_flags(own)
+        if _is_first_rank():
+            left = [step for step in steps if wanted.step < step.step <= last]
+            await require_data(source, left, whatif.without)
+            await _begin_child(source, wanted, child)
+        relative = await _await_child(source, wanted, name)
+        async with await open_store(child[RunConfig]) as store:
+            lacks = relative.since > relative.step + 1 and await _lacks_lead_in(store, relative, parent)
+    if lacks:
+        logger.info(
+            "steps %d-%d are trained before, as %s trained them: %s",
+            relative.step + 1, relative.since - 1, relative.run,
+            f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
+            else "it has no checkpoint below, and they begin with the base model",
+        )  # fmt: skip
+    return _Begun(relative=relative, parent=parent, child=child, lacks_lead_in=lacks)
+
+
+async def _trained_steps(source: Store) -> list[TrainStep]:
+    """Return the committed steps of a run; ConfigError for a run without one, and for a what-if."""
+    parent = await source.ancestry.parent()
+    if parent is not None and parent.kind == "whatif":
+        flags = " ".join(f"--{name} {new}" for name, (_, new) in parent.changed.items())
+        raise ConfigError(
+            f"run {source.run_name!r} is a what-if itself: its data are those of {parent.run}",
+            hint=f"train {parent.run}'s steps again: agentrl whatif {parent.run} {flags}".rstrip(),
+        )
+    steps = await source.steps.find()
+    if not steps:
+        raise ConfigError(
+            f"run {source.run_name!r} has no trained step", hint="agentrl runs lists the runs and their steps"
+        )
+    return steps
+
+
+async def stored_flags(source: Store) -> RunSettings:
+    """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
+    found = next((item for item in await source.settings.resolved() if item.role == "train"), None)
+    if found is None:
+        raise ConfigError(
+            f"run {source.run_name!r} does not hold the flags of its trainer",
+            hint="a run keeps them since its trainer first started; train it with this version of AgentRL",
+        )
+    groups = next((item.values for item in await source.settings.all() if item.id == "groups"), {})
+    return replace(found, values=found.values | groups)
+
+
+async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
+    """Return the folders that may hold a checkpoint of the parent's weights."""
+    output = Path(str(flags.get("output_dir") or f"output/{source.run_name}"))
+    ancestors = [Path(each.checkpoint).parent for each in await source.ancestry.lineage() if each.checkpoint]
+    return [output, *ancestors]
+
+
+def _newest_below(
+    roots: Sequence[Path], steps: Sequence[TrainStep], step: int, configs: Configs
+) -> checkpoint.Checkpoint | None:
+    """Return the newest checkpoint up to ``step`` with none but ``steps``; None: the base model."""
+    base = base_folder(configs[ModelConfig])
+    known = {item.id for item in steps}
+    found = [item for root in roots for item in checkpoint.complete(root) if item.state.step <= step]
+    alive = [item for item in found if known.issuperset(item.state.train_steps)]
+    newest = max(alive, key=lambda item: item.state.step, default=None)
+    return None if newest is None else checkpoint.of_parent(newest.folder, base)
+
+
+async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
+    """Return the name of the child that was begun with the same settings; else the next free one."""
+    for child in await source.ancestry.children():
+        if _is_same(child, wanted):
+            return child.run
+    number = 1
+    while await run_exists(replace(run, run_name=f"{source.run_name}_whatif_{number}")):
+        number += 1
+    return f"{source.run_name}_whatif_{number}"
+
+
+def _scorer(name: str | None) -> dict[str, Any]:
+    """Return the change of the scorer, which may be imported from now on. ConfigError if there is none."""
+    if name is None:
+        return {}
+    allow_imports(scorer_weights(name))
+    require_scorer(name)
+    return {SCORER: [None, name]}
+
+
+def _is_same(one: Relative, other: Relative) -> bool:
+    return (one.kind, one.steps, one.changed, one.without) == (
+        other.kind, other.steps, other.changed, other.without,
+    )  # fmt: skip
+
+
+async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
+    """Create the child's database with the parent's settings. ConfigError if the name is another run's."""
+    name = child[RunConfig].run_name
+    async with await open_store(child[RunConfig]) as store:
+        begun = await store.ancestry.parent()
+        if begun is not None and begun.run == wanted.run and _is_same(begun, wanted):
+            return
+        is_used = any((await store.tasks.counts("train")).values()) or await store.steps.find(status=None)
+        if begun is not None or is_used:
+            raise ConfigError(
+                f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
+                hint=f"give another name, or delete it first: agentrl runs rm {name} --folders",
+            )
+        for item in await source.settings.all():
+            if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
+                new = {key: wanted.changed.get(key, [None, value])[1] for key, value in item.values.items()}
+                await store.settings.begin(item.id, new, "whatif")
+        await store.ancestry.begin(wanted)
+
+
+async def _await_child(source: Store, wanted: Relative, name: str) -> Relative:
+    """Return the child's note of its parent; ranks other than 0 wait until rank 0 has written it."""
+    try:
+        async with asyncio.timeout(_OTHER_RANKS_SECONDS):
+            while True:
+                found = await source.beside(name).ancestry.parent()
+                if found is not None and _is_same(found, wanted):
+                    return found
+                await asyncio.sleep(1.0)
+    except TimeoutError as error:
+        raise TrainingError(
+            f"rank 0 has not begun run {name!r} within {_OTHER_RANKS_SECONDS:g} s", hint="see its log"
+        ) from error
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+async def _report_equality(begun: _Begun, last: int) -> None:
+    """Log whether the steps up to ``last``, trained as the parent's, have its metrics bit for bit."""
+    if not _is_first_rank():
+        return
+    async with await open_store(begun.child[RunConfig]) as store:
+        own = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
+        steps = await store.beside(begun.relative.run).steps.find()
+    pairs = [(step, own[step.step]) for step in steps if step.step in own and step.step <= last]
+    for old, new in pairs:
+        for name in _COMPARED:
+            if old.metrics.get(name) != new.metrics.get(name):
+                logger.warning(
+                    "step %d is not the parent's bit for bit: %s is %s, and was %s. Another machine, another"
+                    " number of threads or processes, or another torch rounds otherwise",
+                    old.step, name, new.metrics.get(name), old.metrics.get(name),
+                )  # fmt: skip
+                return
+    if pairs:
+        logger.info("%d steps are those of %s bit for bit", len(pairs), begun.relative.run)
+
+
+async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:
+    """Return whether no checkpoint of the child holds the last step before ``since``."""
+    steps = await store.steps.find(status=None)
+    run, base = configs[RunConfig], base_folder(configs[ModelConfig])
+    found = checkpoint.find(Path(run.output), "auto", steps, run_name=run.run_name, base=base)
+    held = set(() if found is None else found.state.train_steps)
+    return all(
+        step.id not in held or step.recorded is None or step.recorded.step < relative.since - 1
+        for step in steps
+    )

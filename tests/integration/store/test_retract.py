@@ -1,0 +1,221 @@
+"""``agentrl retract``: what is withdrawn is gone everywhere, groups are decided again, kills are finished."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as parquet
+import pytest
+import small_run as run
+from db_command import agentrl_db, violations
+
+from agentrl.cli import retract
+from agentrl.config.load import group_of
+from agentrl.config.schema import GroupConfig, RunConfig
+from agentrl.data.retract import delete_withdrawn
+from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
+from agentrl.observe.log_lines import remove_lines
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.admin.dataset import FILE
+from agentrl.store.admin.retract import Retractions
+from agentrl.store.client import Store, open_store
+from agentrl.train.lease import hold_lease
+
+pytestmark = pytest.mark.integration
+
+FIRST, SECOND = f"{run.READY}/0/1", f"{run.READY}/1/1"
+TRAINED = f"{run.TRAINED}/1/1"
+
+
+async def agentrl_retract(config: RunConfig, *words: str) -> int:
+    """Run ``agentrl retract`` inside a running event loop."""
+    where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
+    arguments = retract.parser().parse_args([*where, *words])
+    return await retract.retract(group_of(RunConfig, arguments), arguments)
+
+
+async def mentions(store: Store, text: str) -> dict[str, int]:
+    """Return {collection: documents that hold ``text`` anywhere}."""
+    found: dict[str, int] = {}
+    for name in await store.database.list_collection_names(filter={"type": "collection"}):
+        if name.startswith("system."):
+            continue
+        async for document in store.database[name].find({}):
+            if text in repr(document):
+                found[name] = found.get(name, 0) + 1
+    return found
+
+
+async def stored_task(store: Store, key: str) -> dict[str, Any]:
+    document = await store.database["Task"].find_one({"_id": key})
+    assert document is not None
+    return document
+
+
+async def test_an_untrained_group_is_decided_again_without_it(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    await store.labels.put(FIRST, by="ann", label="bad")
+    assert await agentrl_retract(run_config, "--record", FIRST, "--dry_run") == 0
+    assert f"Records      1: {FIRST}" in capsys.readouterr().out
+    assert len(await mentions(store, FIRST)) > 3
+    assert await agentrl_retract(run_config, "--record", FIRST, "--because", "a licence") == 0
+    assert await mentions(store, FIRST) == {"Tombstone": 1}
+    task = await stored_task(store, run.READY)
+    assert [slot["traj_id"] for slot in task["slots"]] == [1]
+    assert (task["retracted"], task["group"]["scored"], task["group"]["outcome"]) == (1, 1, "abandoned")
+    left = await store.records.get(SECOND)
+    assert left is not None
+    assert (left.status, left.abandoned_because) == (
+        RecordStatus.ABANDONED,
+        "no spread in the group's scores",
+    )
+    assert await violations(store) == []
+
+
+async def test_a_trained_group_keeps_the_rest_as_trained(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert await agentrl_retract(run_config, "--record", TRAINED) == 0
+    said = capsys.readouterr().out
+    assert f"steps        1: {run.STEP}" in said
+    assert "from step 1 on" in said
+    assert await mentions(store, TRAINED) == {"Tombstone": 1}
+    group = (await stored_task(store, run.TRAINED))["group"]
+    assert (group["scored"], group["trained"], group["kept_as_trained"]) == (1, 1, True)
+    other = await store.records.get(f"{run.TRAINED}/0/2")
+    assert other is not None
+    assert (other.status, other.advantage, other.trained_count) == (RecordStatus.READY, -1.0, 1)
+    assert await violations(store) == []
+
+
+async def test_rebuild_goes_back_and_decides_trained_groups_again(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = tmp_path / "weights"
+    await run.build(store, weights)
+    assert await agentrl_retract(run_config, "--record", TRAINED) == 0
+    assert await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path)) == 0
+    assert "the run is back at step 0" in capsys.readouterr().out
+    assert sorted(path.name for path in weights.iterdir()) == ["v000000"]
+    assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]
+    assert "kept_as_trained" not in (await stored_task(store, run.TRAINED))["group"]
+    other = await store.records.get(f"{run.TRAINED}/0/2")
+    assert other is not None
+    assert (other.status, other.trained_count) == (RecordStatus.ABANDONED, 0)
+    assert await agentrl_retract(run_config, "--rebuild") == 0
+    assert "the run is back" not in capsys.readouterr().out
+    assert await violations(store) == []
+
+
+async def test_a_task_goes_with_query_and_answer_and_is_not_loaded_again(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert await agentrl_retract(run_config, "--task", "ready", "--task", run.RUNNING) == 0
+    for key in (run.READY, run.RUNNING):
+        left = await mentions(store, key)
+        assert left.keys() == {"Tombstone"}
+    await run.add_task(store, run.READY, 1)
+    assert await store.tasks.get(run.READY) is None
+    assert await violations(store) == []
+    with pytest.raises(StoreError, match="has no task 'unknown'"):
+        await agentrl_retract(run_config, "--task", "unknown")
+
+
+async def test_a_sampler_that_holds_it_loses_it_and_the_others_go_on(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await run.publish(store, tmp_path, 0, step=0, train_step=None)
+    await run.add_task(store, run.READY, 0)
+    first, second = await run.claim(store), await run.claim(store)
+    assert await agentrl_retract(run_config, "--record", first.record_id) == 0
+    with pytest.raises(LeaseLostError):
+        await run.score(store, first, 1.0)
+    await run.score(store, second, 1.0)
+    assert (await stored_task(store, run.READY))["status"] == TaskStatus.WAITING
+    assert await GroupFinalizer(store, GroupConfig(), split="train", seed=0).run_waiting() == 1
+    assert await violations(store) == []
+
+
+async def test_everything_that_a_scorer_scored(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    with pytest.raises(StoreError, match="its scorers are: exact"):
+        await agentrl_retract(run_config, "--scorer", "other")
+    assert await agentrl_retract(run_config, "--scorer", "exact") == 0
+    assert await store.database["Record"].count_documents({"score": {"$ne": None}}) == 0
+    assert await violations(store) == []
+
+
+async def test_a_call_that_is_killed_is_finished_by_the_next(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    retractions = Retractions(store.connection)
+    selection = await retractions.select(records=[FIRST, TRAINED])
+    await retractions.begin(selection, "why", "ann", rebuilds=False)
+
+    def die(count: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        await delete_withdrawn(store.connection, on_group=die)
+    assert len(await retractions.unfinished()) == 1
+    assert any("an unfinished one" in problem for problem in await violations(store))
+    assert await agentrl_retract(run_config) == 0
+    for key in (FIRST, TRAINED):
+        assert await mentions(store, key) == {"Tombstone": 1}
+    assert await violations(store) == []
+
+
+async def test_the_check_finds_what_is_left(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    assert await agentrl_retract(run_config, "--record", FIRST) == 0
+    step = {"_id": run.STEP}
+    await store.database["TrainStep"].update_one(step, {"$push": {"data": FIRST}})
+    assert any(FIRST in problem and "only its Tombstone" in problem for problem in await violations(store))
+
+
+async def test_a_live_trainer_is_named(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    await run.build(store, tmp_path / "weights")
+    async with hold_lease(store, 60.0):
+        with pytest.raises(LeaseHeldError, match="this run has a trainer"):
+            await agentrl_retract(run_config, "--record", FIRST)
+
+
+async def test_exports_lose_it_and_an_old_one_is_not_imported(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    archive, dataset, old = (tmp_path / "exports" / name for name in ("archive", "dataset", "old"))
+    assert await agentrl_db(run_config, "export", str(archive)) == 0
+    assert await agentrl_db(run_config, "export", str(dataset), "--hf") == 0
+    shutil.copytree(archive, old)
+    words = ("--record", FIRST, "--archive", str(archive), "--archive", str(dataset))
+    assert await agentrl_retract(run_config, *words) == 0
+    said = capsys.readouterr().out
+    assert f"{archive}: 1 withdrawn documents are taken out" in said
+    assert f"{dataset}: 1 withdrawn documents are taken out" in said
+    holding = [path.name for path in archive.iterdir() if FIRST in path.read_text(encoding="utf-8")]
+    assert holding == ["Tombstone.jsonl"]
+    assert FIRST not in parquet.read_table(dataset / FILE).column("id").to_pylist()
+    copy = replace(run_config, run_name=f"{run_config.run_name}_copy")
+    with pytest.raises(StoreError, match="holds 1 Records or Tasks that were withdrawn"):
+        await agentrl_db(copy, "import", str(old))
+    assert await agentrl_db(copy, "import", str(archive)) == 0
+    async with await open_store(copy) as imported:
+        assert await violations(imported) == []
+        await imported.connection.client.drop_database(copy.run_name)
+
+
+def test_log_records_that_name_it_go(tmp_path: Path) -> None:
+    log = tmp_path / "math_sample_host-1.log"
+    log.write_text("a record=t/0/1\n    more\nb record=t/0/11\nc\n    in t/0/1 too\nd\n", encoding="utf-8")
+    assert remove_lines(tmp_path, "math", {"t/0/1"}) == 2
+    assert log.read_text(encoding="utf-8") == "b record=t/0/11\nd\n"

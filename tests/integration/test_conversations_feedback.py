@@ -1,0 +1,284 @@
+"""Conversations that no task asked for: stored through the gateway, scored by feedback, abandoned without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from db_command import violations
+from example_training import train_two_steps
+from gateway_run import answerer_of
+from rollout_fakes import ScriptedEngine, format_of
+from test_sampling import Setting, quick, task, until
+
+from agentrl.config.agent import AgentConfig, GatewayConfig
+from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
+from agentrl.documents.record import Record
+from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.task import CONVERSATIONS, Slot
+from agentrl.documents.training import DBRecordData
+from agentrl.errors import ConfigError
+from agentrl.gateway.app import GatewayApp
+from agentrl.gateway.conversations import Conversations, require_key
+from agentrl.gateway.feedback import give_feedback
+from agentrl.gateway.host import GatewayServer
+from agentrl.gateway.request import GatewayError
+from agentrl.rollout import scoring as scoring_module
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.rollout.outages import Outages
+from agentrl.rollout.scoring import Scoring, score_queued
+from agentrl.store.client import Store
+
+pytestmark = pytest.mark.integration
+__all__ = ["quick"]
+KEY = "secret"
+EXAMPLE = Path(__file__).parents[2] / "assets" / "examples" / "chat_feedback"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@asynccontextmanager
+async def gateway(
+    store: Store, *script: str, idle_minutes: float = 10.0, hours: float = 1.0
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway process with conversations; yield a product's client of it."""
+    engine = ScriptedEngine(format_of(), *script)
+    engine.version = 0
+    config = GatewayConfig(gateway_port=0, gateway_train="feedback", gateway_idle_minutes=idle_minutes)
+    sampling, outages = SamplingConfig(feedback_hours=hours), Outages()
+    conversations = Conversations(
+        store=store, config=config, agent=AgentConfig(), key=KEY,
+        scoring=Scoring(store=store, outages=outages, sampling=sampling, claims=ClaimConfig()),
+        finalizer=GroupFinalizer(store, GroupConfig(), split="train", seed=0),
+    )  # fmt: skip
+    app = GatewayApp(answerer_of(store, engine), config, conversations.routes())
+    server, stop = GatewayServer(app, config), asyncio.Event()
+    await server.start()
+    running = asyncio.create_task(conversations.run(stop))
+    try:
+        async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=10.0) as client:
+            yield client
+    finally:
+        stop.set()
+        await running
+        outages.close()
+        await app.close()
+        await server.close()
+
+
+async def opened(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/conversations", json=body)
+    assert response.status_code == 201, response.text
+    return dict(response.json())
+
+
+async def said(conversation: dict[str, Any], *messages: str) -> str:
+    """Send the user's messages one after the other; return the id of the last answer."""
+    history: list[Any] = []
+    async with openai.AsyncOpenAI(
+        base_url=conversation["base_url"], api_key=conversation["api_key"], max_retries=0
+    ) as client:
+        for message in messages:
+            history.append({"role": "user", "content": message})
+            answer = await client.chat.completions.create(model=conversation["model"], messages=history)
+            history.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return answer.id
+
+
+async def feedback(client: httpx.AsyncClient, conversation: dict[str, Any], **body: Any) -> httpx.Response:
+    return await client.post("/feedback", json={"id": conversation["id"], **body})
+
+
+async def record_of(store: Store, conversation: dict[str, Any]) -> Record:
+    record = await store.records.get(f"train/-1/{conversation['id']}/0/1")
+    assert record is not None
+    return record
+
+
+async def until_status(store: Store, conversation: dict[str, Any], status: RecordStatus) -> Record:
+    async def reached() -> bool:
+        return (await record_of(store, conversation)).status is status
+
+    await until(reached)
+    return await record_of(store, conversation)
+
+
+async def data_of(store: Store, record: Record) -> DBRecordData:
+    document = await store.database["DBRecordData"].find_one({"_id": record.id})
+    assert document is not None
+    return DBRecordData.from_document(document)
+
+
+async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(store: Store) -> None:
+    async with gateway(store, "Hello.", "I do not know.", "4") as client:
+        liked, disliked = await opened(client, query="hello", meta={"user": 7}), await opened(client)
+        last = await said(liked, "hello", "why?")
+        await said(disliked, "2+2?")
+        thumb = await feedback(
+            client, liked, score=1, call_rewards={last: -0.5}, end=True, details={"by": "thumb"}
+        )
+        assert thumb.json() == {"status": "stored"}
+        assert (await feedback(client, disliked, score=0)).status_code == 200
+        corrected = {"corrected": "It is 4.", "by": "ann"}
+        assert (await feedback(client, disliked, score=-1, **corrected, end=True)).status_code == 200
+        one, other = [await until_status(store, each, RecordStatus.READY) for each in (liked, disliked)]
+        with pytest.raises(openai.AuthenticationError):
+            await said(liked, "more")
+        late = await feedback(client, liked, score=0)
+        assert (late.status_code, late.json()["error"]["code"]) == (400, "too_late")
+    assert (one.score, one.score_details["scorer"], one.score_details["by"]) == (1.0, "feedback", "thumb")
+    assert (one.final_answer, one.turns, one.turn_rewards) == ("I do not know.", 2, (0.0, -0.5))
+    assert (other.score, other.advantage) == (-1.0, -1.0)
+    found = await store.tasks.get(one.task)
+    assert found is not None
+    assert (found.query, found.meta, found.epoch) == ("hello", {"user": 7}, CONVERSATIONS)
+    data = await data_of(store, one)
+    assert (data.status, data.advantage, data.turns) == (DataStatus.READY, 1.0, 2)
+    (label,) = (await store.labels.of_records([other.id]))[other.id]
+    assert (label.label, label.note, label.by, label.score) == ("corrected", "It is 4.", "ann", -1.0)
+    assert all("published version" in problem for problem in await violations(store))
+
+
+async def test_a_conversation_outlives_its_gateway_and_waits_for_feedback_that_comes_later(
+    store: Store,
+) -> None:
+    async with gateway(store, "Hello.") as client:
+        conversation = await opened(client)
+        await said(conversation, "hello")
+    assert await store.expired_leases.reap("train") == 0
+    assert await store.claims.claim(split="train", owner="sampler", lease_seconds=60) is None
+    await store.database["Task"].update_one(
+        {}, [{"$set": {"slots": {"$map": {"input": "$slots", "as": "slot", "in": {"$mergeObjects": [
+            "$$slot", {"lease_expires_at": {"$subtract": ["$$NOW", 1]}}]}}},
+            "lease_deadline": {"$subtract": ["$$NOW", 1]}}}]
+    )  # fmt: skip
+    assert await store.expired_leases.reap("train") == 0
+    assert await store.claims.claim(split="train", owner="sampler", lease_seconds=60) is None
+    async with gateway(store) as client:
+        waiting = await until_status(store, conversation, RecordStatus.COMPLETED)
+
+        async def slot() -> Slot:
+            found = await store.tasks.get(waiting.task)
+            assert found is not None
+            return found.slots[0]
+
+        async def waits() -> bool:
+            return (await slot()).status is SlotStatus.SAMPLED
+
+        await until(waits)
+        assert await store.groups.count_open("train") == 0
+        not_before = (await slot()).not_before
+        assert not_before is not None
+        assert waiting.completed_at is not None
+        assert not_before - waiting.completed_at == timedelta(hours=1)
+        await give_feedback(store, conversation["id"], {"score": 1.0})
+        record = await until_status(store, conversation, RecordStatus.READY)
+    assert record.score == 1.0
+
+
+async def test_without_feedback_a_trajectory_fails_by_name_and_is_not_trained(store: Store) -> None:
+    async with gateway(store, "Hello.", idle_minutes=0.02, hours=1e-6) as client:
+        silent, empty = await opened(client), await opened(client)
+        await said(silent, "hello")
+        failed = [await until_status(store, each, RecordStatus.FAILED) for each in (silent, empty)]
+        with pytest.raises(GatewayError, match="takes no more feedback"):
+            await give_feedback(store, silent["id"], {"score": 1.0})
+    kinds = [record.failure.kind for record in failed if record.failure is not None]
+    assert kinds == ["feedback", "feedback"]
+    assert [record.score for record in failed] == [None, None]
+    assert await store.database["DBRecordData"].count_documents({}) == 0
+    found = await store.tasks.get(failed[0].task)
+    assert found is not None
+    assert found.status is TaskStatus.COMPLETED
+    assert found.slots[0].status is SlotStatus.FAILED
+
+
+async def test_a_sampled_trajectory_waits_for_the_feedback_of_its_task(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring_module, "FIRST_POLL_SECONDS", 0.05)
+    await store.tasks.load([task("a", slots=2, scorer="feedback")])
+    setting = Setting(store, "<answer>3</answer>")
+    for _ in range(2):
+        claim = await store.claims.claim(split="train", owner="me", lease_seconds=60)
+        assert claim is not None
+        assert not await setting.worker.run(claim)
+    names = [record.id for record in await store.records.by_task("train/0/a")]
+    for name, score in zip(names, (0.2, 0.9), strict=True):
+        await give_feedback(store, name, {"score": score})
+    work = score_queued(store, SamplingConfig(), ClaimConfig(), "train", asyncio.Event(), until_empty=True)
+    assert await asyncio.wait_for(work, 20) == 2
+    assert [record.score for record in await store.records.by_task("train/0/a")] == [0.2, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/feedback", {"score": 1}, "invalid_value"),
+        ("/feedback", {"id": "conv-1", "score": "good"}, "invalid_value"),
+        ("/feedback", {"id": "conv-1", "score": 1, "stars": 5}, "invalid_value"),
+        ("/feedback", {"id": "conv-1", "score": 1, "corrected": 5}, "invalid_value"),
+        ("/feedback", {"id": "conv-1", "score": 1}, "no_such_trajectory"),
+        ("/conversations", {"train": "no_such:rule"}, "invalid_value"),
+        ("/conversations", {"meta": [1]}, "invalid_value"),
+        ("/conversations", {"model": "gpt"}, "invalid_value"),
+    ],
+)
+async def test_a_bad_request_names_what_is_wrong(
+    store: Store, path: str, body: dict[str, Any], code: str
+) -> None:
+    async with gateway(store) as client:
+        answer = await client.post(path, json=body)
+        assert answer.json()["error"]["code"] == code
+        assert answer.status_code in (400, 404)
+        refused = await client.post(path, json=body, headers={"authorization": "Bearer wrong"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_key")
+
+
+def test_a_gateway_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGENTRL_GATEWAY_KEY", raising=False)
+    assert require_key(GatewayConfig()) is None
+    with pytest.raises(ConfigError, match="anybody could"):
+        require_key(GatewayConfig(gateway_host="0.0.0.0"))
+    monkeypatch.setenv("AGENTRL_GATEWAY_KEY", "k")
+    assert require_key(GatewayConfig(gateway_host="0.0.0.0")) == "k"
+
+
+async def test_the_chat_example_trains_two_steps(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    from chat import QUESTIONS, SHORT, Product, chat, simulated
+
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    answers = ["Short.", "Long. " * SHORT, "Also short.", "Long again. " * SHORT, "Nobody rates this."]
+
+    def talk(url: str) -> None:
+        product = Product(url, KEY)
+        for question in QUESTIONS:
+            chat(product, lambda question=question: question, simulated)
+        chat(product, lambda: "hello", lambda _: None)
+
+    async with gateway(store, *answers) as client:
+        await asyncio.to_thread(talk, str(client.base_url))
+
+        async def are_ready() -> bool:
+            return (await store.records.counts("train"))[RecordStatus.READY] == len(QUESTIONS)
+
+        await until(are_ready)
+    assert sorted(record.score or 0.0 for record in await store.records.scored("train", 0.0)) == [0, 0, 1, 1]
+    flags = [
+        "--config", str(EXAMPLE / "run.yml"), "--run_name", store.run_name, "--groups_per_step", "2",
+        "--max_steps", "2", "--publish_steps", "2", "--data_wait_seconds", "60",
+    ]  # fmt: skip
+    await train_two_steps(store, run_config, flags, tmp_path / "model")
+    first, second = await store.steps.find()
+    assert first.metrics["loss"] == pytest.approx(0.5, abs=1e-3)
+    assert second.metrics["kl_reference"] > 0.0
+    assert await violations(store) == []

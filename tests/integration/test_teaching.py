@@ -1,0 +1,160 @@
+"""A teacher fills its column: the student's ids or aligned text, privileged prompts, outages, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_run as run
+import torch
+from ready_data import ready_data
+from tiny_policy import tiny_format, tiny_tokenizer, write_tiny_policy
+from transformers import AutoModelForCausalLM
+
+from agentrl.config.schema import ClaimConfig, GroupConfig
+from agentrl.data.forest import forest_from_data
+from agentrl.documents.status import RecordStatus
+from agentrl.errors import EngineError
+from agentrl.inference.engine import EngineRefusedError
+from agentrl.rollout import breaker as breaker_module
+from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.client import Store
+from agentrl.teaching import fill
+from agentrl.teaching.engines import FolderTeacher, Scored
+from agentrl.teaching.fill import Filler
+from agentrl.teaching.readings import Teaching
+
+pytestmark = pytest.mark.integration
+
+TASK = "train/0/late"
+CLAIMS = ClaimConfig(retry_backoff_seconds=0.01, max_attempts=2)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.05)
+
+
+@pytest.fixture
+async def finalizer(store: Store, tmp_path: Path) -> GroupFinalizer:
+    """Two scored Records of two model calls each, whose group waits for its teacher."""
+    await run.publish(store, tmp_path / "weights", 0, step=0, train_step=None)
+    await run.add_task(store, TASK, 0)
+    for value in (0.0, 1.0):
+        await run.score(store, await run.claim(store), value)
+    finalizer = GroupFinalizer(store, GroupConfig(columns="teacher"), split="train", seed=0)
+    assert await finalizer.run_waiting() == 0
+    return finalizer
+
+
+class Scripted:
+    """A teacher that raises the given errors first, and then gives every id the logprob −id/8."""
+
+    name = "scripted"
+
+    def __init__(self, *errors: EngineError) -> None:
+        self.errors = list(errors)
+        self.read: list[list[int]] = []
+
+    async def score(self, ids: Sequence[int], first: int, top: int) -> Scored:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.read.append(list(ids))
+        return Scored(np.array([-id / 8 for id in ids[first:]], np.float32))
+
+    async def folder(self) -> str | None:
+        return None
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+async def teach(store: Store, teaching: Teaching) -> int:
+    """Fill until nothing waits; return how many Records were filled."""
+    filler = Filler(store=store, teaching=teaching, claims=CLAIMS, concurrency=1)
+    await asyncio.wait_for(filler.run(asyncio.Event(), until_empty=True), 30)
+    return filler.filled
+
+
+async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
+    store: Store, finalizer: GroupFinalizer, tmp_path: Path
+) -> None:
+    folder = write_tiny_policy(tmp_path / "teacher", seed=3)
+    assert await teach(store, Teaching(FolderTeacher(folder), top_logprobs=4)) == 2
+    assert await finalizer.run_waiting() == 1
+    data = await store.training.fetch([item.id for item in await ready_data(store, "train")])
+    columns = forest_from_data(data).columns
+    assert columns is not None
+    model = AutoModelForCausalLM.from_pretrained(str(folder))
+    expected = []
+    for first in (0, 1):
+        ids = [10, 20, first, 1, 2, 3, 11, 20, first, 1, 2, 3]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected += [float(logprobs[at - 1, ids[at]]) for at in (2, 3, 4, 5, 8, 9, 10, 11)]
+        best = logprobs[1].topk(4)
+    np.testing.assert_allclose(columns.values["teacher"], expected, atol=1e-5)
+    top = columns.top["teacher"]
+    assert top.ids.counts.tolist() == [4] * 16
+    assert top.ids.ids[32:36].tolist() == sorted(best.indices.tolist())
+
+
+async def test_an_outage_counts_as_no_failure_and_a_refusal_gives_up_at_the_last_attempt(
+    store: Store, finalizer: GroupFinalizer
+) -> None:
+    down = [EngineError("no route", outage=breaker_module.DATABASE) for _ in range(5)]
+    refused = [EngineRefusedError("too long") for _ in range(CLAIMS.max_attempts)]
+    assert await teach(store, Teaching(Scripted(*down, *refused))) == 1
+    columns = await store.columns.of_records([f"{TASK}/0/1", f"{TASK}/1/1"])
+    assert sorted((item.status.value, item.failures) for (item,) in columns.values()) == [
+        ("failed", 2), ("filled", 0),
+    ]  # fmt: skip
+    assert await finalizer.run_waiting() == 1
+    records = await store.records.by_task(TASK)
+    assert sorted(record.status for record in records) == [RecordStatus.ABANDONED, RecordStatus.READY]
+    assert [record.abandoned_because for record in records if record.abandoned_because] == [
+        "its column teacher was given up: too long"
+    ]
+
+
+async def test_a_privileged_prompt_is_at_the_end_of_the_system_message(
+    store: Store, finalizer: GroupFinalizer
+) -> None:
+    engine, chat = Scripted(), tiny_format()
+    await teach(store, Teaching(engine, teacher=chat, prompt="The answer to {query} is {answer}."))
+    prompt = chat.render(
+        [
+            {"role": "system", "content": "The answer to What is 2 + 2? is None."},
+            {"role": "user", "content": "?"},
+        ],
+        None,
+    )
+    assert engine.read[0] == [*prompt, 0, 1, 2, 3]
+    (column,) = (await store.columns.of_records([f"{TASK}/0/1"]))[f"{TASK}/0/1"]
+    assert np.frombuffer(column.values, "<f4").tolist() == [0.0, -0.125, -0.25, -0.375] * 2
+
+
+async def test_another_tokenizer_gets_the_text_and_its_logprobs_are_aligned(store: Store) -> None:
+    chat, core = tiny_format(), tiny_tokenizer().backend_tokenizer
+    merged = type(core).from_str(core.to_str())
+    merged.add_tokens(["ab"])
+    engine = Scripted()
+    end = core.token_to_id("<|im_end|>")
+    teaching = Teaching(engine, teacher=chat, tokenizers=(core, merged), stop_ids=frozenset({end}))
+    await run.add_task(store, TASK, 0, generations=1)
+    call = run.call(await run.claim(store), 0, 0, 2)
+    spoken = [*core.encode("abc").ids, end]
+    call = replace(call, output_ids=np.array(spoken, "<i4").tobytes())
+    task = await store.tasks.get(TASK)
+    assert task is not None
+    values, top = await teaching.values(task, [call])
+    pair, last = merged.token_to_id("ab"), core.token_to_id("c")
+    assert engine.read[0][-3:] == [pair, last, end]
+    np.testing.assert_array_equal(values, np.array([math.nan, math.nan, -last / 8, -end / 8], np.float32))
+    assert top is None

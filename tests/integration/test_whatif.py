@@ -1,0 +1,146 @@
+"""``agentrl whatif`` on a real database: replays bit for bit, other losses, other groups, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from db_command import violations
+from stored_run import StoredRun
+from tiny_policy import write_tiny_policy
+
+from agentrl.documents.training import TrainStep
+
+pytestmark = pytest.mark.integration
+TIMES = (
+    "seconds",
+    "per_second",
+    "mfu",
+    "groups_open",
+    "groups_ready",
+    "published_bytes",
+    "stale",
+    "quarantined",
+)
+
+
+@pytest.fixture(scope="module")
+def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredRun]:
+    """Four steps of two groups, with checkpoints of steps 2 and 4; tests only read it."""
+    folder = tmp_path_factory.mktemp("whatif")
+    run = StoredRun(f"t{time.monotonic_ns()}", mongo_uri, write_tiny_policy(folder / "base"), folder)
+    asyncio.run(run.fill(8))
+    run.train()
+    yield run
+    children = ("same", "gspo", "dpo", "rules", "scorer")
+    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in children)))
+
+
+def exact(step: TrainStep) -> dict[str, Any]:
+    """The metrics that do not depend on time."""
+    return {name: value for name, value in step.metrics.items() if not any(part in name for part in TIMES)}
+
+
+async def digest(run: StoredRun, name: str) -> str:
+    async with await run.open(name) as store:
+        newest = await store.policy_versions.latest()
+    assert newest is not None
+    assert newest.digest is not None
+    return newest.digest
+
+
+async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) -> None:
+    same = f"{run.name}_same"
+    run.whatif(same)
+    steps, again = await run.steps(), await run.steps(same)
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    assert [exact(step) for step in again] == [exact(step) for step in steps]
+    assert [step.data for step in again] == [step.data for step in steps]
+    assert [step.recorded and step.recorded.step for step in again] == [1, 2, 3, 4]
+    assert await digest(run, same) == await digest(run, run.name)
+    async with await run.open(same) as store:
+        assert await violations(store) == []
+    page = (run.folder / same / "whatif.html").read_text()
+    assert "cosine of the weights 1.0000" in page
+    assert "<td>layer 1</td><td>0.000e+00</td>" in page
+
+
+async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_them(run: StoredRun) -> None:
+    """From the checkpoint of step 2, step 3 is the parent's, and GSPO trains step 4 alone."""
+    gspo = f"{run.name}_gspo"
+    run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO", "--learning_rate", "3e-3")
+    steps, again = await run.steps(), await run.steps(gspo)
+    assert [(step.step, step.inherited) for step in again] == [(1, True), (2, True), (3, False), (4, False)]
+    assert exact(again[2]) == exact(steps[2])
+    assert again[3].data == steps[3].data
+    assert again[3].metrics["lr"] == 3e-3
+    assert again[3].metrics["kl_k3"] == steps[3].metrics["kl_k3"], "the weights are still the parent's"
+    assert again[3].metrics["loss"] != steps[3].metrics["loss"]
+    async with await run.open(gspo) as store:
+        begun = await store.ancestry.parent()
+        assert begun is not None
+        assert begun.changed["loss_calculater"] == ["GRPO", "GSPO"]
+        assert begun.changed["epsilon"] == [0.2, 3e-4]
+        assert (begun.step, begun.since, begun.steps) == (2, 4, (4, 4))
+        assert await violations(store) == []
+    run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO", "--learning_rate", "3e-3")
+    assert await run.steps(gspo) == again, "the same command finds nothing to do"
+    page = run.folder / "pages" / "both.html"
+    output = run.command("whatif", "--compare", gspo, *run.here(), "--out", str(page))
+    assert "token cosine" in output
+    text = page.read_text()
+    assert "loss_calculater: GRPO → GSPO" in text
+    assert "<mark>" in text
+    assert "<td>layer 0</td>" in text
+    assert "<td>layer 0</td><td>0.000e+00</td>" not in text
+
+
+async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None:
+    scorer, steps = f"{run.name}_scorer", await run.steps()
+    run.whatif(scorer, "--scorer", "stored_run:opposite", "--steps", "1-1")
+    [again] = await run.steps(scorer)
+    async with await run.open() as store:
+        records = await store.database["Record"].find({"_id": {"$in": list(steps[0].data)}}).to_list()
+    assert again.scores == {record["_id"]: 1.0 - record["score"] for record in records}
+    assert again.metrics["reward"] == 1.0 - steps[0].metrics["reward"]
+    assert again.data == steps[0].data
+
+
+async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run: StoredRun) -> None:
+    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model."""
+    dpo = f"{run.name}_dpo"
+    run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    parents, own = await run.steps(), await run.steps(dpo)
+    assert own[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert own[-1].metrics["kl_reference"] > 0.0
+    for step, parent in zip(own, parents, strict=True):
+        assert 0 < step.metrics["trainable_tokens"] < parent.metrics["trainable_tokens"]
+
+
+async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:
+    """A record that is left out is in no baseline; what a run cannot change is refused by name."""
+    rules, steps = f"{run.name}_rules", await run.steps()
+    gone = steps[0].data[1]
+    (run.folder / "ids.txt").write_text(f"{gone}\n")
+    run.whatif(rules, "--advantage", "dr_grpo", "--without", str(run.folder / "ids.txt"), "--steps", "1-2")
+    again = await run.steps(rules)
+    assert set(steps[0].data) - set(again[0].data) == {gone}
+    assert again[1].data == steps[1].data
+    assert again[1].metrics["loss"] != steps[1].metrics["loss"]
+    async with await run.open(rules) as store:
+        [groups] = [item for item in await store.settings.all() if item.id == "groups"]
+        assert groups.values["advantage"] == "dr_grpo"
+        assert await violations(store) == []
+    for flags, said in {
+        ("--lora_rank", "4"): "--lora_rank cannot differ from the parent's",
+        ("--steps", "1-9"): "has trained 4 steps",
+        ("--learning_rate", "1e-3"): "was not begun as this what-if",
+    }.items():
+        assert said in run.whatif(rules, *flags, code=2)
+    async with await run.open() as store:
+        await store.database["DBRecordData"].delete_one({"_id": steps[2].data[0]})
+    assert "no longer holds the data of 1 of its steps: 3" in run.whatif(f"{rules}2", code=1)
