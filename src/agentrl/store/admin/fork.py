@@ -10,6 +10,7 @@ from pathlib import Path
 from pymongo import ASCENDING, DESCENDING, UpdateOne
 
 from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
@@ -24,11 +25,13 @@ from agentrl.store.names import (
     EPOCH,
     GATE,
     IMPORTS,
+    RETRACTION,
     RUN,
     SCHEMA_VERSION,
     SETTINGS,
     STEP,
     TASK,
+    TOMBSTONE,
     VERSION,
 )
 from agentrl.store.schema import prepare
@@ -132,11 +135,16 @@ class Fork(Repository):
         return result
 
     async def _copy_run(self, child: Connection, steps: Sequence[str]) -> None:
-        """Copy the steps up to the beginning, the imports, and the settings in which both are alike."""
+        """Copy the steps up to the beginning, the imports, and the settings in which both are alike.
+
+        Tasks that were withdrawn from the parent are not loaded into the child either.
+        """
         for collection, query, fields in (
             (STEP, {"_id": {"$in": list(steps)}}, {"inherited": True}),
             (IMPORTS, {}, {}),
             (SETTINGS, {"_id": {"$in": _KEPT_SETTINGS}}, {}),
+            (TOMBSTONE, {"kind": Withdrawn.TASK.value, "deleted_at": {"$ne": None}}, {}),
+            (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
         ):  # fmt: skip
             stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
             await self._merge(collection, stages, child)
