@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -105,6 +106,12 @@ class Supervisor:
                 signal_session(process, signal.SIGTERM)
             time.sleep(POLL_SECONDS)
         return process.returncode
+
+    def wait(self, event: threading.Event, seconds: float) -> None:
+        """Wait for ``event``, at most ``seconds``. Raises the errors of ``run_main``."""
+        deadline = time.monotonic() + seconds
+        while not event.wait(POLL_SECONDS) and time.monotonic() < deadline:
+            self._restart_crashed(None)
 
     def run_helpers(self) -> None:
         """Run until every helper has ended by itself. Raises the errors of ``run_main``."""

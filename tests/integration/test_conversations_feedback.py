@@ -6,16 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from db_command import violations
+from example_training import train_two_steps
 from gateway_run import answerer_of
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, quick, task, until
 
-from agentrl.cli import main as cli
 from agentrl.config.agent import AgentConfig, GatewayConfig
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
@@ -37,6 +39,7 @@ from agentrl.store.client import Store
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]
 KEY = "secret"
+EXAMPLE = Path(__file__).parents[2] / "assets" / "examples" / "chat_feedback"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
@@ -46,6 +49,7 @@ async def gateway(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway process with conversations; yield a product's client of it."""
     engine = ScriptedEngine(format_of(), *script)
+    engine.version = 0
     config = GatewayConfig(gateway_port=0, gateway_train="feedback", gateway_idle_minutes=idle_minutes)
     sampling, outages = SamplingConfig(feedback_hours=hours), Outages()
     conversations = Conversations(
@@ -111,9 +115,7 @@ async def data_of(store: Store, record: Record) -> DBRecordData:
     return DBRecordData.from_document(document)
 
 
-async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(
-    store: Store, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(store: Store) -> None:
     async with gateway(store, "Hello.", "I do not know.", "4") as client:
         liked, disliked = await opened(client, query="hello", meta={"user": 7}), await opened(client)
         last = await said(liked, "hello", "why?")
@@ -140,12 +142,7 @@ async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(
     assert (data.status, data.advantage, data.turns) == (DataStatus.READY, 1.0, 2)
     (label,) = (await store.labels.of_records([other.id]))[other.id]
     assert (label.label, label.note, label.by, label.score) == ("corrected", "It is 4.", "ann", -1.0)
-    words = ["db", "check", "--run_name", store.run_name, "--skip_files",
-             "--db_connection_string", str(run_config.db_connection_string)]  # fmt: skip
-    await asyncio.to_thread(cli.main, words)
-    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("invariant")]
-    assert len(wrong) == 3, wrong
-    assert all("expected a published version" in line for line in wrong)  # the scripted engine's
+    assert all("published version" in problem for problem in await violations(store))
 
 
 async def test_a_conversation_outlives_its_gateway_and_waits_for_feedback_that_comes_later(
@@ -251,3 +248,37 @@ def test_a_gateway_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch
         require_key(GatewayConfig(gateway_host="0.0.0.0"))
     monkeypatch.setenv("AGENTRL_GATEWAY_KEY", "k")
     assert require_key(GatewayConfig(gateway_host="0.0.0.0")) == "k"
+
+
+async def test_the_chat_example_trains_two_steps(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    from chat import QUESTIONS, SHORT, Product, chat, simulated
+
+    monkeypatch.setattr("builtins.input", lambda _: "")
+    answers = ["Short.", "Long. " * SHORT, "Also short.", "Long again. " * SHORT, "Nobody rates this."]
+
+    def talk(url: str) -> None:
+        product = Product(url, KEY)
+        for question in QUESTIONS:
+            chat(product, lambda question=question: question, simulated)
+        chat(product, lambda: "hello", lambda _: None)
+
+    async with gateway(store, *answers) as client:
+        await asyncio.to_thread(talk, str(client.base_url))
+
+        async def are_ready() -> bool:
+            return (await store.records.counts("train"))[RecordStatus.READY] == len(QUESTIONS)
+
+        await until(are_ready)
+    assert sorted(record.score or 0.0 for record in await store.records.scored("train", 0.0)) == [0, 0, 1, 1]
+    flags = [
+        "--config", str(EXAMPLE / "run.yml"), "--run_name", store.run_name, "--groups_per_step", "2",
+        "--max_steps", "2", "--publish_steps", "2", "--data_wait_seconds", "60",
+    ]  # fmt: skip
+    await train_two_steps(store, run_config, flags, tmp_path / "model")
+    first, second = await store.steps.find()
+    assert first.metrics["loss"] == pytest.approx(0.5, abs=1e-3)
+    assert second.metrics["kl_reference"] > 0.0
+    assert await violations(store) == []

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -57,6 +58,18 @@ def test_a_helper_that_keeps_crashing_ends_the_run_with_its_log(supervisor, tmp_
     with pytest.raises(AgentRLError, match=f"helper has ended {MAX_RESTARTS + 1} times") as error:
         supervisor.run_main(member("main", SLEEP), deadline=FAR)
     assert "no luck today" in str(error.value)
+
+
+def test_a_wait_ends_with_its_event_its_time_or_a_helper_that_cannot_run(supervisor, tmp_path):
+    came, never = threading.Event(), threading.Event()
+    came.set()
+    began = time.monotonic()
+    supervisor.wait(came, 60.0)
+    supervisor.wait(never, 0.1)
+    assert time.monotonic() - began < 30
+    supervisor.start(member("helper", f"raise SystemExit({ConfigError.exit_code})", tmp_path / "helper.log"))
+    with pytest.raises(ConfigError, match="helper cannot run"):
+        supervisor.wait(never, 60.0)
 
 
 def test_helpers_run_until_all_have_ended(supervisor, tmp_path):

@@ -30,6 +30,8 @@ _USABLE = (ServiceStatus.READY, ServiceStatus.UPDATING)
 _LOG_SECONDS = 30.0
 _MOST_AGES = 3
 """Multiple of ``max_age`` up to which a model call does not wait for a refresh of the list of engines."""
+_VERSIONS_AGE = 0.25
+"""Fraction of ``max_age`` after which the versions that engines serve are read anew: work waits for it."""
 _NONE_HINT = "start an engine: agentrl serve --run_name … --model_name_or_path …"
 _FOREIGN_HINT = (
     "give `agentrl serve` and `agentrl sample` the same --model_name_or_path, or folders with the same"
@@ -152,7 +154,7 @@ class EngineRouter:
 
         It returns at once, from the cached list of engines, and starts a refresh if the list is too old.
         """
-        self._start_refresh()
+        self._start_refresh(_VERSIONS_AGE * self._max_age)
         engines = (*self._usable(), *self._lent())
         return frozenset(s.policy_version for s in engines if s.policy_version is not None)
 
@@ -164,10 +166,10 @@ class EngineRouter:
         for client in (*clients, *([self._front] if self._front is not None else [])):
             await client.close()
 
-    async def refresh(self) -> None:
-        """Read the list of engines, unless it is newer than ``max_age``."""
+    async def refresh(self, max_age: float | None = None) -> None:
+        """Read the list of engines, unless it is newer than ``max_age``; None: that of the router."""
         async with self._refresh_lock:
-            if time.monotonic() - self._refreshed_at < self._max_age:
+            if time.monotonic() - self._refreshed_at < (self._max_age if max_age is None else max_age):
                 return
             self._services = tuple(await self._live())
             lengths = (self._max_model_len, *(service.context_length for service in self._services))
@@ -270,18 +272,18 @@ class EngineRouter:
         age = time.monotonic() - self._refreshed_at
         if age >= _MOST_AGES * self._max_age or not self._usable():
             return False
-        self._start_refresh()
+        self._start_refresh(self._max_age)
         return True
 
-    def _start_refresh(self) -> None:
-        """Start a refresh if the list of engines is too old and none runs."""
+    def _start_refresh(self, max_age: float) -> None:
+        """Start a refresh if the list of engines is older than ``max_age`` and none runs."""
         is_running = self._refresh_task is not None and not self._refresh_task.done()
-        if time.monotonic() - self._refreshed_at >= self._max_age and not is_running:
-            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_quietly())
+        if time.monotonic() - self._refreshed_at >= max_age and not is_running:
+            self._refresh_task = asyncio.get_running_loop().create_task(self._refresh_quietly(max_age))
 
-    async def _refresh_quietly(self) -> None:
+    async def _refresh_quietly(self, max_age: float) -> None:
         with log_store_errors(log, "the engines cannot be listed", outages=True):
-            await self.refresh()
+            await self.refresh(max_age)
 
     def _usable(self) -> list[InferenceService]:
         now = time.monotonic()

@@ -195,6 +195,8 @@ class ServedEngine:
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
+                with log_store_errors(log, "samplers learn from the next heartbeat that the engine is ready"):
+                    await self._report()
                 tasks.create_task(self._follow())
                 if self._lease is not None:
                     tasks.create_task(self._lend(self._lease))

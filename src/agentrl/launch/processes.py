@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Superviso
 
 _BESIDE_ENGINE = 0.45
 """Fraction of a GPU's memory for each of two engines on it, without ``--inf_mem_ratio``."""
+_SERVING_SECONDS = 60.0
+"""How long the trainer's start waits for an engine, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class RunPlan:
     port: int = 0
     """Port of the first engine; 0 for any free ones."""
     samplers: int
+    teaches: bool = False
+    """Whether a teacher is started (``--teacher``)."""
     main: Sequence[str] | None
     """The command of the trainer or of an evaluation; None if this machine runs neither."""
     follows: bool = False
@@ -50,11 +55,17 @@ class RunPlan:
         print(f"{self.name}: {text}", flush=True)
 
 
-def run_processes(plan: RunPlan, deadline: Callable[[], float] = lambda: float("inf")) -> int:
+def run_processes(
+    plan: RunPlan,
+    deadline: Callable[[], float] = lambda: float("inf"),
+    serving: threading.Event | None = None,
+) -> int:
     """Run until the main process ends, and return its exit code; without one until all helpers have ended.
 
-    ``deadline`` is the end of the main process, as ``time.monotonic`` counts. Raises ConfigError for a
-    process that cannot run as it is configured, and AgentRLError for one that has crashed too often.
+    ``deadline`` is the end of the main process, as ``time.monotonic`` counts. With ``serving``, which is set
+    when an engine serves, the main process starts after it if the processes share very few cores: it loads
+    while the first trajectories are sampled, and not before. Raises ConfigError for a process that cannot run
+    as it is configured, and AgentRLError for one that has crashed too often.
     """
     supervisor = Supervisor(plan.report)
     placement = plan.placement
@@ -96,6 +107,8 @@ def run_processes(plan: RunPlan, deadline: Callable[[], float] = lambda: float("
             start(name, agentrl_command("serve", flags), environment(numbers, computes=True), is_server=True)
         for index in range(plan.samplers):
             start(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
+        if plan.teaches:
+            start("teacher", agentrl_command("teach", plan.flags), environment(others, computes=True))
         if plan.follows:
             flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
             seen = engines[-1] if beside_last else others
@@ -103,6 +116,8 @@ def run_processes(plan: RunPlan, deadline: Callable[[], float] = lambda: float("
         if plan.main is not None:
             trainer = placement.trainer if placement is not None else ()
             main = SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
+            if serving is not None and placement is None and half_of_cores() == 1:
+                supervisor.wait(serving, _SERVING_SECONDS)
             return supervisor.run_main(main, deadline=deadline)
         supervisor.run_helpers()
         return 0

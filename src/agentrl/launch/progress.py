@@ -48,7 +48,7 @@ _ADVICE = {
 LINE_SECONDS = 10.0
 """Least time between two lines about sampling."""
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.5
 _STOP_SECONDS = 10.0
 
 
@@ -198,15 +198,18 @@ class Start:
 @contextlib.contextmanager
 def told_progress(
     run: RunConfig, groups_per_step: int, pace: Pace, report: Callable[[str], None]
-) -> Iterator[None]:
-    """Report from a thread what the run waits for, and after a step how long the rest takes."""
-    ended = threading.Event()
+) -> Iterator[threading.Event]:
+    """Report from a thread what the run waits for, and after a step how long the rest takes.
+
+    Yields an event that is set when an engine serves, or when the progress cannot be read.
+    """
+    ended, serving = threading.Event(), threading.Event()
     teller = threading.Thread(
-        target=lambda: asyncio.run(_tell(run, groups_per_step, pace, report, ended)), daemon=True
+        target=lambda: asyncio.run(_tell(run, groups_per_step, pace, report, ended, serving)), daemon=True
     )
     teller.start()
     try:
-        yield
+        yield serving
     finally:
         ended.set()
         teller.join(_STOP_SECONDS)
@@ -249,6 +252,7 @@ async def _tell(
     pace: Pace,
     report: Callable[[str], None],
     ended: threading.Event,
+    serving: threading.Event,
 ) -> None:
     from agentrl.store.client import open_store
 
@@ -266,7 +270,9 @@ async def _tell(
                     is_first = False
                 elif is_first:
                     state = await _read_start(store)
-                    if not state.is_serving:
+                    if state.is_serving:
+                        serving.set()
+                    else:
                         serving_since = time.monotonic()
                     line = lines.line(state, time.monotonic() - began)
                     pace.waiting = line or pace.waiting
@@ -277,6 +283,8 @@ async def _tell(
                 await store.wait_for_change(STEP, timeout=_POLL_SECONDS)
     except AgentRLError as error:  # only these lines are lost: the processes report their own errors
         logger.info("the progress of the run cannot be read: %s", error.message)
+    finally:
+        serving.set()
 
 
 async def _last_committed(store: Store) -> StepRow | None:

@@ -36,8 +36,8 @@ _WORK = ("Task", "DBRecordData")
 _TRAINING = ("TrainStep", "PolicyVersion")
 _WATCH_SECONDS = 60.0
 _LOOK_POLLS = 3
-LAG_SECONDS = 1.0
-"""Interval of looks for new groups while engines load a version."""
+FIRST_LAG_SECONDS, LAG_SECONDS = 0.125, 1.0
+"""Interval of looks for new groups while engines load a version: the first one, doubled up to the longest."""
 
 _REST_SECONDS = 0.25
 """Changes within this time are coalesced: they wake a sampler once."""
@@ -96,6 +96,7 @@ class Sampler:
         """Consecutive claims without a slot."""
         self._look_at = 0.0
         """Latest time of the next look for new groups (``time.monotonic``)."""
+        self._lag_delay = FIRST_LAG_SECONDS
         self.scored = 0
         """Number of trajectories that this sampler scored."""
         self._housekeeping = Housekeeping(
@@ -166,8 +167,8 @@ class Sampler:
     async def _claim(self, stop: asyncio.Event) -> Claim | None:
         """Claim one slot. Look for new groups only after a change, or after a while without one.
 
-        Every event that frees capacity wakes the sampler, except a weight update: it polls for that every
-        ``LAG_SECONDS``.
+        Every event that frees capacity wakes the sampler, except a weight update: it polls for that, every
+        ``LAG_SECONDS`` at least.
         """
         if self._outages.blocks_claims(len(self._held)):
             self._changed.clear()
@@ -200,7 +201,10 @@ class Sampler:
     async def _limit(self) -> GroupLimit | int | None:
         limit = await self._groups_allowed()
         if isinstance(limit, GroupLimit) and limit.engines_lag:
-            self._look_at = min(self._look_at, time.monotonic() + LAG_SECONDS)
+            self._look_at = min(self._look_at, time.monotonic() + self._lag_delay)
+            self._lag_delay = min(2 * self._lag_delay, LAG_SECONDS)
+        else:
+            self._lag_delay = FIRST_LAG_SECONDS
         return limit
 
     async def _require_tools(self) -> None:

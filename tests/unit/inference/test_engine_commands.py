@@ -50,6 +50,11 @@ def test_an_engine_is_told_the_dtype_of_the_folder(folder: Path, engine: str) ->
     )
 
 
+def test_the_local_engine_chooses_the_dtype_of_its_products(folder: Path) -> None:
+    command = engine_command(str(folder), ModelConfig(), EngineConfig(engine="local"), 1)
+    assert dict(itertools.pairwise(command.argv))["--dtype"] == "auto"
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 def test_on_a_cpu_weights_are_held_in_float32(
     folder: Path, engine: str, monkeypatch: pytest.MonkeyPatch

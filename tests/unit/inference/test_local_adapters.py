@@ -111,6 +111,13 @@ def engine(base: Path, trained: dict[str, Trained]) -> Engine:
     return engine
 
 
+def test_layers_that_add_nothing_are_not_computed(engine: Engine) -> None:
+    held = {name: {int(layer.split(".")[2]) for layer in each.layers}
+            for name, each in engine.scheduler.adapters.items()}  # fmt: skip
+    assert held["one@3"] == {1}
+    assert held["two@9"] >= {0, 1}
+
+
 @pytest.mark.exactness
 def test_rows_of_several_adapters_and_of_none_have_the_trainers_logprobs(
     engine: Engine, trained: dict[str, Trained], base: Path, tmp_path: Path

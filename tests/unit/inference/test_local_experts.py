@@ -59,7 +59,7 @@ def sampled(scheduler: Scheduler, *prompts: list[int], **changes: Any) -> list[G
 def test_replaying_removes_most_of_what_bfloat16_changes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_model, "_held_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(local_model, "_held_dtype", lambda *_, **__: torch.bfloat16)
     engine = LocalModel(str(folder), dtype=torch.bfloat16, device=torch.device("cpu"))
     scheduler = Scheduler(engine, engine.new_cache(8192), version="0", max_running=32)
     rng = np.random.default_rng(0)

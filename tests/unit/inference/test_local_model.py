@@ -76,6 +76,19 @@ def logits(served: model.LocalModel) -> torch.Tensor:
         return served.forward([Chunk(Slot(ids), 0, ids, True)], served.new_cache(64))
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_cpu_multiplies_in_its_faster_dtype_unless_float32_is_given(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_fast: bool
+) -> None:
+    monkeypatch.setattr(model, "bfloat16_speed", lambda *_: (is_fast, "said"))
+    held = [
+        model.LocalModel(str(folder), dtype=dtype, device=torch.device("cpu")).dtype
+        for dtype in (None, torch.bfloat16, torch.float32, torch.float16)
+    ]
+    fast = torch.bfloat16 if is_fast else torch.float32
+    assert held == [fast, fast, torch.float32, torch.float32]
+
+
 @pytest.mark.parametrize("source", ["folder", "tensors"])
 def test_an_updated_model_is_the_model_that_is_loaded_anew(folder: Path, other: Path, source: str) -> None:
     served = model.LocalModel(str(folder), dtype=None, device=torch.device("cpu"))

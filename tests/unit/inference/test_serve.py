@@ -75,7 +75,8 @@ class Store:
         self._published.set()
 
     async def wait_for_change(self, *collections: str, timeout: float) -> None:
-        await asyncio.wait_for(self._published.wait(), timeout=60)
+        async with asyncio.timeout(60):  # asyncio.wait_for can lose a cancellation in Python 3.11
+            await self._published.wait()
         self._published.clear()
 
 
@@ -250,6 +251,17 @@ async def test_an_engine_that_stays_paused_is_ended(harness: Harness, tmp_path: 
     await harness.engine.update(published(tmp_path / "v1", 1))
     assert harness.client.calls.count(("resume",)) == 5
     assert harness.process.returncode == -15
+
+
+async def test_readiness_is_reported_before_the_next_heartbeat(harness: Harness) -> None:
+    harness.engine._config = EngineConfig(heartbeat_seconds=60.0)
+
+    async def play() -> None:
+        await harness.until(
+            lambda: any(b["status"] is ServiceStatus.READY for b in harness.store.services.beats)
+        )
+
+    await harness.during_run(play)
 
 
 async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_path: Path) -> None:

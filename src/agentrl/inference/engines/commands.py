@@ -55,8 +55,9 @@ def engine_command(
     """Return the command that serves the model in ``folder``, and adapters of it, with ``config.engine``.
 
     The engine is told the dtype of the weights: left to itself, SGLang makes float16 of float32. On a CPU,
-    SGLang and vLLM hold any weights in float32, which is exact. Each call chooses another random instance
-    name. Raises ConfigError if the engine cannot run here.
+    SGLang and vLLM hold any weights in float32, which is exact. The local engine multiplies there in the
+    trainer's dtype, unless ``--dtype float32`` is given. Each call chooses another random instance name.
+    Raises ConfigError if the engine cannot run here.
     """
     instance = secrets.token_hex(8)
     if config.engine == "local":
@@ -110,10 +111,11 @@ def _local_command(
     model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
     require("torch", "--engine local")
+    stored = _dtype(model_path)
     argv = [
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
-        *("--dtype", _dtype(model_path), "--instance", instance),
+        *("--dtype", stored if model.dtype == "float32" else "auto", "--instance", instance),
         *("--quantization", config.rollout_quantization),
         *("--max_running_requests", str(config.max_running_requests or CPU_RUNNING_REQUESTS)),
         *("--max_total_tokens", str(config.max_total_tokens)),

@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int)
     parser.add_argument(
         "--dtype",
-        help="dtype of the weights: float32, bfloat16, float16, or auto, which the folder names; a CPU that"
-        " multiplies it slowly holds them in float32",
+        help="dtype of the weights: float32, bfloat16, float16, or auto, which the folder names; a CPU"
+        " multiplies all but a float32 that is given here in its faster dtype",
     )
     parser.add_argument(
         "--device", help="auto (a GPU if there is one), cpu, or a torch device such as cuda:0"

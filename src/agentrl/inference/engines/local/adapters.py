@@ -107,7 +107,8 @@ def read_adapter(
                 f"the adapter in {folder} does not fit the model: {layer} with A {list(a.shape)} and B"
                 f" {None if b is None else list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
             )
-        layers[layer] = (_held(a, dtype, device), _held(b, dtype, device))
+        if b.any():  # as it begins, and stays in a frozen layer: it adds nothing
+            layers[layer] = (_held(a, dtype, device), _held(b, dtype, device))
     return LoadedAdapter(name, folder, scale, layers)
 
 

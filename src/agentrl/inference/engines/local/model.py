@@ -20,7 +20,7 @@ from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows,
 from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
-from agentrl.inference.engines.local.patch import Patch, read_patch
+from agentrl.inference.engines.local.patch import Patch, Places, find_places, read_patch
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
@@ -39,7 +39,8 @@ class LocalModel:
     ) -> None:
         """Load ``folder``; ModelError if it is not a model folder or its attention is not supported.
 
-        The weights have ``dtype``; None: the one that the folder names. With ``fp8`` they are rounded to it.
+        The weights are rounded to ``dtype`` and multiplied in it. None: they keep the dtype that the folder
+        names, and a CPU multiplies them in its faster one. With ``fp8`` they are rounded to that.
         """
         self._config = config = load_config(folder)
         self._rounded_to = dtype
@@ -50,7 +51,7 @@ class LocalModel:
         self.vision = read_vision(folder, config.to_dict())
         self.pixels = None if self.vision is None else PixelReader(folder)
         config = config.get_text_config()
-        self.dtype = _held_dtype(dtype, device, config.hidden_size)
+        self.dtype = _held_dtype(dtype, device, config.hidden_size, is_exact=self._rounded_to is not None)
         self.vocab_size: int = config.vocab_size
         self.max_position: int = config.max_position_embeddings
         self.eos_ids = _eos_ids(folder, config)
@@ -62,6 +63,7 @@ class LocalModel:
         self._group = config.num_attention_heads // self._num_kv_heads
         self._num_layers: int = config.num_hidden_layers
         self._adapted = AdapterRows()
+        self._places: Places | None = None
         self._check_against_plain_attention()
         self._settle()
 
@@ -89,10 +91,12 @@ class LocalModel:
         if self._fp8 or not self.is_loaded:
             why = "its weights are rounded by rows" if self._fp8 else "its memory is released"
             raise ModelError(f"elements of the served model cannot be changed: {why}")
-        return read_patch(self._model, deltas, self._rounded_to)
+        self._places = self._places or find_places(self._model)
+        return read_patch(self._places, deltas, self._rounded_to)
 
     def _with(self, source: str | dict[str, Tensor], dtype: torch.dtype) -> LocalModel:
         model = copy.copy(self)
+        model._places = None
         if isinstance(source, str):
             model.folder = source
         model._model = _load(source, dtype, self.device, self._model)
@@ -188,6 +192,7 @@ class LocalModel:
 
     def adapt(self, adapter: LoadedAdapter) -> None:
         """Let the layers of ``adapter`` add it to the rows of its sequences; between two forwards only."""
+        self._places = None
         for name in adapter.layers:
             parent, _, leaf = name.rpartition(".")
             owner = self._model.get_submodule(parent)
@@ -293,15 +298,16 @@ def _content(config: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _held_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int) -> torch.dtype:
+def _held_dtype(dtype: torch.dtype, device: torch.device, hidden_size: int, *, is_exact: bool) -> torch.dtype:
     """Return the dtype in which weights of ``dtype`` are held and multiplied.
 
-    A CPU holds them in float32, which is exact, unless it multiplies bfloat16 faster.
+    A CPU that multiplies bfloat16 faster holds bfloat16, as the trainer there multiplies (``--autocast_bf16
+    auto``), but float16 and, if ``is_exact``, float32 in float32. Other CPUs hold all in float32.
     """
-    if device.type != "cpu" or dtype == torch.float32:
+    if device.type != "cpu" or (is_exact and dtype == torch.float32):
         return dtype
     is_fast, reason = bfloat16_speed(device, hidden_size)
-    held = dtype if is_fast and dtype == torch.bfloat16 else torch.float32
+    held = torch.bfloat16 if is_fast and dtype != torch.float16 else torch.float32
     logger.info("%s weights are multiplied in %s: %s", dtype, held, reason)
     return held
 
