@@ -17,11 +17,20 @@ from agentrl.errors import LeaseLostError
 from agentrl.store.training_data import StaleVersions
 
 
+class _NoColumns:
+    """A run that waits for no column."""
+
+    async def waiting(self) -> dict[str, int]:
+        """Nothing waits."""
+        return {}
+
+
 class FakeStore:
     """Tasks, training, policies and services of one run; ``database`` is what it holds."""
 
     def __init__(self) -> None:
         self.run_name = "run"
+        self.columns = _NoColumns()
         self.data: dict[str, DBRecordData] = {}
         self.train_steps: dict[str, TrainStep] = {}
         self.versions: dict[int, PolicyVersion] = {}
@@ -290,9 +299,10 @@ class _TrainerLease(_Part):
         self.store.attempt += 1
         return self.store.attempt
 
-    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
+    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> list[str]:
         self.store.check_attempt(attempt)
         self.store.discarded = tuple(names)
+        return list(names)
 
     async def renew(self, attempt: int, lease_seconds: float) -> None:
         self.store.check_attempt(attempt)

@@ -37,10 +37,10 @@ from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.client import Store
 
-FAMILIES = "abcde"
+FAMILIES, DIGITS = "abcde", 4
 BROKEN = "e"
 """The family whose scorer is broken."""
-GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 8
+GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 16
 RIGHT = 0.9
 """Probability of a right answer in the beginning."""
 POISONED = 0.02
@@ -52,8 +52,9 @@ TEMPLATE = (
 )
 """Short prompts: six tokens."""
 LEARNING_RATE = "3e-4"
-RULES = GroupConfig(min_score_spread=0.0, drop_zero_advantage=False)
-"""Every trajectory is trained, so that shares of scores are shares of training data."""
+RULES = GroupConfig(advantage="reward", min_score_spread=0.0, drop_zero_advantage=False)
+"""Every trajectory is trained, so that shares of scores are shares of training data. The advantage is the
+score, whitened over the step (REINFORCE++): each wrong score counts, also where all of a group are wrong."""
 LEASE_SECONDS, WAIT_SECONDS, POLL_SECONDS = 300.0, 240.0, 0.02
 
 
@@ -77,7 +78,7 @@ class Question:
         return str((self.digit + 2 * FAMILIES.index(self.family) + 1) % 10)
 
 
-HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(10)]
+HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(DIGITS)]
 
 
 def training_questions(steps: int, seed: int, kind: str) -> list[Question]:
@@ -85,10 +86,10 @@ def training_questions(steps: int, seed: int, kind: str) -> list[Question]:
     rng = random.Random(seed)
     count = steps * GROUPS_PER_STEP
     sound = [family for family in FAMILIES if family != BROKEN] if kind == "scorer" else list(FAMILIES)
-    questions = [Question(rng.choice(sound), rng.randrange(10)) for _ in range(count)]
+    questions = [Question(rng.choice(sound), rng.randrange(DIGITS)) for _ in range(count)]
     if kind == "scorer":
-        for place in rng.sample(range(count), round(POISONED * count)):
-            questions[place] = Question(BROKEN, rng.randrange(10), "exact_v2")
+        for number, place in enumerate(rng.sample(range(count), round(POISONED * count))):
+            questions[place] = Question(BROKEN, number % DIGITS, "exact_v2")
     return questions
 
 
@@ -160,7 +161,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
 @dataclass
 class PoisonedRun:
-    """One run on ``store``. ``kind`` is ``none``, ``scorer`` (one of two is wrong) or ``random``."""
+    """One run on ``store``. ``kind`` is ``scorer`` (one of two is wrong) or ``random``."""
 
     store: Store
     uri: str
@@ -184,7 +185,8 @@ class PoisonedRun:
         return [
             *self.flags(), "--model_name_or_path", str(self.model), "--max_steps", str(self.steps),
             "--groups_per_step", str(GROUPS_PER_STEP), "--num_generations", str(GENERATIONS),
-            "--min_score_spread", "0", "--drop_zero_advantage", "false", "--learning_rate", LEARNING_RATE,
+            "--advantage", RULES.advantage, "--advantage_whitening", "batch", "--min_score_spread", "0",
+            "--drop_zero_advantage", "false", "--learning_rate", LEARNING_RATE,
             "--max_staleness", "1", "--publish", "full", "--keep_every", "1", "--save_steps",
             str(max(1, self.steps // 4)), "--save_total_limit", "9", "--seed", str(self.seed),
             "--max_new_tokens", "64", "--max_prompt_tokens", "256", "--data_wait_seconds", "120",
@@ -280,7 +282,7 @@ class PoisonedRun:
         score = float(text == claim.task.answer)
         is_training = claim.task.split == "train"
         is_wrong = claim.task.scorer == "exact_v2" if self.kind == "scorer" else draw < POISONED
-        if is_training and is_wrong and self.kind != "none":
+        if is_training and is_wrong:
             score = 1.0 - score
             self.poisoned.add(claim.record_id)
         call = DispatchedSamplingTask(

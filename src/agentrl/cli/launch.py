@@ -26,6 +26,7 @@ from agentrl.config.schema import (
     ModelConfig,
     PlacementConfig,
     RunConfig,
+    TeacherConfig,
     TrainConfig,
 )
 from agentrl.errors import ConfigError
@@ -71,6 +72,7 @@ def quickstart(argv: list[str]) -> int:
     parser.add_flags(EngineConfig, "engine")
     parser.add_flags(RunConfig, "seed")
     parser.add_flags(TrainConfig, "prefix_merging", "keep_every")
+    parser.add_flags(TeacherConfig, "teacher")
     arguments = parser.parse_args(argv)
     flags = group_of(QuickstartFlags, arguments)
     for package in ("torch", "matplotlib"):
@@ -81,7 +83,11 @@ def quickstart(argv: list[str]) -> int:
     try:
         with stop_on_signals():
             return run_quickstart(
-                flags, run, group_of(TrainConfig, arguments), group_of(EngineConfig, arguments)
+                flags,
+                run,
+                group_of(TrainConfig, arguments),
+                group_of(EngineConfig, arguments),
+                arguments.teacher,
             )
     except StoppedBySignalError as stopped:
         return stopped.exit_code
@@ -156,6 +162,7 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
         main=_main_command(command, flags, accelerate, placement) if command in roles else None,
         follows=command == "train" and configs[EvaluationConfig].eval_steps is not None,
+        teaches="sample" in roles and command == "train" and configs[TeacherConfig].teacher is not None,
         has_demo_tools=servers is not None,
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
         placement=placement,

@@ -23,11 +23,11 @@ from agentrl.config.schema import (
     RunConfig,
     SamplingConfig,
     TaskConfig,
+    TeacherConfig,
     ToolConfig,
     TraceConfig,
     flag,
 )
-from agentrl.config.teaching import TeachFlags
 
 T = TypeVar("T")
 
@@ -110,6 +110,13 @@ def score(argv: list[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TeachFlags:
+    """When to end."""
+
+    until_empty: bool = flag(False, "end when no trajectory waits for this teacher (default: at a signal)")
+
+
 def teach(argv: list[str]) -> int:
     """Fill a teacher's column until a signal stops it, or with ``--until_empty`` until nothing waits."""
     configs = parse(
@@ -117,12 +124,13 @@ def teach(argv: list[str]) -> int:
         command="agentrl teach",
         description="Asks a teacher for the logprobs of sampled tokens, for groups that wait for the column"
         " teacher (--columns teacher).",
-        shown=[RunConfig, ModelConfig, ClaimConfig, TraceConfig],
+        shown=[RunConfig, ModelConfig, TeacherConfig, ClaimConfig, TraceConfig],
         extra=[TeachFlags],
     )
     from agentrl.teaching.teach import teach as run_teacher
 
-    filled = _traced(configs, "teach", lambda: run_teacher(configs, configs[TeachFlags]))
+    ends = configs[TeachFlags].until_empty
+    filled = _traced(configs, "teach", lambda: run_teacher(configs, until_empty=ends))
     print(f"{filled} trajectories filled")
     return 0
 

@@ -277,8 +277,8 @@ class PlacementConfig(Flags):
 
     recipe: str | None = flag(
         None,
-        "`agentrl launch`: flags of a way to train or evaluate: grpo, minirl, eval, or a YAML file; what is"
-        " given otherwise wins over them",
+        "`agentrl launch`: flags of a way to train or evaluate: grpo, minirl, opd, eval, or a YAML file; what"
+        " is given otherwise wins over them",
         per_process=True,
     )
 

@@ -25,6 +25,7 @@ from agentrl.config.sampling import (
     SamplingConfig,
     TaskConfig,
 )
+from agentrl.config.teaching import TeacherConfig
 from agentrl.config.training import (
     AdapterConfig,
     IgnoredConfig,
@@ -38,14 +39,14 @@ __all__ = [
     "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "DeviceConfig", "EngineConfig",
     "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags",
     "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig",
-    "RunConfig", "SamplingConfig", "TaskConfig", "ToolConfig", "TraceConfig", "TrainConfig", "flag",
-    "sections",
+    "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig", "ToolConfig", "TraceConfig", "TrainConfig",
+    "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
     RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
     LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, PlacementConfig,
-    EvaluationConfig, GatewayConfig, TraceConfig, IgnoredConfig,
+    EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

@@ -1,25 +1,37 @@
-"""Flags of ``agentrl teach``."""
+"""Flags of a teacher, whose logprobs `agentrl teach` fills in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.config.flags import flag
+from agentrl.config.flags import Flags, flag
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeachFlags:
-    """The teacher, what it reads, and when to end."""
+class TeacherConfig(Flags):
+    """The teacher of on-policy distillation, and what it reads."""
 
-    teacher: str | None = flag(None, "the teacher: a model folder, or the URL of an SGLang or vLLM server")
-    teacher_name: str = flag("", "fill for tasks with this meta.teacher, and for those that name no teacher")
+    section = "teacher"
+
+    teacher: str | None = flag(
+        None,
+        "the teacher: a model folder, or the URL of an SGLang or vLLM server; `agentrl launch` then starts"
+        " `agentrl teach`",
+        per_process=True,
+    )
+    teacher_name: str = flag(
+        "", "fill for tasks with this meta.teacher, and for those that name no teacher", per_process=True
+    )
     teacher_tokenizer: str | None = flag(
-        None, "folder with the teacher's tokenizer (default: that of the model, if its folder is here)"
+        None,
+        "folder with the teacher's tokenizer (default: that of the model, if its folder is here)",
+        per_process=True,
     )
     teacher_prompt: str | None = flag(
         None,
         "file with a prompt that the teacher alone reads, at the end of the system message: {answer} and"
         " {query} are the task's",
+        per_process=True,
     )
     teacher_top_logprobs: int = flag(
         0, "most likely ids to store beside each token's logprob", within="[0, 1000]", unit="ids"
@@ -31,4 +43,3 @@ class TeachFlags:
     teacher_wait_seconds: float = flag(
         600.0, "longest wait for a server at the start", within="[0, inf)", unit="seconds"
     )
-    until_empty: bool = flag(False, "end when no trajectory waits for this teacher (default: at a signal)")

@@ -183,9 +183,15 @@ class DataStream:
             await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
 
     async def _log_wait(self, ready: int, count: int) -> None:
-        """Log how many groups are ready, and which samplers and engines are alive."""
+        """Log how many groups are ready, what others wait for, and which samplers and engines are alive."""
         found = await self._store.services.liveness(self._settings.split, self._settings.engine_alive_seconds)
-        logger.info("waiting for groups: %d of %d are ready; %s", ready, count, found.describe())
+        columns = await self._unfilled()
+        logger.info("waiting for groups: %d of %d are ready; %s%s", ready, count, columns, found.describe())
+
+    async def _unfilled(self) -> str:
+        """Return how many trajectories wait for a column; empty if none does."""
+        count = sum((await self._store.columns.waiting()).values())
+        return f"{count} trajectories wait for a column (`agentrl teach`); " if count else ""
 
     async def _mark_stale(self, step: int) -> None:
         old = await self._too_old(step)
@@ -316,7 +322,7 @@ class DataStream:
         listed = ", ".join(f"{number} {status}" for status, number in counts.items()) or "none"
         return TrainingError(
             f"fewer than {self._settings.groups_per_step} groups became ready within"
-            f" {self._settings.wait_seconds:g} s; tasks: {listed}",
+            f" {self._settings.wait_seconds:g} s; {await self._unfilled()}tasks: {listed}",
             hint="check that `agentrl serve` and `agentrl sample` run (`agentrl audit run` shows them), then"
             " start the trainer again: it resumes; or raise --data_wait_seconds",
         )

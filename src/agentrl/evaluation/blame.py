@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from agentrl.config.agreement import public_flags
 from agentrl.config.load import Configs
 from agentrl.config.schema import LossConfig, RunConfig, SamplingConfig, TrainConfig
 from agentrl.config.training import BlameConfig
+from agentrl.config.whatif import parent_configs
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
 from agentrl.data.step_source import images_of
 from agentrl.documents.run import Evaluation
@@ -21,11 +23,11 @@ from agentrl.evaluation.blame_weights import assign_weights, available_weights, 
 from agentrl.evaluation.changed_tasks import ChangedTask, changed_tasks, held_out_data
 from agentrl.evaluation.evaluate import Progress
 from agentrl.evaluation.report import find
-from agentrl.observe.begin_run import configs_of_run
 from agentrl.store.client import open_existing
 from agentrl.store.records import RecordOrigin
 from agentrl.train.influence import Direction, Images, influences, likelihood_direction
 from agentrl.train.step import PolicyTrainer
+from agentrl.train.whatif import stored_flags
 from agentrl.weights.local_copy import LocalCopy, weights_dir
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Effect:
     """The last step that trained it."""
     score: float
     advantage: float
+    """The mean over its trained tokens, as that step trained them: whitened, old tokens decayed."""
     scorer: str | None
     tools: tuple[str, ...]
     min_version: int
@@ -88,12 +91,12 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Progress
     ConfigError if A is not before B, if no task changed as ``--changes`` says, or if no step lies between.
     """
     async with await open_existing(configs[RunConfig]) as store:
-        configs = (await configs_of_run(store, configs)).with_flags(_ONE_PROCESS)
+        flags = configs[BlameConfig]
+        configs = await _configs_of_run(store, configs)
         a, b = await find(store, named_a), await find(store, named_b)
         steps = await _steps_between(store, a, b)
-        tasks = await changed_tasks(store, configs, a, b)
+        tasks = await changed_tasks(store, configs, a, b, flags.changes)
         held_out = await held_out_data(store, configs, (a, b), tasks)
-        flags = configs[BlameConfig]
         available = await available_weights(store, configs)
         plan = assign_weights(steps, available, flags.checkpoints)
         moments = [item.checkpoint for item in available if item.checkpoint and flags.adam_scale]
@@ -139,6 +142,14 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Progress
     )
 
 
+async def _configs_of_run(store: Store, here: Configs) -> Configs:
+    """Return the flags of the run's trainer, with those that are given here, for one process."""
+    stored, given = await stored_flags(store), public_flags(here)
+    output = given["output_dir"] or stored.values.get("output_dir")
+    flags = {name: given[name] for name in here.given} | {"output_dir": output} | _ONE_PROCESS
+    return parent_configs(stored.values, stored.given, here).with_flags(flags)
+
+
 async def _steps_between(store: Store, a: Evaluation, b: Evaluation) -> list[TrainStep]:
     """Return the committed steps after the version of A, up to that of B."""
     if a.step is None or b.step is None:
@@ -153,6 +164,12 @@ async def _steps_between(store: Store, a: Evaluation, b: Evaluation) -> list[Tra
             hint="name the evaluation of the earlier version first",
         )
     steps = [item for item in await store.steps.find(after=a.step) if item.step <= (b.step or 0)]
+    recorded = next((item.recorded for item in steps if item.recorded is not None), None)
+    if recorded is not None:
+        raise ConfigError(
+            f"run {store.run_name!r} is a what-if: it has no training data of its own",
+            hint=f"blame evaluations of {recorded.run}, whose data it trained again",
+        )
     if not steps:
         raise ConfigError(
             f"run {store.run_name!r} has no committed step from {a.step + 1} to {b.step}",
@@ -190,7 +207,8 @@ async def _of_step(
     found = await asyncio.to_thread(influences, trainer, weighed, direction, ages, images)
     origins = await store.records.origins([item.record for item in data])
     scale = _learning_rate(step, trainer.max_grad_norm)
-    return [_effect(item, step, scale * found[item.id], origins) for item in data], len(step.data) - len(data)
+    effects = [_effect(item, step, scale * found[item.id], origins) for item in weighed]
+    return effects, len(step.data) - len(data)
 
 
 def _learning_rate(step: TrainStep, max_grad_norm: float) -> float:
@@ -204,12 +222,13 @@ def _effect(
     item: DBRecordData, step: TrainStep, effect: float, origins: Mapping[str, RecordOrigin]
 ) -> Effect:
     origin = origins.get(item.record)
+    sizes = [(span.end - span.start, span) for span in item.spans]
     return Effect(
         record=item.record,
         task=item.task,
         step=step.step,
         score=item.score,
-        advantage=item.advantage,
+        advantage=sum(size * span.advantage for size, span in sizes) / (item.trainable_tokens or 1),
         scorer=None if origin is None else origin.scorer,
         tools=() if origin is None else origin.tools,
         min_version=item.min_version,

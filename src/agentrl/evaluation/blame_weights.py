@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
-from agentrl.config.schema import AdapterConfig, RunConfig, TrainConfig
+from agentrl.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.documents.training import TrainStep
@@ -17,6 +17,7 @@ from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.step import PolicyTrainer
+from agentrl.weights.folder import base_folder
 from agentrl.weights.local_copy import LocalCopy
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Weights:
 
 
 async def available_weights(store: Store, configs: Configs) -> list[Weights]:
-    """Return the run's stored weights: base model, checkpoints, and versions that hold what is trained."""
+    """Return the stored weights: base model, checkpoints (of parents too), versions of what is trained."""
     found = {0: Weights(0)}
     encodings = {"adapter"} if configs[AdapterConfig].lora_rank > 0 else {"full", "delta"}
     for version in await store.policy_versions.all():
@@ -46,6 +47,11 @@ async def available_weights(store: Store, configs: Configs) -> list[Weights]:
     for root in roots:
         for item in checkpoint.usable(root, steps, run_name=run.run_name):
             found[item.state.step] = Weights(item.state.step, checkpoint=item)
+    base = base_folder(configs[ModelConfig])
+    for relative in await store.ancestry.lineage():
+        if relative.checkpoint:
+            begun = checkpoint.of_parent(Path(relative.checkpoint), base)
+            found.setdefault(relative.step, Weights(relative.step, checkpoint=begun))
     return sorted(found.values(), key=lambda item: item.step)
 
 

@@ -6,11 +6,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, TrainConfig
-from agentrl.config.training import BlameConfig
 from agentrl.data.planner import packing_problem
 from agentrl.data.step_source import images_of
 from agentrl.data.trajectory_tree import to_training_data
@@ -40,8 +39,10 @@ class ChangedTask:
         return self.after - self.before
 
 
-async def changed_tasks(store: Store, configs: Configs, a: Evaluation, b: Evaluation) -> list[ChangedTask]:
-    """Return the tasks of both evaluations whose mean score changed as ``--changes`` says."""
+async def changed_tasks(
+    store: Store, configs: Configs, a: Evaluation, b: Evaluation, which: Literal["fell", "rose", "all"]
+) -> list[ChangedTask]:
+    """Return the tasks of both evaluations whose mean score ``fell``, ``rose``, or changed at all."""
     scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     for evaluation in (a, b):
         for task in await evaluated_tasks(store, configs, evaluation):
@@ -57,7 +58,6 @@ async def changed_tasks(store: Store, configs: Configs, a: Evaluation, b: Evalua
             f"{a.id} and {b.id} have no scored task in common",
             hint="evaluate both versions on the same --eval_file",
         )
-    which = configs[BlameConfig].changes
     wanted = {"fell": (-1,), "rose": (1,), "all": (-1, 1)}[which]
     changed = [task for task in both if (task.change > 0) - (task.change < 0) in wanted]
     if not changed:

@@ -35,6 +35,8 @@ class RunPlan:
     port: int = 0
     """Port of the first engine; 0 for any free ones."""
     samplers: int
+    teaches: bool = False
+    """Whether a teacher is started (``--teacher``)."""
     main: Sequence[str] | None
     """The command of the trainer or of an evaluation; None if this machine runs neither."""
     follows: bool = False
@@ -105,6 +107,8 @@ def run_processes(
             start(name, agentrl_command("serve", flags), environment(numbers, computes=True), is_server=True)
         for index in range(plan.samplers):
             start(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
+        if plan.teaches:
+            start("teacher", agentrl_command("teach", plan.flags), environment(others, computes=True))
         if plan.follows:
             flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
             seen = engines[-1] if beside_last else others

@@ -88,10 +88,12 @@ class QuickstartRun:
 
 
 def run_quickstart(
-    flags: QuickstartFlags, run_flags: RunConfig, train: TrainConfig, engine: EngineConfig
-) -> int:
+    flags: QuickstartFlags, run_flags: RunConfig, train: TrainConfig, engine: EngineConfig,
+    teacher: str | None = None,
+) -> int:  # fmt: skip
     """Train until the run has its steps, print the report, and return 0.
 
+    With a ``teacher``, a folder or the URL of a server, the policy learns from it instead of from scores.
     Raises AgentRLError if the trainer fails, and TimeLimitError if the time limit ended it; the run is then
     resumed by the next call. On a terminal the dashboard stays until Ctrl-C. MongoDB is stopped at the end if
     this started it.
@@ -109,7 +111,7 @@ def run_quickstart(
             pace = Pace(run.steps, minutes=flags.minutes, least_minutes=run.preset.minutes)
             extended = "" if flags.minutes is not None else ", or more after the first step if it is slow"
             _report(f"{run.steps} steps, at most {pace.limit}{extended}")
-            plan = _plan(run, flags, model, train, engine)
+            plan = _plan(run, flags, model, train, engine, teacher)
             groups = int(yaml.safe_load(run.recipe.read_text(encoding="utf-8"))["groups_per_step"])
             with told_progress(RunConfig(run_name=run.name), groups, pace, _report) as serving:
                 code = run_processes(plan, pace.deadline, serving)
@@ -125,8 +127,10 @@ def run_quickstart(
 
 
 def _plan(
-    run: QuickstartRun, flags: QuickstartFlags, model: Path, train: TrainConfig, engine: EngineConfig
-) -> RunPlan:
+    run: QuickstartRun, flags: QuickstartFlags, model: Path, train: TrainConfig, engine: EngineConfig,
+    teacher: str | None,
+) -> RunPlan:  # fmt: skip
+    distils = {"loss_calculater": "OPD", "columns": "teacher", "teacher": teacher}
     words = words_of(
         {
             "config": run.recipe,
@@ -141,6 +145,7 @@ def _plan(
             "max_steps": run.steps,
             "prefix_merging": train.prefix_merging,
             "keep_every": train.keep_every,
+            **(distils if teacher is not None else {}),
         }
     )
     return RunPlan(
@@ -149,6 +154,7 @@ def _plan(
         flags=words,
         engines=1,
         samplers=flags.samplers,
+        teaches=teacher is not None,
         main=agentrl_command("train", words),
         has_demo_tools=True,
         # With one arena, memory that a thread has freed is used by the next one: processes stay smaller.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,7 @@ from agentrl.config.agreement import (
     public_flags,
 )
 from agentrl.config.load import Configs
-from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.documents.run import flags_key
-from agentrl.errors import ConfigError
+from agentrl.config.schema import TaskConfig
 from agentrl.observe.redact import redact
 
 if TYPE_CHECKING:
@@ -58,24 +55,6 @@ async def begin_run(
     )
     for line in differing:
         logger.warning("this process differs from the run: %s", line)
-
-
-async def configs_of_run(store: Store, configs: Configs) -> Configs:
-    """Return ``configs`` with the stored flags of the run's trainer, for flags that were not given.
-
-    Of the flags of the run itself, only the seed and the output folder are taken. Raises ConfigError if no
-    trainer of the run has started.
-    """
-    stored = {item.id: item.values for item in await store.settings.resolved()}.get(flags_key("train"))
-    if stored is None:
-        raise ConfigError(
-            f"run {store.run_name!r} has no flags of a trainer: none has started",
-            hint="name a run that was trained; `agentrl runs` lists them",
-        )
-    own = {item.name for item in fields(RunConfig)} - {"seed", "output_dir"}
-    return configs.with_flags({
-        name: value for name, value in stored.items() if name not in own and name not in configs.given
-    })  # fmt: skip
 
 
 async def check_run(

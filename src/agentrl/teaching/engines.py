@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.inference.engine import known_format, malformed
+from agentrl.inference.engine import EngineRefusedError, known_format, malformed
 from agentrl.inference.http import EngineHttp
 
 
@@ -123,7 +123,12 @@ class FolderTeacher:
     async def score(self, ids: Sequence[int], first: int, top: int) -> Scored:
         """Return the logprobs of ``ids[first:]``; see ``TeacherEngine``."""
         async with self._turn:
-            return Scored(*await asyncio.to_thread(self._scorer.score, ids, first, top))
+            try:
+                return Scored(*await asyncio.to_thread(self._scorer.score, ids, first, top))
+            except (RuntimeError, IndexError, ValueError) as error:
+                raise EngineRefusedError(
+                    f"{self.name} cannot compute {len(ids)} tokens: {type(error).__name__}: {error}"
+                ) from error
 
     async def close(self) -> None:
         """Nothing is open."""

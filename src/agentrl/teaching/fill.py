@@ -58,8 +58,7 @@ class Filler:
 
     async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
         """Fill until ``stop``, or with ``until_empty`` until no Record waits; then hand back what is held."""
-        down = lambda: [self._breaker] if self._breaker.is_open else []  # noqa: E731
-        reports = asyncio.create_task(report_outages(self.store, down, self._owner))
+        reports = asyncio.create_task(report_outages(self.store, self._down, self._owner))
         try:
             while not stop.is_set():
                 claimed = await self._claim()
@@ -76,6 +75,9 @@ class Filler:
                 task.cancel()
             await asyncio.gather(*self._running, reports, return_exceptions=True)
             await bounded(self._release(held))
+
+    def _down(self) -> list[Breaker]:
+        return [self._breaker] if self._breaker.is_open else []
 
     async def _claim(self) -> bool:
         """Claim Records and start on them; one alone probes a teacher that is down."""

@@ -11,8 +11,7 @@ from pathlib import Path
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs
-from agentrl.config.schema import ClaimConfig, ModelConfig, RunConfig
-from agentrl.config.teaching import TeachFlags
+from agentrl.config.schema import ClaimConfig, ModelConfig, RunConfig, TeacherConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.processes import stop_on_signals
 from agentrl.store.client import open_existing
@@ -26,9 +25,9 @@ logger = logging.getLogger(__name__)
 _RETRY_SECONDS = 2.0
 
 
-async def teach(configs: Configs, flags: TeachFlags) -> int:
+async def teach(configs: Configs, *, until_empty: bool) -> int:
     """Fill until a signal, or with ``until_empty`` until nothing waits; return how many were filled."""
-    run = configs[RunConfig]
+    run, flags = configs[RunConfig], configs[TeacherConfig]
     stop = stop_on_signals()
     engine = await asyncio.to_thread(_open, flags)
     try:
@@ -39,13 +38,13 @@ async def teach(configs: Configs, flags: TeachFlags) -> int:
                     store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
                     concurrency=flags.teacher_concurrency,
                 )  # fmt: skip
-                await filler.run(stop, until_empty=flags.until_empty)
+                await filler.run(stop, until_empty=until_empty)
                 return filler.filled
     finally:
         await engine.close()
 
 
-def _open(flags: TeachFlags) -> TeacherEngine:
+def _open(flags: TeacherConfig) -> TeacherEngine:
     if flags.teacher is None:
         raise ConfigError("--teacher is missing", hint="give a model folder, or the URL of a server")
     if "://" in flags.teacher:
@@ -53,7 +52,7 @@ def _open(flags: TeachFlags) -> TeacherEngine:
     return FolderTeacher(Path(flags.teacher))
 
 
-async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeachFlags) -> Teaching:
+async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherConfig) -> Teaching:
     """Return how the teacher reads: the student's ids if both tokenizers have the same vocabulary."""
     if model.model_name_or_path is None:
         raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
@@ -65,7 +64,7 @@ async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeachFlags
     return teaching
 
 
-def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeachFlags) -> Teaching:
+def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeacherConfig) -> Teaching:
     if not folder.is_dir():
         raise ConfigError(
             f"teacher {engine.name} serves {folder}, which is no folder here: its tokenizer cannot be"

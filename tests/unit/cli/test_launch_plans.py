@@ -66,6 +66,19 @@ def test_versions_are_evaluated_beside_training_on_request(
     assert (plan.engines, plan.samplers) == (1, 2)
 
 
+def test_a_teacher_is_started_with_the_recipe_that_distils(
+    given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_file = given[given.index("--eval_file") + 1]
+    words = [*given, "--train_file", task_file, "--recipe", "opd"]
+    assert not plan_of(monkeypatch, "train", *words).teaches
+    plan = plan_of(monkeypatch, "train", *words, "--teacher", "http://127.0.0.1:9")
+    assert plan.teaches
+    assert "teacher" in plan.flags[plan.flags.index("--columns") + 1]
+    monkeypatch.setenv("ROLES", "serve train")
+    assert not plan_of(monkeypatch, "train", *words, "--teacher", "http://127.0.0.1:9").teaches
+
+
 def eight_gpus(environment: Mapping[str, str]) -> Gpus:
     return Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.0,) * 8)
 

@@ -1,0 +1,163 @@
+"""Measure whether blame finds wrong scores: poison 2 % of a tiny run, rank, train again without the worst.
+
+    OMP_NUM_THREADS=1 python scripts/bench/blame.py [--kind scorer|random] [--seeds 0 1 2] [--steps 30]
+    OMP_NUM_THREADS=1 python scripts/bench/blame.py --quick
+
+``scorer``: one of two scorers returns 1 − score, for 2 % of the groups. ``random``: 2 % of the scores are
+wrong, whatever the trajectory. A run is that of ``poisoned_run.py``: 128 trajectories a step, on-policy. It
+is evaluated before the first and after the last step. ``agentrl blame`` ranks its trajectories, and ``agentrl
+whatif --without`` trains its steps again without the first 5 %; as a control, without all that have wrong
+scores. Prints, for each seed, the share of the wrong scores among the first 5 %, and pass@1 on the held-out
+questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from harness import Row, add_quick, print_rows
+from poisoned_run import WAIT_SECONDS, PoisonedRun, agentrl, make_model
+from store_fixtures import run_database, server
+
+from agentrl.config.schema import RunConfig
+from agentrl.documents.run import Evaluation
+from agentrl.store.client import open_store
+
+FOUND, RESTORED = 0.8, 0.8
+"""Smallest share of the wrong scores that is found, and of the loss of pass@1 that is won back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One seed: pass@1 of four policies, and what blame found."""
+
+    kind: str
+    seed: int
+    trajectories: int
+    poisoned: int
+    blamed: int
+    found: int
+    """Poisoned trajectories among the blamed."""
+    before: float
+    after: float
+    without: float
+    control: float | None
+    """Without all poisoned trajectories."""
+    blame_seconds: float
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is printed."""
+        label, share = f"{self.kind}, seed {self.seed}", self.found / max(1, self.poisoned)
+        rows = [
+            Row(
+                what=f"{label}: wrong scores among the {self.blamed} blamed of {self.trajectories}",
+                ours=str(self.found), baseline=str(self.poisoned), ratio=share, target=FOUND,
+            )
+        ]  # fmt: skip
+        if self.control is not None:
+            lost = self.control - self.after
+            back = (self.without - self.after) / lost if lost > 0 else None
+            rows.append(
+                Row(
+                    what=f"{label}: pass@1 {self.before:.3f} → {self.after:.3f}; without the blamed, control",
+                    ours=f"{self.without:.3f}", baseline=f"{self.control:.3f}", ratio=back,
+                    target=RESTORED if self.kind == "scorer" else None,
+                )
+            )  # fmt: skip
+        return rows
+
+
+async def measure(folder: Path, uri: str, kind: str, seed: int, steps: int, *, controls: bool) -> Result:
+    """Make the runs of one seed, and measure."""
+    model = make_model(folder / "model", seed)
+    async with run_database(uri, "poisoned") as store:
+        run = PoisonedRun(store, uri, folder, model, steps, seed, kind)
+        await run.run()
+        a, b = await run.evaluate(0), await run.evaluate(steps)
+        out, wrong, started = folder / "blamed.txt", folder / "wrong.txt", time.perf_counter()
+        more = ("--out", str(out), "--csv", str(folder / "effects.csv"), "--label", "blamed", "--limit", "5")
+        await finish("blame", store.run_name, a.id, b.id, *run.flags(), *more)
+        seconds = time.perf_counter() - started
+        wrong.write_text("\n".join(run.poisoned), encoding="utf-8")
+        blamed = out.read_text(encoding="utf-8").split()
+        without = await train_without(run, out)
+        control = await train_without(run, wrong) if controls else None
+        trained = sum([len(step.data) for step in await store.steps.find()])
+    return Result(
+        kind=kind, seed=seed, trajectories=trained, poisoned=len(run.poisoned), blamed=len(blamed),
+        found=len(run.poisoned.intersection(blamed)), before=pass_at_1(a), after=pass_at_1(b),
+        without=without, control=control, blame_seconds=seconds,
+    )  # fmt: skip
+
+
+async def train_without(run: PoisonedRun, ids: Path) -> float:
+    """Train the steps of ``run`` again without the Records in a file; return pass@1 after the last one."""
+    child = f"{run.store.run_name}_{ids.stem}"
+    await finish(
+        "whatif", run.store.run_name, child, "--without", str(ids), "--db_connection_string", run.uri,
+        "--output_dir", str(run.folder / child), "--log_dir", str(run.folder / "logs"),
+    )  # fmt: skip
+    async with await open_store(RunConfig(run_name=child, db_connection_string=run.uri)) as store:
+        return pass_at_1(await replace(run, store=store).evaluate(run.steps))
+
+
+def pass_at_1(evaluation: Evaluation) -> float:
+    """Return pass@1 of a finished evaluation."""
+    return float(evaluation.total["pass_at"]["1"]["value"])
+
+
+async def finish(*arguments: str) -> None:
+    """Run an ``agentrl`` command to its end; RuntimeError if it fails."""
+    with agentrl(*arguments) as process:
+        try:
+            code = await asyncio.to_thread(process.wait, WAIT_SECONDS)
+        finally:
+            process.kill()
+    if code != 0:
+        raise RuntimeError(f"agentrl {arguments[0]} ended with exit code {code}")
+
+
+async def run(options: argparse.Namespace) -> list[Result]:
+    """Measure every seed on one server."""
+    results = []
+    with tempfile.TemporaryDirectory(prefix="agentrl-blame-") as scratch, server() as uri:
+        for seed in options.seeds:
+            folder = Path(scratch) / str(seed)
+            folder.mkdir()
+            result = await measure(
+                folder, uri, options.kind, seed, options.steps, controls=not options.quick
+            )  # fmt: skip
+            print(json.dumps(asdict(result)), flush=True)
+            results.append(result)
+    return results
+
+
+def main() -> int:
+    """Print a table; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--kind", choices=("scorer", "random"), default="scorer", help="which scores are wrong"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=30)
+    add_quick(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.steps = [0], 2
+    torch.set_num_threads(1)
+    rows = [row for result in asyncio.run(run(options)) for row in result.rows]
+    print_rows("blame", rows)
+    return 0 if options.quick else int(any(row.passed is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
