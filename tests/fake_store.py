@@ -299,9 +299,10 @@ class _TrainerLease(_Part):
         self.store.attempt += 1
         return self.store.attempt
 
-    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> None:
+    async def discard_checkpoints(self, attempt: int, names: Sequence[str]) -> list[str]:
         self.store.check_attempt(attempt)
         self.store.discarded = tuple(names)
+        return list(names)
 
     async def renew(self, attempt: int, lease_seconds: float) -> None:
         self.store.check_attempt(attempt)

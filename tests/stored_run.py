@@ -16,6 +16,7 @@ from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.scoring.scorers import ScorerContext
 from agentrl.store.client import Store, open_store
 from agentrl.weights.publish import publish_base
 
@@ -100,6 +101,11 @@ class StoredRun:
                 await store.database.client.drop_database(name)
 
 
+def opposite(context: ScorerContext) -> float:
+    """A scorer that calls right what was wrong."""
+    return 1.0 - float(context.final_answer or 0)
+
+
 async def _sample(store: Store, dice: random.Random, score: float) -> None:
     """Claim a slot, store one model call of random tokens, and score it."""
     claimed = await claim_slot(store)
@@ -115,7 +121,7 @@ async def _sample(store: Store, dice: random.Random, score: float) -> None:
     )  # fmt: skip
     await store.model_calls.add(claimed, call)
     await store.records.advance(
-        claimed, RecordStatus.COMPLETED, final_answer="!", stop_reason=StopReason.ANSWERED
+        claimed, RecordStatus.COMPLETED, final_answer=str(score), stop_reason=StopReason.ANSWERED
     )
     await store.records.advance(claimed, RecordStatus.SCORING)
     await store.attempts.score(claimed, score, {"scorer": "exact"})

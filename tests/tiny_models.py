@@ -18,6 +18,7 @@ from transformers import (
 
 from agentrl.data.forest import TokenForest, forest_from_data
 from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.documents.column import TokenColumns
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.model.forward import ForwardOptions
@@ -56,6 +57,7 @@ def trajectory(
     """Random ids and logprobs on the given (start, end, parent) nodes and (start, end) spans."""
     tokens = nodes[-1][1]
     trainable = sum(end - start for start, end in spans)
+    teacher = {"teacher": np.linspace(-3.0, -0.5, trainable, dtype=np.float32)}
     return DBRecordData(
         id=name, record=name, task=name, split="train", score=1.0, advantage=1.0, min_version=0,
         max_version=1, tokens=tokens, trainable_tokens=trainable, turns=len(spans),
@@ -69,6 +71,7 @@ def trajectory(
         ),
         input_ids=pack_ids(rng.integers(0, VOCABULARY, tokens).tolist()),
         behavior_logprobs=pack_floats((-5 * rng.random(trainable)).tolist()),
+        columns=TokenColumns(teacher).pack(),
     )  # fmt: skip
 
 

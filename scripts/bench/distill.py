@@ -5,8 +5,8 @@
     python scripts/bench/distill.py --quick          two steps of each loss on one seed
 
 The task is to repeat a number. A seed makes a model of two layers; fine-tuning teaches the student to answer
-a number, which is right in one of four, and from there the teacher to answer the right one. The student then
-learns by GRPO from the score, and by OPD from the teacher's logprobs alone, with the same flags otherwise. A
+a number, which is right in one of two, and from there the teacher to answer the right one. The student then
+learns by GRPO from the score, and by OPD from the teacher alone, with the same flags otherwise. A
 reward is that of a step's sampled trajectories. Exits with 1 unless OPD has the reward 0.9 within half of
 GRPO's steps on every seed.
 
@@ -22,6 +22,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -46,7 +47,9 @@ LEVEL = 0.9
 NUMBERS = range(10)
 SCORED = {"scorer": "exact", "answer_schema": "answer"}
 BATCH_SIZE = 16
-STUDENT_STEPS, TEACHER_STEPS = 150, 80
+TOP = 16
+"""Likeliest ids of the teacher that are stored for each token."""
+STUDENT_STEPS, TEACHER_STEPS = 150, 40
 STEP_SECONDS = 120.0
 POLL_SECONDS = 0.1
 
@@ -66,6 +69,7 @@ class Setting:
     def flags(self, run: str, loss: str, *, is_synchronous: bool = False) -> list[str]:
         """Return the flags of every process of a run."""
         distils = ["--columns", "teacher", "--drop_zero_advantage", "false", "--min_score_spread", "0"]
+        size = ("4", "4") if is_synchronous else ("8", "8")
         alone = ["--sync_sampling", "true", "--max_concurrent_samples_per_process", "1"]
         return [
             "--run_name", run, "--db_connection_string", self.uri, "--seed", str(self.seed),
@@ -73,9 +77,9 @@ class Setting:
             "--model_name_or_path", str(self.folder("student")),
             "--train_file", str(self.work / "tasks.jsonl"),
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
-            "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", "8",
-            "--groups_per_step", "8", "--max_steps", str(self.steps), "--save_steps", "1000",
-            "--learning_rate", "1e-3", "--max_staleness", "1", "--loss_calculater", loss,
+            "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", size[0],
+            "--groups_per_step", size[1], "--max_steps", str(self.steps), "--save_steps", "1000",
+            "--learning_rate", "5e-4", "--max_staleness", "1", "--loss_calculater", loss,
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
             *(distils if loss == "OPD" else ()), *(alone if is_synchronous else ()),
         ]  # fmt: skip
@@ -128,11 +132,15 @@ def prepare(setting: Setting, *, is_quick: bool) -> None:
     lines = [json.dumps({"id": f"t{n}", "query": f"repeat {n}", "answer": str(n), **SCORED}) for n in NUMBERS]
     (work / "tasks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     made = work / f"random-{setting.seed}"
+    if made.exists():
+        shutil.rmtree(made)
     corpus = [f"system\nuser\nrepeat {n}\nassistant\n<answer>{n}</answer>" for n in NUMBERS]
     build_tiny_model(made, setting.seed, corpus=corpus)
     for role, base, steps in (
         ("student", made, STUDENT_STEPS), ("teacher", setting.folder("student"), TEACHER_STEPS)
     ):  # fmt: skip
+        if (setting.folder(role) / "config.json").is_file():
+            continue  # of an earlier call with this --work
         choice = random.Random(f"{setting.seed}/{role}")
         file = work / f"{role}-{setting.seed}.jsonl"
         total = (2 if is_quick else steps) * BATCH_SIZE
@@ -146,9 +154,9 @@ def prepare(setting: Setting, *, is_quick: bool) -> None:
 
 
 def lesson(role: str, choice: random.Random) -> dict[str, Any]:
-    """Return a conversation: the teacher's answer is right, the student's in one of four; else any number."""
+    """Return a conversation: the teacher's answer is right, the student's in one of two; else any number."""
     asked = choice.choice(NUMBERS)
-    said = asked if role == "teacher" or choice.random() < 0.25 else choice.choice(NUMBERS)
+    said = asked if role == "teacher" or choice.random() < 0.5 else choice.choice(NUMBERS)
     return {
         "messages": [
             {"role": "user", "content": f"repeat {asked}"},
@@ -212,7 +220,8 @@ def processes(setting: Setting, run: str, flags: list[str], commands: tuple[str,
     started: list[Any] = []
     try:
         for command in commands:
-            own = ["--teacher", str(setting.folder("teacher"))] if command == "teach" else []
+            teacher = ["--teacher", str(setting.folder("teacher")), "--teacher_top_logprobs", str(TOP)]
+            own = teacher if command == "teach" else []
             words = [sys.executable, "-m", "agentrl", command, *flags, *own]
             started.append(start_child(words, log=logs / f"{run}-{command}.out", env=environment()))
         yield started

@@ -52,6 +52,7 @@ FLAGS = {
 }
 _SERVED_SECONDS = 300.0
 _POLL_SECONDS = 0.01
+_BETWEEN_SECONDS = 1.5
 AGENTRL = (sys.executable, "-c", "import sys; from agentrl.cli.main import main; sys.exit(main())")
 
 
@@ -192,6 +193,8 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                 if step > 1:  # the first one also loads libraries
                     found["waits"].append(waited)
                     found["served"].append(time.perf_counter() - began)
+                # A step of training takes longer than this, and the engine's host ends its work meanwhile.
+                await asyncio.sleep(_BETWEEN_SECONDS)
             newest = await store.policy_versions.latest()
             assert newest is not None
             # A version in the trainer's memory has no files; engines get all of its tensors.

@@ -29,7 +29,9 @@ from exactness.reference import (
 )
 from exactness.steps import Shape, Turn, make_step
 
-PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
+PER_TRAJECTORY = [
+    name for name in LOSSES.names() if not (LOSSES.get(name).compares or LOSSES.get(name).ignores_score)
+]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
 
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]

@@ -24,7 +24,9 @@ from exactness.models import VOCABULARY, tiny_model
 from exactness.reference import AGES, Computed, longest_sequence, plain_step
 from exactness.steps import make_step, random_shape
 
-PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
+PER_TRAJECTORY = [
+    name for name in LOSSES.names() if not (LOSSES.get(name).compares or LOSSES.get(name).ignores_score)
+]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
 
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]

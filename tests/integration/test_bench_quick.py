@@ -19,8 +19,10 @@ PROGRAMS = sorted(
 )
 ELSEWHERE = {
     "distill": "test_teaching.py runs its parts",
+    "preferences": "it trains the quickstart's model; test_whatif.py and test_preferences.py have its parts",
     "gpu_check": "test_gpu_check.py runs it",
     "time_to_reward": "it runs the quickstart, as tests/acceptance does",
+    "whatif": "it runs the quickstart too, and test_whatif.py trains stored steps again",
 }
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

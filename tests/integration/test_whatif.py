@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,8 @@ def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     asyncio.run(run.fill(8))
     run.train()
     yield run
-    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in ("same", "gspo", "rules"))))
+    children = ("same", "gspo", "dpo", "rules", "scorer")
+    asyncio.run(run.drop(*(f"{run.name}_{name}" for name in children)))
 
 
 def exact(step: TrainStep) -> dict[str, Any]:
@@ -62,6 +64,9 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
+    page = (run.folder / same / "whatif.html").read_text()
+    assert "cosine of the weights 1.0000" in page
+    assert "<td>layer 1</td><td>0.000e+00</td>" in page
 
 
 async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_them(run: StoredRun) -> None:
@@ -82,9 +87,38 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
         assert begun.changed["epsilon"] == [0.2, 3e-4]
         assert (begun.step, begun.since, begun.steps) == (2, 4, (4, 4))
         assert await violations(store) == []
-    assert "lead" not in run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO",
-                                    "--learning_rate", "3e-3")  # fmt: skip
+    run.whatif(gspo, "--steps", "4-4", "--loss_calculater", "GSPO", "--learning_rate", "3e-3")
     assert await run.steps(gspo) == again, "the same command finds nothing to do"
+    page = run.folder / "pages" / "both.html"
+    output = run.command("whatif", "--compare", gspo, *run.here(), "--out", str(page))
+    assert "token cosine" in output
+    text = page.read_text()
+    assert "loss_calculater: GRPO → GSPO" in text
+    assert "<mark>" in text
+    assert "<td>layer 0</td>" in text
+    assert "<td>layer 0</td><td>0.000e+00</td>" not in text
+
+
+async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None:
+    scorer, steps = f"{run.name}_scorer", await run.steps()
+    run.whatif(scorer, "--scorer", "stored_run:opposite", "--steps", "1-1")
+    [again] = await run.steps(scorer)
+    async with await run.open() as store:
+        records = await store.database["Record"].find({"_id": {"$in": list(steps[0].data)}}).to_list()
+    assert again.scores == {record["_id"]: 1.0 - record["score"] for record in records}
+    assert again.metrics["reward"] == 1.0 - steps[0].metrics["reward"]
+    assert again.data == steps[0].data
+
+
+async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run: StoredRun) -> None:
+    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model."""
+    dpo = f"{run.name}_dpo"
+    run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    parents, own = await run.steps(), await run.steps(dpo)
+    assert own[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert own[-1].metrics["kl_reference"] > 0.0
+    for step, parent in zip(own, parents, strict=True):
+        assert 0 < step.metrics["trainable_tokens"] < parent.metrics["trainable_tokens"]
 
 
 async def test_groups_are_decided_again_by_other_rules_and_without_records(run: StoredRun) -> None:

@@ -10,10 +10,13 @@ database and a folder of its own, which reads the data of the parent where they 
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from agentrl.config.load import parse
+from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     GroupConfig,
     LossConfig,
@@ -43,12 +46,18 @@ def main(argv: list[str]) -> int:
         extra=(WhatIfConfig,),
     )
     flags = configs[WhatIfConfig]
-    if not names:
-        raise ConfigError("no run is named", hint="agentrl whatif RUN --loss_calculater GSPO")
+    if bool(names) == bool(flags.compare):
+        raise ConfigError(
+            "no run is named" if not names else "--compare trains nothing, and a run is named",
+            hint="agentrl whatif RUN --loss_calculater GSPO; or agentrl whatif --compare CHILD,CHILD",
+        )
     check_given(configs.given)
     from agentrl.observe.logging import setup
 
-    setup(configs[RunConfig], "whatif")
+    children = [name.strip() for name in (flags.compare or "").split(",") if name.strip()]
+    setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
+    if children:
+        return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
     from agentrl.train.whatif import WhatIf, train_again
 
     child = train_again(
@@ -57,10 +66,26 @@ def main(argv: list[str]) -> int:
             child=names[1] if len(names) == _NAMES else None,
             steps=flags.first_and_last,
             without=_read_ids(flags.without),
+            scorer=flags.scorer,
         ),
         configs,
     )
-    print(child)
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    folder = configs[RunConfig].output_dir or f"output/{child}"
+    return _compare([child], configs, flags.out or f"{folder}/whatif.html")
+
+
+def _compare(children: Sequence[str], configs: Configs, out: str) -> int:
+    """Print the table and write the page; return 0."""
+    from agentrl.evaluation.whatif import compare_runs
+    from agentrl.evaluation.whatif_page import print_comparison, write_page
+    from agentrl.observe.terminal import stdout_console
+
+    found = asyncio.run(compare_runs(children, configs))
+    print_comparison(stdout_console(), found)
+    write_page(found, Path(out))
+    print(out)
     return 0
 
 

@@ -44,7 +44,7 @@ def _names(*groups: type) -> frozenset[str]:
 GROUP_RULES = _names(GroupConfig)
 CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
 """Flags that may differ from the parent's."""
-_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed"} | {"lease_seconds"}
+_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
 
 
@@ -58,6 +58,9 @@ class WhatIfConfig(Flags):
     without: str | None = flag(
         None,
         "file with the ids of Records to leave out, one a line: their groups are decided without them",
+    )
+    scorer: str | None = flag(
+        None, "score the Records again, for the new run alone: a name, or a path module:function"
     )
     compare: str | None = flag(
         None, "train nothing: compare these runs, comma-separated, with the parent of the first"

@@ -9,18 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.whatif import GROUP_RULES
-from agentrl.data.finalize_group import GroupRules, verifier
+from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
+from agentrl.data.regroup import Regrouping, regrouping_of
 from agentrl.data.step_source import StepData, images_of
 from agentrl.data.window import Window, trajectory_means
 from agentrl.documents.family import Relative
 from agentrl.documents.images import Image
-from agentrl.documents.record import Record
 from agentrl.documents.task import record_task
 from agentrl.documents.training import DBRecordData, StepOrigin, TrainStep
 from agentrl.errors import AgentRLError, TrainingError
-from agentrl.store.groups import GroupOutcome
 from agentrl.store.names import DATA
 
 if TYPE_CHECKING:
@@ -34,47 +32,6 @@ _SAMPLED = (
 )  # fmt: skip
 """Metrics of a step about sampling, which stays as it was."""
 _LISTED = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regrouping:
-    """How groups are decided again; by default none is."""
-
-    rules: Mapping[str, Any] = field(default_factory=dict)
-    """Flags of ``GroupConfig`` that replace those that each group was decided by."""
-    without: frozenset[str] = frozenset()
-    """``_id`` of Records that are left out: their groups are decided as if they had never been sampled."""
-
-    async def decide(self, store: Store, task_id: str) -> GroupOutcome:
-        """Decide a stored group again, and write nothing.
-
-        Raises TrainingError if its documents are gone, GroupError or ConfigError for a group filter or an
-        advantage of a user that fails.
-        """
-        group = await store.groups.stored(task_id)
-        summary = group.task.group if group is not None else None
-        if group is None or summary is None or "rules" not in summary:
-            raise TrainingError(
-                f"group {task_id} cannot be decided again: run {store.run_name} does not hold"
-                + (" its Task" if group is None else " the rules that decided it"),
-                hint="leave its step out (--steps)",
-            )
-        if group.task.pruned_at is not None:
-            raise TrainingError(
-                f"group {task_id} cannot be decided again: its model calls have been pruned",
-                hint="keep the rules and the Records as they are, or leave its step out (--steps)",
-            )
-        stored = GroupRules.of_group(summary)
-        config = replace(stored.config, **self.rules)
-        keeps_filter = config.group_filter == stored.config.group_filter
-        rules = replace(
-            stored, config=config, recorded=False, filtered=stored.filtered if keeps_filter else None
-        )
-        records: list[Record] = [record for record in group.records if record.id not in self.without]
-        if rules.filtered is not None:
-            left = {record.id for record in records}
-            rules = replace(rules, filtered={id: why for id, why in rules.filtered.items() if id in left})
-        return await asyncio.to_thread(rules.decide, group.task, records, group.calls, group.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +68,6 @@ class RecordedStream:
         self._steps = steps
         self._settings = settings
         self._versions = VersionSteps(source)
-        self._without = {record_task(id) for id in settings.regrouping.without}
         self._next = 0
         """Index of the first step that no call of ``take`` has returned."""
         self._reading: asyncio.Task[_Recorded | None] | None = None
@@ -178,13 +134,13 @@ class RecordedStream:
         holder = await _holder(self._source, step)
         regrouping = settings.regrouping if step.step >= settings.since else Regrouping()
         tasks = list(dict.fromkeys(record_task(id) for id in step.data))
-        again = {task for task in tasks if regrouping.rules or (regrouping.without and task in self._without)}
+        again = {task for task in tasks if regrouping.concerns(task)}
         stored = await holder.training.fetch([id for id in step.data if record_task(id) not in again])
         if settings.verifies:
             await self._verify(holder, step, stored)
-        outcomes = {task: await regrouping.decide(holder, task) for task in tasks if task in again}
+        decided = {task: await regrouping.decide(holder, task) for task in tasks if task in again}
         by_task: dict[str, list[DBRecordData]] = {
-            task: sorted(outcome.data, key=lambda item: item.id) for task, outcome in outcomes.items()
+            task: sorted(found.outcome.data, key=lambda item: item.id) for task, found in decided.items()
         }
         for item in stored:
             by_task.setdefault(item.task, []).append(item)
@@ -203,12 +159,13 @@ class RecordedStream:
             ages=ages,
             is_rest=False,
             recorded=StepOrigin(run=holder.run_name, train_step=step.id, step=step.step),
+            scores={id: score for found in decided.values() for id, score in found.scores.items()},
         )
         metrics = {name: step.metrics[name] for name in _SAMPLED if name in step.metrics}
-        if outcomes:
-            kept = [await holder.tasks.get(task) for task in tasks if task not in outcomes]
+        if decided:
+            kept = [await holder.tasks.get(task) for task in tasks if task not in decided]
             summaries = [task.group for task in kept if task is not None and task.group is not None]
-            metrics |= trajectory_means([*(outcome.summary for outcome in outcomes.values()), *summaries])
+            metrics |= trajectory_means([*(found.outcome.summary for found in decided.values()), *summaries])
         return _Recorded(index, batch, metrics)
 
     async def _verify(self, holder: Store, step: TrainStep, data: Sequence[DBRecordData]) -> None:
@@ -261,6 +218,7 @@ async def open_recorded(
     done = max((own[id] for id in train_steps if id in own), default=relative.step)
     last = relative.steps[-1] if lead_in is None else lead_in
     left = [step for step in await source.steps.find(after=done) if step.step <= last]
-    rules = {name: new for name, (_, new) in relative.changed.items() if name in GROUP_RULES}
-    regrouping = Regrouping(rules=rules, without=frozenset(relative.without))
-    return RecordedStream(source, left, replace(settings, regrouping=regrouping, since=relative.since))
+    settings = replace(
+        settings, regrouping=regrouping_of(relative, settings.regrouping), since=relative.since
+    )
+    return RecordedStream(source, left, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.data.window import Window
@@ -25,6 +25,8 @@ class StepData:
     is_rest: bool
     recorded: StepOrigin | None = None
     """The stored step that trained the data in another run; None for data of this run."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """New scores of Records that the other run scored otherwise, by ``_id``."""
 
 
 class StepSource(Protocol):

@@ -24,8 +24,8 @@ from agentrl.model.flops import Stopwatch
 from agentrl.model.forward import ForwardOptions, forest_logprobs
 from agentrl.model.output_head import OutputHead, output_head
 
-ForestLoss = Callable[[TokenForest, Tensor, Tensor], Tensor]
-"""(forest, logprobs float32[T], entropies float32[T]) → the forest's part of the step's loss, a scalar."""
+ForestLoss = Callable[..., Tensor]
+"""(forest, what ``forest_logprobs`` returns) → the forest's part of the step's loss, a scalar."""
 
 
 class ParallelModel(nn.Module):
@@ -72,7 +72,7 @@ class ParallelModel(nn.Module):
 
         Call it under ``torch.no_grad``.
         """
-        return [self(forest, options) for forest in forests]
+        return [self(forest, replace(options, divergence=False)) for forest in forests]
 
     def forward_backward(
         self, forests: Sequence[TokenForest], options: ForwardOptions, loss: ForestLoss, watch: Stopwatch
@@ -105,8 +105,8 @@ class ParallelModel(nn.Module):
 
     def forward(
         self, forest: TokenForest, options: ForwardOptions, received: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | Tensor:
-        """Return logprob (float32[T], with gradient) and entropy (float32[T]) of each trainable token.
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Return what ``forest_logprobs`` does of each trainable token.
 
         A pipeline stage before the last returns hidden states [n, H] instead. One after the first gets those
         of the stage before as ``received``.

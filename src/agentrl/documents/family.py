@@ -42,6 +42,12 @@ class Relative(Root):
     """Flag → [the parent's value, the child's value]."""
     at: datetime = field(default_factory=now)
 
+    @property
+    def shown(self) -> str:
+        """``NAME, fork at step 40``."""
+        of_steps = f" of steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
+        return f"{self.run}, {self.kind}{of_steps or f' at step {self.step}'}"
+
 
 def child_key(name: str) -> str:
     """Return the ``_id`` in the parent's ``Run`` of the document that names the child ``name``."""

@@ -127,6 +127,8 @@ class TrainStep(Root):
     """``_id`` of every DBRecordData of the step."""
     recorded: StepOrigin | None = None
     """Where the data lie, if not in this run; they are read, and nothing of them changes."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """The scores that a what-if with another scorer gave the Records of the step, by ``_id``."""
     metrics: dict[str, Any] = field(default_factory=dict)
     owner: str
     planned_at: datetime = field(default_factory=now)

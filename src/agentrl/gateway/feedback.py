@@ -18,7 +18,13 @@ from agentrl.documents.model_call import (
     same_agent,
 )
 from agentrl.documents.task import CONVERSATIONS, record_key, task_key
-from agentrl.errors import ConfigError, StoreError, StoreUnavailableError, TrajectoryError
+from agentrl.errors import (
+    ConfigError,
+    StoreDeniedError,
+    StoreError,
+    StoreUnavailableError,
+    TrajectoryError,
+)
 from agentrl.gateway.dialects.fields import kind_of, short
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.registry import Registry
@@ -146,7 +152,7 @@ async def give_feedback(store: Store, name: str, body: Mapping[str, Any]) -> Non
             await store.labels.put(record, by=by, label="corrected", note=corrected, score=reward.score)
     except ConfigError as error:
         raise invalid(error.message, "corrected") from error
-    except StoreUnavailableError:
+    except (StoreUnavailableError, StoreDeniedError):
         raise
     except StoreError as error:
         raise GatewayError(

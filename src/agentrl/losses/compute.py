@@ -16,6 +16,9 @@ from agentrl.losses.settings import LossSettings
 WEIGHT_CAP = 10.0
 """Cap of ρ = πθ/μ in ``weighted_k3``: it bounds the variance and biases tokens above it."""
 
+DIVERGENCE = "teacher divergence"
+"""The column of ``model.divergence.reverse_kl``, with gradient; 0 for a token without a teacher's ids."""
+
 
 def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     """Return the loss of each token, [T], with corrections and bounds applied, before any reduction.
@@ -33,6 +36,8 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
     weighting = weigh(batch, settings)
     masked = weighting.masked | out_of_bound(batch, settings) | batch.is_extreme
     losses = torch.where(masked, 0.0, result.losses * weighting.weight)
+    if settings.distill_coef and DIVERGENCE in batch.columns:
+        losses = losses + settings.distill_coef * batch.columns[DIVERGENCE]
     if settings.kl_coef:
         losses = losses + settings.kl_coef * reference_kl(batch, settings.kl_estimator)
     if settings.entropy_coef:
@@ -45,13 +50,15 @@ def token_losses(batch: TokenBatch, settings: LossSettings) -> TokenLosses:
 def distilled(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     """Return the batch with ``distill_coef``·log π_teacher/πθ added to each token's advantage.
 
-    It replaces the advantage where the loss ignores scores. A token without a teacher's value has 0 of it.
-    Raises ValueError for a batch without the column.
+    It replaces the advantage where the loss ignores scores. A token without a teacher's value has 0 of it,
+    and so has one whose ``DIVERGENCE`` is known. Raises ValueError for a batch without the column.
     """
     if TEACHER not in batch.columns:
         raise ValueError(f"the batch has no column {TEACHER!r}: the run needs --columns {TEACHER}")
     own = torch.zeros_like(batch.advantages) if settings.loss.ignores_score else batch.advantages
     judged = float(settings.distill_coef or 0.0) * log_teacher_ratio(batch)
+    if (divergence := batch.columns.get(DIVERGENCE)) is not None:
+        judged = torch.where(divergence.detach() == 0, judged, 0.0)
     return replace(batch, advantages=own + judged)
 
 

@@ -16,8 +16,10 @@ from agentrl.data.forest_cuts import merge_prefixes
 from agentrl.data.forest_routing import ForestRouting
 from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ModelError
+from agentrl.losses.loss import TEACHER
 from agentrl.model.attention.executor import build_executor
 from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.divergence import reverse_kl
 from agentrl.model.kept_ids import KeptIds
 from agentrl.model.load import allocate, compute_buffers, disable_dropout, is_empty
 from agentrl.model.logprobs import DEFAULT_CHUNK, DEFAULT_VOCAB_CHUNK, token_logprobs
@@ -41,6 +43,8 @@ class ForwardOptions:
     """Vocabulary entries per chunk of the projection."""
     entropy_gradient: bool = False
     """Give entropies a gradient."""
+    divergence: bool = False
+    """Return the divergence from a teacher too, for forests with the teacher's likeliest ids."""
 
 
 def forest_logprobs(
@@ -51,8 +55,11 @@ def forest_logprobs(
     *,
     chosen: Ints | None = None,
     parent: Ints | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Return logprob (float32[T], with gradient) and entropy (float32[T]) of trainable tokens.
+
+    With ``options.divergence``, a forest that has a teacher's likeliest ids gives a third tensor, the
+    ``reverse_kl`` (float32[T], with gradient) to the teacher; all tokens must be chosen then.
 
     Both are of softmax(logits / temperature), at the temperature that each token was sampled with and over
     the ids that it was sampled from.
@@ -65,17 +72,23 @@ def forest_logprobs(
     mask = forest.sampling_mask
     if mask is not None and chosen is not None:
         mask = mask.select(chosen)
-    return token_logprobs(
+    parents, ids = (torch.from_numpy(array).to(hidden.device) for array in (rows, forest.input_ids[target]))
+    logprobs, entropy = token_logprobs(
         hidden,
         head,
-        torch.from_numpy(rows).to(hidden.device),
-        torch.from_numpy(forest.input_ids[target]).to(hidden.device),
+        parents,
+        ids,
         temperature=torch.from_numpy(temperature),
         kept=None if mask is None else KeptIds.of(mask, hidden.device),
         entropy_gradient=options.entropy_gradient,
         chunk_size=options.chunk_size,
         vocab_chunk_size=options.vocab_chunk_size,
     )
+    top = None if forest.columns is None else forest.columns.top.get(TEACHER)
+    if top is None or mask is not None or not options.divergence:
+        return logprobs, entropy
+    divergence = reverse_kl(hidden, head, parents, ids, torch.from_numpy(temperature), logprobs, top)
+    return logprobs, entropy, divergence
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
+from agentrl.documents.family import Relative
 from agentrl.documents.run import Evaluation, Outage, RunSettings, TrainerLease
 from agentrl.documents.status import (
     APPLIED_STEPS,
@@ -74,6 +75,9 @@ class RunSnapshot:
     configurations: Sequence[RunSettings]
     """The resolved configuration of each role."""
     disk: Disk
+    parent: Relative | None = None
+    """Where it begins in another run."""
+    children: Sequence[Relative] = ()
 
     @property
     def at(self) -> datetime:
@@ -235,6 +239,8 @@ class SnapshotReader:
             "evaluations": self._cached("evaluations", store.evaluations.all),
             "settings": self._cached("settings", store.settings.all, _SLOW_SECONDS),
             "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
+            "parent": self._cached("parent", store.ancestry.parent, _SLOW_SECONDS),
+            "children": self._cached("children", store.ancestry.children, _SLOW_SECONDS),
         }
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
         parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)

@@ -51,6 +51,7 @@ def render_run_status(run: RunSnapshot, *, output_free: int | None = None) -> Re
 
 def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Text]]:
     yield from _finding_lines(run)
+    yield from _family_lines(run)
     yield from _step_lines(run)
     yield "rate", _rate(run)
     yield "queues", _queues(run)
@@ -72,6 +73,13 @@ def _finding_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
         yield label, text.append(f"\n→ {finding.hint}", style="dim")
     if not wrong and run.steps and not run.finished:
         yield "healthy", Text("nothing is down, no metric is out of its usual range", style="green")
+
+
+def _family_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
+    if run.parent is not None:
+        yield "parent", Text(run.parent.shown)
+    if run.children:
+        yield "children", Text("; ".join(child.shown for child in run.children[:_NAMES_SHOWN]))
 
 
 def _step_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
@@ -227,6 +235,8 @@ def common_json(run: RunSnapshot) -> dict[str, Any]:
         "at": to_json(run.at),
         "state": state(run)[0],
         "findings": to_json(findings(run)),
+        "parent": to_json(run.parent),
+        "children": to_json(run.children),
         "samplers": to_json(run.liveness.claims),
         "outages": to_json(run.liveness.outages),
         "failures": to_json(run.failures),
@@ -267,6 +277,7 @@ def render_run_list(host: str, runs: Sequence[RunSummary]) -> RenderableType:
         ("last", lambda row: age(row.active_at, row.at)),
         ("tags", lambda row: " ".join(row.tags)),
         ("note", lambda row: excerpt(row.note or "", 60)),
+        ("parent", lambda row: "" if row.parent is None else row.parent.shown),
         text=3,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.task import FEEDBACK, Claim, Task
 from agentrl.errors import StoreError
 from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
 from agentrl.store.expired_leases import ExpiredLeases
@@ -232,10 +232,11 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
 
 
 async def count_unscored(connection: Connection, split: str) -> int:
-    """Return the number of sampled trajectories of a split that wait for a score."""
+    """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.SAMPLED}}
     query: Json = {
         "split": split, "status": TaskStatus.RUNNING.value, "slots.status": SlotStatus.SAMPLED.value,
+        "scorer": {"$ne": FEEDBACK},
     }  # fmt: skip
     total = {"$group": {"_id": None, "count": {"$sum": {"$size": waits}}}}
     groups = await (await connection.collection(TASK).aggregate([{"$match": query}, total])).to_list()

@@ -13,6 +13,7 @@ from pymongo.errors import DuplicateKeyError
 from agentrl.documents.base import now
 from agentrl.documents.images import Image
 from agentrl.errors import ImageError
+from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Repository, database_call
 from agentrl.store.names import IMAGE
@@ -52,16 +53,25 @@ class Images(Repository):
         images = {key: self._cached[key] for key in hashes if key in self._cached}
         missing = sorted(set(hashes) - set(images))
         if missing:
-            async for document in self._collection(IMAGE).find({"_id": {"$in": missing}}):
-                image = Image.from_document(await self._blobs.restore(document))
-                self._keep(image)
-                images[image.id] = image
+            images |= await self._read(missing)
         lost: Sequence[str] = [key for key in missing if key not in images]
+        if lost and (parent := await Ancestry(self._connection).parent()) is not None:
+            # a child's tasks show the images of its parent
+            images |= await Images(self._connection.beside(parent.run)).get(lost)
+            lost = ()
         if lost:
             raise ImageError(
                 f"{len(lost)} images are not stored, the first is {lost[0][:12]}…",
                 hint="load the tasks again; `agentrl db prune` keeps images that tasks and calls name",
             )
+        return images
+
+    async def _read(self, hashes: Sequence[str]) -> dict[str, Image]:
+        images = {}
+        async for document in self._collection(IMAGE).find({"_id": {"$in": list(hashes)}}):
+            image = Image.from_document(await self._blobs.restore(document))
+            self._keep(image)
+            images[image.id] = image
         return images
 
     def _keep(self, image: Image) -> None:

@@ -12,7 +12,7 @@ from pymongo import ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import DataStatus
-from agentrl.documents.training import DBRecordData, TokenStatistics
+from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json, Repository, database_call
@@ -242,6 +242,13 @@ class Training(Repository):
         """Return the number of DBRecordData per status; every status is a key."""
         counts = await self._count_by("status", DATA, {"split": split})
         return {status: counts.get(status, 0) for status in DataStatus}
+
+    @database_call
+    async def token_statistics(self, step: TrainStep) -> dict[str, TokenStatistics]:
+        """Return the statistics that a step stored, by Record."""
+        keys = [statistics_key(record, step.id) for record in step.data]
+        found = await self._all(TokenStatistics, TOKEN_STATISTICS, {"_id": {"$in": keys}})
+        return {item.record: item for item in found}
 
     @database_call
     async def put_token_statistics(self, items: Sequence[TokenStatistics]) -> None:

@@ -86,9 +86,12 @@ def lead(world: World, build: Callable[..., PolicyTrainer], *arguments: Any) -> 
 
 
 def follow(world: World, build: Callable[..., PolicyTrainer]) -> None:
-    """Execute rank 0's commands until ``end``; for every other rank. The first command is ``build``."""
+    """Execute rank 0's commands until ``end``; for every other rank. Before ``build`` comes no other."""
     world.use_device()
-    trainer = build(*world.receive()[1])
+    name, arguments = world.receive()
+    if name == "end":
+        return
+    trainer = build(*arguments)
     writer = _writer(trainer, world)
     actions: dict[str, Callable[..., object]] = {
         "train": trainer.train,

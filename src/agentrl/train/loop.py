@@ -156,6 +156,7 @@ class Trainer:
             data=tuple(item.id for item in batch.data),
             owner=self.lease.owner,
             recorded=batch.recorded,
+            scores=dict(batch.scores),
         )
         with await step_span(self.store, plan, batch, seconds_data) as span:
             await self._compute(plan, batch, seconds_data, span)

@@ -10,6 +10,7 @@ from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness
 from agentrl.data.planner import packing_problem
 from agentrl.data.recorded import RecordedSettings, open_recorded
+from agentrl.data.regroup import Regrouping
 from agentrl.data.step_source import StepSource
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.store.client import Store
@@ -24,14 +25,18 @@ async def open_source(
 
     ``lead_in`` is the last step of the parent that is trained with the parent's flags, while these are.
     """
-    train = configs[TrainConfig]
+    train, sampling = configs[TrainConfig], configs[SamplingConfig]
     parent = await store.ancestry.parent()
     if parent is None or parent.kind != "whatif":
         return _stream(store, configs, controller, progress)
     settings = RecordedSettings(
-        freshness=_freshness(configs),
+        freshness=freshness_of(configs),
         whitens=train.advantage_whitening == "batch",
         verifies=train.verify_data,
+        regrouping=Regrouping(
+            scorer_timeout_seconds=sampling.scorer_timeout_seconds,
+            agent_config_path=sampling.agent_config_path,
+        ),
     )
     return await open_recorded(store, parent, settings, progress.train_steps, lead_in)
 
@@ -41,7 +46,7 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     settings = StreamSettings(
         groups_per_step=train.groups_per_step,
         num_epochs=tasks.num_train_epochs,
-        freshness=_freshness(configs),
+        freshness=freshness_of(configs),
         max_trained_count=train.max_trained_count,
         whitening=train.advantage_whitening,
         wait_seconds=train.data_wait_seconds,
@@ -56,7 +61,8 @@ def _stream(store: Store, configs: Configs, controller: Controller, progress: Pr
     return DataStream(store, settings, progress.replay, verify=verify, attempt=progress.attempt)
 
 
-def _freshness(configs: Configs) -> Freshness:
+def freshness_of(configs: Configs) -> Freshness:
+    """Return how old tokens are treated."""
     return Freshness(
         max_staleness=max_staleness(configs),
         policy=configs[TrainConfig].staleness_policy,

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from agentrl.data.recorded import RecordedStream
 from agentrl.device_lease import DeviceLease, leased_devices
 from agentrl.distributed.world import World, launched_world, with_launch_settings
 from agentrl.documents.family import Relative
+from agentrl.documents.status import TrainerEnd
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
@@ -59,18 +61,33 @@ from agentrl.weights.storage import is_remote, require_storage
 logger = logging.getLogger(__name__)
 
 
-def run_trainer(configs: Configs, lead_in: int | None = None) -> None:
+@dataclass(frozen=True)
+class LeadIn:
+    """The steps of a what-if up to ``last`` of its parent, which are trained with the parent's flags."""
+
+    configs: Configs
+    last: int
+
+
+def run_trainer(configs: Configs, lead_in: LeadIn | None = None) -> None:
     """Train until the end of the data, ``--max_steps``, SIGTERM or SIGINT; every rank calls it.
 
-    ``lead_in``: train a what-if up to this step of its parent, with the parent's flags.
+    ``lead_in`` is trained before, by the same processes.
     """
     configs = with_launch_settings(configs)
+    parts: list[tuple[Configs, int | None]] = [(configs, None)]
+    if lead_in is not None:
+        parts.insert(0, (with_launch_settings(lead_in.configs), lead_in.last))
     with launched_world(base_folder(configs[ModelConfig])) as world:
-        if world.rank > 0:
-            _follow(configs, world)
-        else:
-            with tracing(configs, "train"):
-                asyncio.run(_train(configs, world, lead_in))
+        for part, last in parts:
+            if world.rank > 0:
+                _follow(part, world)
+                continue
+            with tracing(part, "train"):
+                is_whole = asyncio.run(_train(part, world, last))
+            if last is not None and not is_whole:  # a signal ended the steps that come before
+                world.broadcast("end")
+                return
 
 
 def _follow(configs: Configs, world: World) -> None:
@@ -80,7 +97,8 @@ def _follow(configs: Configs, world: World) -> None:
     follow(world, partial(_build, configs, world))
 
 
-async def _train(configs: Configs, world: World, lead_in: int | None) -> None:
+async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
+    """Train on all ranks; return False if a signal ended it."""
     stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         async with (
@@ -97,6 +115,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> None:
             finally:
                 trainer.tracker.close()
         controller.end()
+    return lease.ended is TrainerEnd.FINISHED
 
 
 async def _take_device(configs: Configs) -> DeviceLease | None:

@@ -16,6 +16,7 @@ from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.training import DBRecordData, TrainableSpan
 from agentrl.errors import ForestError
 from agentrl.losses.compute import (
+    DIVERGENCE,
     Denominators,
     divergence,
     old_logprobs,
@@ -81,15 +82,20 @@ class StepLoss:
             compared = sums.compared(data)
         return cls(settings, whole, round(tokens), sums, recorder, compared)
 
-    def add(self, forest: TokenForest, logprobs: Tensor, entropy: Tensor) -> Tensor:
+    def add(
+        self, forest: TokenForest, logprobs: Tensor, entropy: Tensor, divergence: Tensor | None = None
+    ) -> Tensor:
         """Return the part of the loss that ``forest`` has, with gradient to its ``logprobs`` (float32[T]).
 
-        With an entropy bonus, it has a gradient to its ``entropy`` (float32[T]) too.
+        With an entropy bonus, it has a gradient to its ``entropy`` (float32[T]) too, and with a teacher's
+        likeliest ids to the ``divergence`` (float32[T]) from them.
         """
         if self.recorder is not None:
             self.recorder.add(forest, logprobs, entropy)
         means = None if self.sums is None else self.sums.means(forest)
         batch = replace(token_batch(forest, logprobs, self.settings, means), entropy=entropy)
+        if divergence is not None:
+            batch = replace(batch, columns={**batch.columns, DIVERGENCE: divergence})
         if self.compared is not None:
             number = torch.from_numpy(forest.trajectory).to(logprobs.device)
             batch = replace(batch, compared=replace(self.compared, number=number))

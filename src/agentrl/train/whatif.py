@@ -15,14 +15,18 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.config.whatif import changes, child_configs, parent_configs
 from agentrl.data.recorded import require_data
+from agentrl.data.regroup import SCORER
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import RunSettings
+from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings
+from agentrl.registry import allow_imports
+from agentrl.scoring.scorers import require_scorer
 from agentrl.store.client import Store, open_existing, open_store, run_exists
 from agentrl.train import checkpoint
-from agentrl.train.start import run_trainer
+from agentrl.train.start import LeadIn, run_trainer
 from agentrl.weights.folder import base_folder
 
 logger = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ class WhatIf:
     """The first and the last step of the parent; None: all."""
     without: frozenset[str] = frozenset()
     """``_id`` of Records; their groups are decided as if they had never been sampled."""
+    scorer: str | None = None
+    """Scores the Records again, for the child alone."""
 
 
 def train_again(whatif: WhatIf, here: Configs) -> str:
@@ -55,12 +61,10 @@ def train_again(whatif: WhatIf, here: Configs) -> str:
     TrainingError if data of the steps are gone.
     """
     begun = asyncio.run(_begin(whatif, here))
-    if begun.lacks_lead_in:
-        run_trainer(begun.parent, lead_in=begun.relative.since - 1)
-        asyncio.run(_report_equality(begun, begun.relative.since - 1))
-    run_trainer(begun.child)
-    if not begun.relative.changed and not begun.relative.without:
-        asyncio.run(_report_equality(begun, begun.relative.steps[-1]))
+    relative = begun.relative
+    run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
+    is_same = not relative.changed and not relative.without
+    asyncio.run(_report_equality(begun, relative.steps[-1] if is_same else relative.since - 1))
     return begun.child[RunConfig].run_name
 
 
@@ -100,13 +104,13 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             steps=(first, last),
             since=first,
             without=tuple(sorted(whatif.without)),
-            changed=changes(parent, child, LossSettings.of_run(child)),
+            changed=changes(parent, child, LossSettings.of_run(child)) | _scorer(whatif.scorer),
         )
         name = whatif.child or await _free_name(source, run, wanted)
         output = here[RunConfig].output_dir
         own = {"run_name": name, "output_dir": output if output is not None else f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _is_first_rank():
             left = [step for step in steps if wanted.step < step.step <= last]
             await require_data(source, left, whatif.without)
             await _begin_child(source, wanted, child)
@@ -182,6 +186,15 @@ async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
     return f"{source.run_name}_whatif_{number}"
 
 
+def _scorer(name: str | None) -> dict[str, Any]:
+    """Return the change of the scorer, which may be imported from now on. ConfigError if there is none."""
+    if name is None:
+        return {}
+    allow_imports(scorer_weights(name))
+    require_scorer(name)
+    return {SCORER: [None, name]}
+
+
 def _is_same(one: Relative, other: Relative) -> bool:
     return (one.kind, one.steps, one.changed, one.without) == (
         other.kind, other.steps, other.changed, other.without,
@@ -223,8 +236,14 @@ async def _await_child(source: Store, wanted: Relative, name: str) -> Relative:
         ) from error
 
 
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 async def _report_equality(begun: _Begun, last: int) -> None:
     """Log whether the steps up to ``last``, trained as the parent's, have its metrics bit for bit."""
+    if not _is_first_rank():
+        return
     async with await open_store(begun.child[RunConfig]) as store:
         own = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
         steps = await store.beside(begun.relative.run).steps.find()
@@ -238,7 +257,8 @@ async def _report_equality(begun: _Begun, last: int) -> None:
                     old.step, name, new.metrics.get(name), old.metrics.get(name),
                 )  # fmt: skip
                 return
-    logger.info("%d steps are those of %s bit for bit", len(pairs), begun.relative.run)
+    if pairs:
+        logger.info("%d steps are those of %s bit for bit", len(pairs), begun.relative.run)
 
 
 async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:

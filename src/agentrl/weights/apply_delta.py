@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import struct
@@ -17,7 +16,7 @@ import numpy as np
 from agentrl.errors import PublishError
 from agentrl.weights.delta import CHUNK, LENGTH, WORDS, Chunk, DeltaFile, StoredShape
 from agentrl.weights.folder import read_header
-from agentrl.weights.tensor_checksums import TensorChecksum
+from agentrl.weights.tensor_checksums import TensorChecksum, new_checksum
 
 
 def apply(
@@ -41,7 +40,10 @@ def apply(
             name: [(delta, delta.chunks(name, places[name])) for delta in opened if name in delta.index]
             for name in names
         }
-        found = pool.map(lambda name: _change_tensor(places[name], patches[name]), names)
+        unknown = TensorChecksum("", (), "")
+        found = pool.map(
+            lambda name: _change_tensor(places[name], patches[name], expected.get(name, unknown)), names
+        )
         for name, checksum in zip(names, found, strict=True):
             if checksum != expected.get(name):
                 raise PublishError(
@@ -78,9 +80,9 @@ def _places(folder: Path) -> dict[str, _InFile]:
 
 
 def _change_tensor(
-    place: _InFile, patches: Sequence[tuple[DeltaFile, Mapping[int, Chunk]]]
+    place: _InFile, patches: Sequence[tuple[DeltaFile, Mapping[int, Chunk]]], expected: TensorChecksum
 ) -> TensorChecksum:
-    digest = hashlib.sha256()
+    digest = new_checksum(expected.checksum)
     descriptor = os.open(place.file, os.O_RDWR)
     try:
         for number, start in enumerate(range(0, place.elements, CHUNK)):

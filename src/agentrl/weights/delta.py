@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import PublishError
-from agentrl.weights.tensor_checksums import TensorChecksum, dtype_code, raw
+from agentrl.weights.tensor_checksums import TensorChecksum, dtype_code, new_checksum, raw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ def _encode_tensor(
     word = WORDS[current.element_size()]
     before, after = raw(previous).view(word), raw(current).view(word)
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    digest = hashlib.sha256()
+    digest = new_checksum()
     chunks, changed = [], 0
     for number, start in enumerate(range(0, after.size, CHUNK)):
         old, new = before[start : start + CHUNK], after[start : start + CHUNK]

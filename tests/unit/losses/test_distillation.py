@@ -13,7 +13,7 @@ from token_batches import token_metrics
 from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, LossConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import Denominators, reduce_losses, token_losses
+from agentrl.losses.compute import DIVERGENCE, Denominators, reduce_losses, token_losses
 from agentrl.losses.loss import TokenBatch
 from agentrl.losses.settings import LossSettings, check_loss
 
@@ -61,6 +61,15 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     losses = token_losses(batch, LossSettings(loss_calculater="OPD")).losses
     (found,) = torch.autograd.grad((policy.detach().exp() * losses).sum(), logits)
     torch.testing.assert_close(found, expected)
+
+
+def test_a_known_divergence_takes_the_place_of_the_sampled_tokens_judgement() -> None:
+    batch, settings = distilled(loss_calculater="OPD", distill_coef=0.5)
+    known = torch.tensor([0.7, 0.0, 0.3], requires_grad=True)
+    batch = dataclasses.replace(batch, columns={**batch.columns, DIVERGENCE: known})
+    losses = token_losses(batch, settings).losses
+    assert losses.tolist() == pytest.approx([0.35, 0.5, 0.15], abs=1e-4)
+    assert torch.autograd.grad(losses.sum(), known)[0].tolist() == [0.5] * 3
 
 
 def test_the_divergence_from_the_teacher_is_reported_and_needs_its_column() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -133,3 +134,13 @@ def test_a_delta_of_another_model_is_refused(tmp_path: Path) -> None:
     half = encode(before, after_half, tmp_path / "y.delta")
     with pytest.raises(PublishError, match=r"tensor c in .* differs from what was published"):
         apply([tmp_path / "y.delta"], tmp_path, half.tensors)
+
+
+def test_a_version_of_an_older_trainer_is_verified_by_its_sha256(tmp_path: Path) -> None:
+    before, after = {"a": torch.zeros(8)}, {"a": torch.ones(8)}
+    encode(before, after, tmp_path / "x.delta")
+    _write(tmp_path, before)
+    digest = hashlib.sha256(after["a"].numpy().tobytes()).hexdigest()
+    assert apply([tmp_path / "x.delta"], tmp_path, {"a": TensorChecksum("F32", (8,), digest)}) == ["a"]
+    with pytest.raises(PublishError, match="differs from what was published"):
+        apply([tmp_path / "x.delta"], tmp_path, {"a": TensorChecksum("F32", (8,), digest[::-1])})

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeGuard
+from urllib.parse import urlencode
 
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -19,6 +20,7 @@ from starlette.routing import Route
 from agentrl.config.run import EngineListConfig
 from agentrl.dashboard import security
 from agentrl.dashboard.charts import SMOOTHINGS, curves, evaluation_chart
+from agentrl.dashboard.pages.compare import MAX_RUNS
 from agentrl.dashboard.query import BadQueryError, checked_query, choice
 from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import cache_of, open_run, pool_of, read_runs, reader_of, shared
@@ -58,6 +60,7 @@ async def _run(request: Request) -> Response:
         live=True,
         charts=bool(charts),
         data=run,
+        family=_family(run),
         at=run.at,
         word=word,
         color=color,
@@ -87,6 +90,12 @@ async def _run(request: Request) -> Response:
         ],
         configurations=[_configuration(item) for item in run.configurations],
     )
+
+
+def _family(run: RunSnapshot) -> str:
+    """Return the query of the page that compares the run with its parent and its children."""
+    relatives = ([] if run.parent is None else [run.parent.run]) + [child.run for child in run.children]
+    return urlencode([("run", name) for name in [run.run_name, *relatives][:MAX_RUNS]])
 
 
 class _Tile(NamedTuple):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from agentrl.dashboard.charts import Chart, Series
 from agentrl.dashboard.query import PAGE_ROWS, NotFoundError, page_of, skipped
-from agentrl.dashboard.render import render
+from agentrl.dashboard.render import link, render
 from agentrl.dashboard.stores import open_run
 from agentrl.store.views.rows import StepRow, TrajectoryRow
 
@@ -40,6 +40,9 @@ async def _step(request: Request) -> Response:
         step = await store.views.step(int(text))
         if step is None:
             raise NotFoundError(f"run {store.run_name!r} has no step {int(text)}")
+        parent = await store.ancestry.parent() if step.inherited else None
+        if parent is not None and step.step <= parent.step:
+            return RedirectResponse(link("runs", parent.run, "steps", str(step.step)))
         rows = await store.views.trajectories_of(step.id)
     metrics = [item for item in sorted(step.metrics.items()) if not isinstance(item[1], Mapping)]
     figures = [figure for figure in _histograms(step, rows) if not figure.empty]

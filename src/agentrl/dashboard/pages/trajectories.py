@@ -32,6 +32,7 @@ from agentrl.documents.status import SHOWN_STATUSES
 from agentrl.errors import ImageError
 from agentrl.snapshot.turns import Shown, branch_views, contexts_of, part_text, shown, turns_of
 from agentrl.store.client import Store
+from agentrl.store.names import RECORD
 from agentrl.store.views.trajectories import TrajectoryOrder
 
 _TURNS = 40
@@ -76,7 +77,10 @@ async def _trajectory(request: Request) -> Response:
     async with open_run(request) as store:
         trajectory = await store.views.whole_trajectory(record_id)
         if trajectory is None:
-            raise no_trajectory(store.run_name, record_id)
+            holder = await store.ancestry.holder(RECORD, record_id)
+            if holder is None:
+                raise no_trajectory(store.run_name, record_id)
+            return RedirectResponse(link("runs", holder, "trajectories", record_id))
         labels_of, may_label, known, others = await asyncio.gather(
             store.labels.of_records([record_id]),
             store.labels.may_write(),

@@ -10,9 +10,10 @@ from pathlib import Path
 from pymongo import ASCENDING, DESCENDING, UpdateOne
 
 from agentrl.documents.family import PARENT, Relative
+from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import Begin, Slot, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
@@ -24,11 +25,13 @@ from agentrl.store.names import (
     EPOCH,
     GATE,
     IMPORTS,
+    RETRACTION,
     RUN,
     SCHEMA_VERSION,
     SETTINGS,
     STEP,
     TASK,
+    TOMBSTONE,
     VERSION,
 )
 from agentrl.store.schema import prepare
@@ -132,11 +135,16 @@ class Fork(Repository):
         return result
 
     async def _copy_run(self, child: Connection, steps: Sequence[str]) -> None:
-        """Copy the steps up to the beginning, the imports, and the settings in which both are alike."""
+        """Copy the steps up to the beginning, the imports, and the settings in which both are alike.
+
+        Tasks that were withdrawn from the parent are not loaded into the child either.
+        """
         for collection, query, fields in (
             (STEP, {"_id": {"$in": list(steps)}}, {"inherited": True}),
             (IMPORTS, {}, {}),
             (SETTINGS, {"_id": {"$in": _KEPT_SETTINGS}}, {}),
+            (TOMBSTONE, {"kind": Withdrawn.TASK.value, "deleted_at": {"$ne": None}}, {}),
+            (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
         ):  # fmt: skip
             stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
             await self._merge(collection, stages, child)
@@ -171,7 +179,7 @@ class Fork(Repository):
         """Copy the tasks with their epochs; return how many are inherited, and how many there are.
 
         Those that no step up to ``step`` has used are as new, in the parent's order. Tasks of evaluations
-        stay with the parent.
+        stay with the parent, and so do unused conversations: nobody would have them again.
         """
         inherited = await self._used_tasks(step, steps)
         fresh = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$slot.traj_id"}]}
@@ -181,7 +189,8 @@ class Fork(Repository):
         }
         used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
         total = 0
-        async for page in self._task_pages():
+        async for every in self._task_pages():
+            page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
             of_page: Json = {"_id": {"$in": [task["_id"] for task in page]}}
@@ -209,7 +218,9 @@ class Fork(Repository):
         last = ""
         while True:
             query = {"_id": {"$gt": last}, "split": _SPLIT}
-            cursor = self._collection(TASK).find(query, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_PAGE)
+            cursor = self._collection(TASK).find(
+                query, {"_id": 1, "epoch": 1}, sort=[("_id", ASCENDING)], limit=_PAGE
+            )
             page = await cursor.to_list()
             if page:
                 yield page

@@ -108,7 +108,8 @@ class Retention(Repository):
         needed: set[str] = set()
         for child in await ancestry.children():
             if child.steps:
-                at = {"trained_at_steps": {"$elemMatch": {"$gte": child.steps[0], "$lte": child.steps[-1]}}}
+                first = min(child.steps[0], child.step + 1)  # its checkpoint may lie before
+                at = {"trained_at_steps": {"$elemMatch": {"$gte": first, "$lte": child.steps[-1]}}}
                 needed.update(await self._collection(DATA).distinct("task", at))
         return sorted(needed)
 

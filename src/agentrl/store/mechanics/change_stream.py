@@ -15,6 +15,7 @@ import os
 import random
 import stat
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -71,6 +72,7 @@ class Changes:
         self._connection = connection
         self._counts: Counter[str] = Counter()
         self._seen: WeakKeyDictionary[asyncio.Task[object], Counter[str]] = WeakKeyDictionary()
+        self._returned: WeakKeyDictionary[asyncio.Task[object], float] = WeakKeyDictionary()
         self._changed = asyncio.Condition()
         self._follower: asyncio.Task[None] | None = None
         self._watched: frozenset[str] = frozenset()
@@ -95,9 +97,12 @@ class Changes:
                         lambda: any(self._counts[name] > seen[name] for name in collections)
                     )
                 changed = True
-                await asyncio.sleep(_REST_SECONDS)
+                if caller:
+                    rested = time.monotonic() - self._returned.get(caller, -_REST_SECONDS)
+                    await asyncio.sleep(max(0.0, _REST_SECONDS - rested))
         if caller:
             self._seen[caller] = self._counts.copy()
+            self._returned[caller] = time.monotonic()
         return changed
 
     async def _restart(self) -> None:

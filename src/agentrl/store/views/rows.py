@@ -166,6 +166,8 @@ class StepRow(Root):
     """From the plan to the commit."""
     seconds_waiting_for_data: float | None = None
     owner: str
+    inherited: bool = False
+    """``TrainStep.inherited``."""
     planned_at: datetime
     committed_at: datetime | None = None
     metrics: dict[str, Any] = field(default_factory=dict)

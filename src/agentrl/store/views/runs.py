@@ -11,6 +11,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
+from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
 from agentrl.store.client import open_connection
@@ -69,6 +70,8 @@ class RunSummary:
     """Size of its database; None without the right to read it."""
     tags: tuple[str, ...] = ()
     note: str | None = None
+    parent: Relative | None = None
+    """Where it begins in another run; None for a run of its own."""
     at: datetime
 
     @property
@@ -142,6 +145,7 @@ class Runs(Repository):
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(_alive(at, alive_seconds))
         remarks = await database[RUN].find_one({"_id": REMARKS}) or {"_id": REMARKS}
+        parent = await database[RUN].find_one({"_id": PARENT})
         keys = [flags_key(role) for role in FLAGS]
         named = {"_id": {"$in": keys}, "values.model_name_or_path": {"$type": "string"}}
         begun: Json = await database[SETTINGS].find_one(named, sort=[("at", 1)]) or {}
@@ -164,6 +168,7 @@ class Runs(Repository):
             bytes=(await read_disk(database)).run,
             tags=RunFact.from_document(remarks).tags,
             note=RunFact.from_document(remarks).note,
+            parent=None if parent is None else Relative.from_document(parent),
         )
 
     @database_call

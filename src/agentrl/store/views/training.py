@@ -122,6 +122,7 @@ STEPS: list[Json] = [
             "staleness_max": "$metrics.staleness_max",
             "seconds": seconds("$planned_at", "$committed_at"),
             "seconds_waiting_for_data": "$metrics.seconds_data",
+            "inherited": {"$ifNull": ["$inherited", False]},
             **as_is("owner", "planned_at", "committed_at", "metrics"),
         }
     },

@@ -20,7 +20,7 @@ from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows,
 from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
-from agentrl.inference.engines.local.patch import Patch, read_patch
+from agentrl.inference.engines.local.patch import Patch, Places, find_places, read_patch
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.precision import bfloat16_speed
@@ -63,6 +63,7 @@ class LocalModel:
         self._group = config.num_attention_heads // self._num_kv_heads
         self._num_layers: int = config.num_hidden_layers
         self._adapted = AdapterRows()
+        self._places: Places | None = None
         self._check_against_plain_attention()
         self._settle()
 
@@ -90,10 +91,12 @@ class LocalModel:
         if self._fp8 or not self.is_loaded:
             why = "its weights are rounded by rows" if self._fp8 else "its memory is released"
             raise ModelError(f"elements of the served model cannot be changed: {why}")
-        return read_patch(self._model, deltas, self._rounded_to)
+        self._places = self._places or find_places(self._model)
+        return read_patch(self._places, deltas, self._rounded_to)
 
     def _with(self, source: str | dict[str, Tensor], dtype: torch.dtype) -> LocalModel:
         model = copy.copy(self)
+        model._places = None
         if isinstance(source, str):
             model.folder = source
         model._model = _load(source, dtype, self.device, self._model)
@@ -189,6 +192,7 @@ class LocalModel:
 
     def adapt(self, adapter: LoadedAdapter) -> None:
         """Let the layers of ``adapter`` add it to the rows of its sequences; between two forwards only."""
+        self._places = None
         for name in adapter.layers:
             parent, _, leaf = name.rpartition(".")
             owner = self._model.get_submodule(parent)

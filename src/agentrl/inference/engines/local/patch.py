@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -52,12 +52,10 @@ class _Place:
 
 @dataclass(frozen=True)
 class Patch:
-    """New values for some elements of the model that ``read_patch`` was given."""
+    """New values for some elements of a served model."""
 
     parts: Sequence[tuple[Tensor, Tensor, Tensor]]
     """Memory, offsets in it, and values."""
-    model: Any
-    """Owns the memory."""
 
     def apply(self) -> None:
         """Change the model. No forward pass may run."""
@@ -65,13 +63,16 @@ class Patch:
             memory[offsets] = values
 
 
-def read_patch(model: Any, deltas: Sequence[Path], dtype: torch.dtype | None) -> Patch:
-    """Return what ``deltas``, oldest first, change in ``model``, whose weights were rounded to ``dtype``.
+Places = Mapping[str, tuple[tuple[int, ...], Sequence[_Place]]]
+"""The shape of each tensor, by its name in files, and where it lies; tied ones lie in two places."""
+
+
+def read_patch(places: Places, deltas: Sequence[Path], dtype: torch.dtype | None) -> Patch:
+    """Return what ``deltas``, oldest first, change in a model whose weights were rounded to ``dtype``.
 
     Raises ModelError if the served model holds a changed tensor in a way that cannot be changed in place, and
     PublishError if a delta is damaged or belongs to another model.
     """
-    places = _places(model)
 
     def read(part: tuple[DeltaFile, str]) -> list[tuple[Tensor, Tensor, Tensor]]:
         delta, name = part
@@ -92,11 +93,11 @@ def read_patch(model: Any, deltas: Sequence[Path], dtype: torch.dtype | None) ->
     with contextlib.ExitStack() as files, ThreadPoolExecutor(torch.get_num_threads()) as pool:
         opened = [DeltaFile(files.enter_context(path.open("rb")), path) for path in deltas]
         parts = pool.map(read, [(delta, name) for delta in opened for name in delta.index])
-        return Patch([part for found in parts for part in found], model)
+        return Patch([part for found in parts for part in found])
 
 
-def _places(model: Any) -> dict[str, tuple[tuple[int, ...], list[_Place]]]:
-    """Return the shape of each tensor, by its name in files, and where it lies; tied ones lie in two places.
+def find_places(model: Any) -> Places:
+    """Return where the tensors of a served model lie, which has to outlive the result.
 
     transformers joins and renames tensors when it loads a model. What is undone here are numbers in place of
     the rows: they say which rows of the served tensors a tensor in the files has.

@@ -1,0 +1,68 @@
+"""The reverse KL over a teacher's likeliest ids: the whole KL with all ids, a lower bound with some."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agentrl.documents.column import TopLogprobs
+from agentrl.model.divergence import reverse_kl
+from agentrl.model.logprobs import token_logprobs
+from agentrl.model.output_head import OutputHead
+
+VOCABULARY, TOKENS, HIDDEN = 13, 5, 4
+PARENT = torch.tensor([0, 1, 1, 2, 4])
+TARGET = torch.tensor([3, 0, 12, 7, 5])
+TEMPERATURE = torch.tensor([1.0, 1.0, 0.7, 1.3, 1.0])
+
+
+def setting() -> tuple[torch.Tensor, OutputHead, torch.Tensor]:
+    """Hidden states, a head with a bias and a cap, and a teacher's logprobs [T, V]."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, HIDDEN, generator=generator), torch.randn(13, HIDDEN, generator=generator)
+    head = OutputHead(
+        weight.requires_grad_(), torch.randn(13, generator=generator).requires_grad_(), 1.5, softcap=9.0
+    )
+    teacher = torch.randn(TOKENS, VOCABULARY, generator=generator).log_softmax(-1).half().float()
+    return hidden.requires_grad_(), head, teacher
+
+
+def kl_of(hidden: torch.Tensor, head: OutputHead, teacher: torch.Tensor) -> torch.Tensor:
+    """The whole KL, from all logits."""
+    logits = (hidden[PARENT] @ head.weight.T + head.bias) * head.scale
+    policy = (9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]).log_softmax(-1)
+    return (policy.exp() * (policy - teacher)).sum(-1)
+
+
+def ours(hidden: torch.Tensor, head: OutputHead, teacher: torch.Tensor, count: int) -> torch.Tensor:
+    best = teacher.topk(count, -1) if count else None
+    rows = [
+        {} if best is None else dict(zip(*pair, strict=True))
+        for pair in (zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else [()] * TOKENS)
+    ]
+    logprobs, _ = token_logprobs(hidden, head, PARENT, TARGET, temperature=TEMPERATURE)
+    return reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, TopLogprobs.of(rows))
+
+
+def test_with_every_id_it_is_the_kl_over_the_vocabulary_and_has_its_gradient() -> None:
+    hidden, head, teacher = setting()
+    found, expected = ours(hidden, head, teacher, VOCABULARY), kl_of(hidden, head, teacher)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    inputs = [hidden, head.weight]
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_with_some_ids_it_is_a_lower_bound(count: int) -> None:
+    hidden, head, teacher = setting()
+    found = ours(hidden, head, teacher, count)
+    assert bool((found >= -1e-5).all())
+    assert bool((found <= kl_of(hidden, head, teacher) + 1e-3).all())
+
+
+def test_a_token_without_ids_has_none() -> None:
+    hidden, head, teacher = setting()
+    assert ours(hidden, head, teacher, 0).tolist() == [0.0] * TOKENS
