@@ -1,14 +1,13 @@
 """Measure whether blame finds wrong scores: poison 2 % of a tiny run, rank, train again without the worst.
 
-    OMP_NUM_THREADS=1 python scripts/bench/blame.py [--kind scorer|random] [--seeds 0 1 2] [--steps 30]
+    OMP_NUM_THREADS=1 python scripts/bench/blame.py [--seeds 0 1 2] [--steps 24]
     OMP_NUM_THREADS=1 python scripts/bench/blame.py --quick
 
-``scorer``: one of two scorers returns 1 − score, for 2 % of the groups. ``random``: 2 % of the scores are
-wrong, whatever the trajectory. A run is that of ``poisoned_run.py``: 128 trajectories a step, on-policy. It
-is evaluated before the first and after the last step. ``agentrl blame`` ranks its trajectories, and ``agentrl
-whatif --without`` trains its steps again without the first 5 %; as a control, without all that have wrong
-scores. Prints, for each seed, the share of the wrong scores among the first 5 %, and pass@1 on the held-out
-questions.
+One of two scorers returns 1 − score, for 2 % of the groups. A run is that of ``poisoned_run.py``: 128
+trajectories a step, on-policy. It is evaluated before the first and after the last step. ``agentrl blame``
+ranks its trajectories, and ``agentrl whatif --without`` trains its steps again without the first 5 %; as a
+control, without all that have wrong scores. Prints, for each seed, the share of the wrong scores among the
+first 5 %, and pass@1 on the held-out questions.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ FOUND, RESTORED = 0.8, 0.8
 class Result:
     """One seed: pass@1 of four policies, and what blame found."""
 
-    kind: str
     seed: int
     trajectories: int
     poisoned: int
@@ -56,7 +54,7 @@ class Result:
     @property
     def rows(self) -> list[Row]:
         """What is printed."""
-        label, share = f"{self.kind}, seed {self.seed}", self.found / max(1, self.poisoned)
+        label, share = f"seed {self.seed}", self.found / max(1, self.poisoned)
         rows = [
             Row(
                 what=f"{label}: wrong scores among the {self.blamed} blamed of {self.trajectories}",
@@ -70,17 +68,17 @@ class Result:
                 Row(
                     what=f"{label}: pass@1 {self.before:.3f} → {self.after:.3f}; without the blamed, control",
                     ours=f"{self.without:.3f}", baseline=f"{self.control:.3f}", ratio=back,
-                    target=RESTORED if self.kind == "scorer" else None,
+                    target=RESTORED,
                 )
             )  # fmt: skip
         return rows
 
 
-async def measure(folder: Path, uri: str, kind: str, seed: int, steps: int, *, controls: bool) -> Result:
+async def measure(folder: Path, uri: str, seed: int, steps: int, *, controls: bool) -> Result:
     """Make the runs of one seed, and measure."""
     model = make_model(folder / "model", seed)
     async with run_database(uri, "poisoned") as store:
-        run = PoisonedRun(store, uri, folder, model, steps, seed, kind)
+        run = PoisonedRun(store, uri, folder, model, steps, seed)
         await run.run()
         a, b = await run.evaluate(0), await run.evaluate(steps)
         out, wrong, started = folder / "blamed.txt", folder / "wrong.txt", time.perf_counter()
@@ -93,7 +91,7 @@ async def measure(folder: Path, uri: str, kind: str, seed: int, steps: int, *, c
         control = await train_without(run, wrong) if controls else None
         trained = sum([len(step.data) for step in await store.steps.find()])
     return Result(
-        kind=kind, seed=seed, trajectories=trained, poisoned=len(run.poisoned), blamed=len(blamed),
+        seed=seed, trajectories=trained, poisoned=len(run.poisoned), blamed=len(blamed),
         found=len(run.poisoned.intersection(blamed)), before=pass_at_1(a), after=pass_at_1(b),
         without=without, control=control, blame_seconds=seconds,
     )  # fmt: skip
@@ -134,7 +132,7 @@ async def run(options: argparse.Namespace) -> list[Result]:
             folder = Path(scratch) / str(seed)
             folder.mkdir()
             result = await measure(
-                folder, uri, options.kind, seed, options.steps, controls=not options.quick
+                folder, uri, seed, options.steps, controls=not options.quick
             )  # fmt: skip
             print(json.dumps(asdict(result)), flush=True)
             results.append(result)
@@ -144,11 +142,8 @@ async def run(options: argparse.Namespace) -> list[Result]:
 def main() -> int:
     """Print a table; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--kind", choices=("scorer", "random"), default="scorer", help="which scores are wrong"
-    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     add_quick(parser)
     options = parser.parse_args()
     if options.quick:

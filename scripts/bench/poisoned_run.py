@@ -14,7 +14,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from agentrl.store.client import Store
 FAMILIES, DIGITS = "abcde", 4
 BROKEN = "e"
 """The family whose scorer is broken."""
+WRONG = "exact_v2"
+"""That scorer: it returns 1 − score."""
 GENERATIONS, GROUPS_PER_STEP, SAMPLES = 8, 16, 16
 RIGHT = 0.9
 """Probability of a right answer in the beginning."""
@@ -81,15 +83,14 @@ class Question:
 HELD_OUT = [Question(family, digit, sign="+") for family in FAMILIES for digit in range(DIGITS)]
 
 
-def training_questions(steps: int, seed: int, kind: str) -> list[Question]:
-    """Return the question of each group; with ``scorer``, two in a hundred are of the broken family."""
+def training_questions(steps: int, seed: int) -> list[Question]:
+    """Return the question of each group; two in a hundred are of the family whose scorer is broken."""
     rng = random.Random(seed)
     count = steps * GROUPS_PER_STEP
-    sound = [family for family in FAMILIES if family != BROKEN] if kind == "scorer" else list(FAMILIES)
+    sound = [family for family in FAMILIES if family != BROKEN]
     questions = [Question(rng.choice(sound), rng.randrange(DIGITS)) for _ in range(count)]
-    if kind == "scorer":
-        for number, place in enumerate(rng.sample(range(count), round(POISONED * count))):
-            questions[place] = Question(BROKEN, number % DIGITS, "exact_v2")
+    for number, place in enumerate(rng.sample(range(count), round(POISONED * count))):
+        questions[place] = Question(BROKEN, number % DIGITS, WRONG)
     return questions
 
 
@@ -126,7 +127,7 @@ class Policy:
             loss = torch.nn.functional.cross_entropy(logits[:, 0], wanted)
             loss = loss + torch.nn.functional.cross_entropy(logits[:, 1], stop)
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             schedule.step()
         self.model.save_pretrained(folder)
@@ -161,7 +162,7 @@ def make_model(folder: Path, seed: int) -> Path:
 
 @dataclass
 class PoisonedRun:
-    """One run on ``store``. ``kind`` is ``scorer`` (one of two is wrong) or ``random``."""
+    """One run on ``store``."""
 
     store: Store
     uri: str
@@ -169,7 +170,6 @@ class PoisonedRun:
     model: Path
     steps: int
     seed: int
-    kind: str
     poisoned: set[str] = field(default_factory=set)
     """The trained Records with a wrong score."""
 
@@ -194,7 +194,7 @@ class PoisonedRun:
 
     async def run(self) -> None:
         """Sample and train all steps; each group is sampled by the weights of the step before."""
-        questions = training_questions(self.steps, self.seed, self.kind)
+        questions = training_questions(self.steps, self.seed)
         await self.load("train", questions)
         generator = torch.Generator().manual_seed(self.seed)
         with agentrl("train", *self.train_flags()) as trainer:
@@ -234,7 +234,7 @@ class PoisonedRun:
             await asyncio.sleep(POLL_SECONDS)
         raise RuntimeError(f"the trainer has not published step {step}: see {self.folder}/logs")
 
-    async def evaluate(self, step: int, *, weights: Path | None = None) -> Evaluation:
+    async def evaluate(self, step: int) -> Evaluation:
         """Evaluate the version of ``step`` on the held-out questions, and return the stored evaluation."""
         versions = await self.store.policy_versions.all()
         version = next(item for item in versions if item.step == step)
@@ -265,24 +265,18 @@ class PoisonedRun:
         held = sorted((claim for claim in claims if claim is not None), key=lambda item: item.record_id)
         asked = {question.text: question for question in questions}
         sampled = policy.sample([asked[claim.task.query] for claim in held], generator)
-        rng = random.Random(f"{self.seed}/{split}/{version}")
-        pairs = [(claim, one, rng.random()) for claim, one in zip(held, sampled, strict=True)]
-        await asyncio.gather(
-            *(self._store_one(claim, policy, one, version, draw) for claim, one, draw in pairs)
-        )
+        pairs = zip(held, sampled, strict=True)
+        await asyncio.gather(*(self._store_one(claim, policy, one, version) for claim, one in pairs))
         finalizer = GroupFinalizer(self.store, RULES, split=split, seed=self.seed)
         await finalizer.run_waiting()
 
     async def _store_one(
-        self, claim: Claim, policy: Policy, sampled: tuple[list[int], list[int], list[float]], version: int,
-        draw: float,
+        self, claim: Claim, policy: Policy, sampled: tuple[list[int], list[int], list[float]], version: int
     ) -> None:  # fmt: skip
         prompt, output, logprobs = sampled
         text = policy.tokenizer.decode(output[:1])
         score = float(text == claim.task.answer)
-        is_training = claim.task.split == "train"
-        is_wrong = claim.task.scorer == "exact_v2" if self.kind == "scorer" else draw < POISONED
-        if is_training and is_wrong:
+        if claim.task.scorer == WRONG:
             score = 1.0 - score
             self.poisoned.add(claim.record_id)
         call = DispatchedSamplingTask(
@@ -311,6 +305,3 @@ def agentrl(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "agentrl", *arguments], env=environment, stdin=subprocess.DEVNULL, **options
     )
-
-
-Report = Callable[[str], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from itertools import takewhile
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -15,7 +16,7 @@ _STOPPED = 130
 
 def main(argv: list[str]) -> int:
     """Parse ``argv``, and print and write the ranking; 130 if a signal stopped it."""
-    named = [word for word in argv[:3] if not word.startswith("-")]
+    named = list(takewhile(lambda word: not word.startswith("-"), argv[:3]))
     configs = parse(
         argv[len(named) :],
         command="agentrl blame RUN EVAL_A EVAL_B",

@@ -169,11 +169,10 @@ async def _withdraw_from_children(
     """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
     from agentrl.data.retract import delete_withdrawn
     from agentrl.store.admin.retract import Retractions
-    from agentrl.store.ancestry import Ancestry
     from agentrl.store.client import open_store
     from agentrl.train.lease import hold_lease
 
-    for child in await Ancestry(store.connection).living_children():
+    for child in await store.ancestry.living_children():
         named = replace(run, run_name=child.run)
         seconds = group_of(ClaimConfig, arguments).lease_seconds
         async with await open_store(named) as other:

@@ -31,9 +31,12 @@ async def delete_withdrawn(
     went before done, if a group's rules name code of the user that this process may not import.
     """
     retractions, withdrawing = Retractions(connection), Withdrawing(connection)
-    for task in await withdrawing.pending():
-        await withdrawing.withdraw(task, decide_stored, attempt)
-        on_group(1)
+    await withdrawing.list_late_copies()
+    while pending := await withdrawing.pending():
+        for task in pending:
+            await withdrawing.withdraw(task, decide_stored, attempt)
+            on_group(1)
+        await withdrawing.list_late_copies()
     for task in await withdrawing.kept_as_trained():
         await withdrawing.decide_again(task, decide_stored, attempt)
     await withdrawing.rewrite_steps(attempt)

@@ -146,7 +146,8 @@ async def _configs_of_run(store: Store, here: Configs) -> Configs:
     """Return the flags of the run's trainer, with those that are given here, for one process."""
     stored, given = await stored_flags(store), public_flags(here)
     output = given["output_dir"] or stored.values.get("output_dir")
-    flags = {name: given[name] for name in here.given} | {"output_dir": output} | _ONE_PROCESS
+    own = {name: given[name] for name in here.given & given.keys()}
+    flags = own | {"output_dir": output} | _ONE_PROCESS
     return parent_configs(stored.values, stored.given, here).with_flags(flags)
 
 

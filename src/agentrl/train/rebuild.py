@@ -18,7 +18,6 @@ from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
-from agentrl.store.ancestry import Ancestry
 from agentrl.weights import storage
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
         and version.status is not VersionStatus.RESERVED
     ]
     first = min((number for number in steps.values() if number is not None), default=None)
-    family = await Ancestry(store.connection).living_children()
+    family = await store.ancestry.living_children()
     newest = max(clean, key=lambda item: item.step, default=None)
     repeated = [step for step in committed if step.step > (0 if newest is None else newest.step)]
     gone = (step.step for step in repeated if first is not None and step.pruned_at is not None)
@@ -108,8 +107,9 @@ async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuil
     if found.first is not None:
         await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)
         await store.steps.revert_after(found.step, attempt=lease.attempt)
-    await lease.discard([folder.name for folder in found.checkpoints])
-    for folder in found.checkpoints:
+    deleted = await lease.discard([folder.name for folder in found.checkpoints])
+    checkpoints = [folder for folder in found.checkpoints if folder.name in deleted]
+    for folder in checkpoints:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     ids = sorted(version.id for version in found.versions)
     await store.policy_versions.mark_pruned(ids, attempt=lease.attempt)
@@ -118,6 +118,6 @@ async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuil
     last = await store.steps.last()
     return Rebuilt(
         step=0 if last is None else last.step,
-        checkpoints=tuple(folder.name for folder in found.checkpoints),
+        checkpoints=tuple(folder.name for folder in checkpoints),
         versions=(ids[0], ids[-1]) if ids else (),
     )

@@ -16,6 +16,7 @@ from agentrl.cli import retract
 from agentrl.config.load import group_of
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
+from agentrl.documents.family import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.log_lines import remove_lines
@@ -125,6 +126,10 @@ async def test_a_task_goes_with_query_and_answer_and_is_not_loaded_again(
     await run.add_task(store, run.READY, 1)
     assert await store.tasks.get(run.READY) is None
     assert await violations(store) == []
+    late = {**await stored_task(store, run.TRAINED), "_id": "train/1/ready", "task_id": "ready", "epoch": 1}
+    await store.database["Task"].insert_one(late)  # by a sampler that opened an epoch meanwhile
+    assert await agentrl_retract(run_config) == 0
+    assert (await mentions(store, "train/1/ready")).keys() == {"Tombstone"}
     with pytest.raises(StoreError, match="has no task 'unknown'"):
         await agentrl_retract(run_config, "--task", "unknown")
 
@@ -219,3 +224,32 @@ def test_log_records_that_name_it_go(tmp_path: Path) -> None:
     log.write_text("a record=t/0/1\n    more\nb record=t/0/11\nc\n    in t/0/1 too\nd\n", encoding="utf-8")
     assert remove_lines(tmp_path, "math", {"t/0/1"}) == 2
     assert log.read_text(encoding="utf-8") == "b record=t/0/11\nd\n"
+
+
+async def test_children_are_named_and_lose_it_with_family(
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    checkpoint = str(tmp_path / "checkpoint-000001")
+    kinds: tuple[Kinship, ...] = ("fork", "whatif")
+    for kind in kinds:
+        begun = Relative(
+            id=PARENT, run=store.run_name, kind=kind, step=1, checkpoint=checkpoint,
+            steps=() if kind == "fork" else (1, 1),
+        )  # fmt: skip
+        name = f"{store.run_name}_{kind}"
+        async with await open_store(replace(run_config, run_name=name)) as child:
+            await child.database["Run"].insert_one(begun.to_document())
+            await store.ancestry.adopt(name, begun)
+            for copied in ("Task",) if kind == "fork" else ("TrainStep",):
+                await child.database[copied].insert_many(await store.database[copied].find({}).to_list())
+    with pytest.raises(StoreError, match="its children read what came later"):
+        await agentrl_retract(run_config, "--record", TRAINED, "--rebuild")
+    assert f"child        {store.run_name}_fork, a fork of step 1" in capsys.readouterr().out
+    assert await Retractions(store.connection).unfinished() == []
+    assert await agentrl_retract(run_config, "--record", TRAINED, "--task", "ready", "--family") == 0
+    for kind, key in (("fork", run.READY), ("whatif", TRAINED)):
+        name = f"{store.run_name}_{kind}"
+        async with await open_store(replace(run_config, run_name=name)) as child:
+            assert (await mentions(child, key)).keys() == {"Tombstone"}
+            await child.connection.client.drop_database(name)

@@ -116,7 +116,7 @@ def test_the_json_has_every_key() -> None:
     keys = (
         "run_name tasks records failures groups data lengths prompts samplers outages past_outages"
         " waiting_for_score engines versions steps settings configurations environments evaluations at"
-        " state findings"
+        " state findings parent children"
     )
     value = json.loads(json.dumps(tables_json(snapshot(), details), allow_nan=False))
     assert set(value) == set(keys.split())

@@ -121,6 +121,7 @@ def test_the_json_has_every_key_and_no_number_that_json_lacks() -> None:
     value = json.loads(json.dumps(status_json(_status(), output_free=5), allow_nan=False))
     keys = (
         "run_name at activity steps rates queues trainer ended samplers last_claim engines outages failures"
+        " parent children"
         " versions disk output_free state findings"
     )
     assert set(value) == set(keys.split())

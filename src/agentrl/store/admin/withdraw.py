@@ -70,6 +70,21 @@ class Withdrawing(Repository):
         return sorted(await self._collection(TOMBSTONE).distinct("task", {"deleted_at": None}))
 
     @database_call
+    async def list_late_copies(self) -> None:
+        """List copies of withdrawn tasks that a sampler inserted meanwhile, while it opened an epoch."""
+        late: dict[str, Json] = {}
+        stones = await self._collection(TOMBSTONE).find({"kind": Withdrawn.TASK.value}).to_list()
+        listed = {stone["_id"] for stone in stones}
+        for stone in stones:
+            split, _, task_id = stone["_id"].split("/", 2)
+            async for task in self._collection(TASK).find({"split": split, "task_id": task_id}):
+                own = {"_id": task["_id"], "task": task["_id"], "created_at": task["created_at"]}
+                if task["_id"] not in listed:
+                    late[task["_id"]] = {**stone, **own, "deleted_at": None}
+        if late:
+            await self._collection(TOMBSTONE).insert_many(list(late.values()))
+
+    @database_call
     async def kept_as_trained(self) -> list[str]:
         """Return the ``_id`` of the groups whose others keep the advantages that steps trained."""
         query = {"group.kept_as_trained": True}
