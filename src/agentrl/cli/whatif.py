@@ -67,6 +67,7 @@ def main(argv: list[str]) -> int:
             steps=flags.first_and_last,
             without=_read_ids(flags.without),
             scorer=flags.scorer,
+            order_seed=flags.order_seed,
         ),
         configs,
     )

@@ -23,6 +23,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "launch": ("agentrl.cli.launch", "the processes of a run on this machine, each on GPUs of its own"),
     "plan": ("agentrl.cli.training:plan", "plan memory, layout and services for a model and GPUs"),
     "whatif": ("agentrl.cli.whatif", "train stored steps again with another loss, and compare"),
+    "sweep": ("agentrl.cli.sweep", "what-ifs with many settings and seeds, judged on held-out tasks"),
     "try": ("agentrl.cli.evaluate:try_task", "run one task's trajectory, print it, keep nothing"),
     "eval": ("agentrl.cli.evaluate", "evaluate a policy on a task file; compare and list evaluations"),
     "blame": ("agentrl.cli.blame", "which trajectories moved held-out tasks between evaluations"),
@@ -125,6 +126,10 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
     "agentrl whatif": (
         "agentrl whatif math --steps 40-60 --loss_calculater GSPO",
         "agentrl whatif math math_without --without ids.txt",
+    ),
+    "agentrl sweep": (
+        "agentrl sweep losses.yml --parallel 2",
+        "agentrl sweep losses.yml --state",
     ),
     "agentrl try": (
         "agentrl try --config run.yaml --train_file tasks.jsonl",

@@ -62,6 +62,12 @@ class WhatIfConfig(Flags):
     scorer: str | None = flag(
         None, "score the Records again, for the new run alone: a name, or a path module:function"
     )
+    order_seed: int = flag(
+        0,
+        "seed that shuffles the order of the steps; 0: the parent's order. The spread over seeds tells how"
+        " much depends on the order alone",
+        within="[0, inf)",
+    )
     compare: str | None = flag(
         None, "train nothing: compare these runs, comma-separated, with the parent of the first"
     )

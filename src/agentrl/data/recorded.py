@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ORDER_SEED = "order_seed"
+"""Key in ``Relative.changed`` of the seed that shuffles the order of the steps."""
 _SAMPLED = (
     "reward", "pass_rate", "abandoned_fraction", "abandoned_groups", "masked_calls", "length_bias",
     "prefix_cache_hit_rate", "groups",
@@ -215,10 +218,25 @@ async def open_recorded(
     """
     source = store.beside(relative.run)
     own = {step.id: step.recorded.step for step in await store.steps.find() if step.recorded is not None}
-    done = max((own[id] for id in train_steps if id in own), default=relative.step)
+    done = {own[id] for id in train_steps if id in own}
     last = relative.steps[-1] if lead_in is None else lead_in
-    left = [step for step in await source.steps.find(after=done) if step.step <= last]
+    steps = [step for step in await source.steps.find(after=relative.step) if step.step <= last]
+    ordered = order_steps(steps, relative)
+    trained = max((place for place, step in enumerate(ordered, 1) if step.step in done), default=0)
+    left = ordered[trained:]
     settings = replace(
         settings, regrouping=regrouping_of(relative, settings.regrouping), since=relative.since
     )
     return RecordedStream(source, left, settings)
+
+
+def order_steps(steps: Sequence[TrainStep], relative: Relative) -> list[TrainStep]:
+    """Return a parent's steps in the order in which a what-if trains them.
+
+    With an order seed, those from ``relative.since`` on are shuffled. Data keep the ages that they had.
+    """
+    _, seed = relative.changed.get(ORDER_SEED, (0, 0))
+    own = [step for step in steps if step.step >= relative.since]
+    if seed:
+        random.Random(seed).shuffle(own)
+    return [*(step for step in steps if step.step < relative.since), *own]

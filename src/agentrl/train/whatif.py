@@ -14,7 +14,7 @@ from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.config.whatif import changes, child_configs, parent_configs
-from agentrl.data.recorded import require_data
+from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import RunSettings
@@ -50,6 +50,8 @@ class WhatIf:
     """``_id`` of Records; their groups are decided as if they had never been sampled."""
     scorer: str | None = None
     """Scores the Records again, for the child alone."""
+    order_seed: int = 0
+    """Shuffles the order of the steps; 0: the parent's order."""
 
 
 def train_again(whatif: WhatIf, here: Configs) -> str:
@@ -104,7 +106,9 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             steps=(first, last),
             since=first,
             without=tuple(sorted(whatif.without)),
-            changed=changes(parent, child, LossSettings.of_run(child)) | _scorer(whatif.scorer),
+            changed=changes(parent, child, LossSettings.of_run(child))
+            | _scorer(whatif.scorer)
+            | ({ORDER_SEED: [0, whatif.order_seed]} if whatif.order_seed else {}),
         )
         name = whatif.child or await _free_name(source, run, wanted)
         output = here[RunConfig].output_dir

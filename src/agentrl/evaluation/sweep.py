@@ -1,0 +1,235 @@
+"""Judge the what-ifs of a sweep: where each child is, which settings race on, and which are clearly worse.
+
+A sweep is a race (Maron and Moore, 1993): round k trains and evaluates seed k of each setting that is
+left. After ``min_seeds`` rounds a setting is stopped if the best one beats it on the same tasks: the interval
+of the paired difference is above 0, and the best is ahead in every seed alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from agentrl.documents.status import TrainerEnd
+from agentrl.evaluation.sweep_file import Setting, Sweep
+from agentrl.scoring.evaluation import Difference, Estimate, EvaluatedTask, compare_tasks, estimates
+
+if TYPE_CHECKING:
+    from agentrl.store.client import Store
+
+MEANS = ("kl_k3", "grad_norm", "entropy", "clipped_fraction")
+"""Metrics that mean the same under every loss: how a setting moves the policy, not how good it is."""
+
+Key = tuple[str, int]
+"""A setting's id and a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """The run of one setting and one seed."""
+
+    name: str
+    setting: Setting
+    seed: int
+    steps: int = 0
+    """Steps that it has trained with its own flags."""
+    is_begun: bool = False
+    is_trained: bool = False
+    tasks: Sequence[EvaluatedTask] | None = None
+    """Of its evaluation; None before it is finished."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Of ``MEANS`` over its steps."""
+
+    @property
+    def score(self) -> float | None:
+        """The mean score over the tasks; None without one."""
+        found = [statistics.fmean(task.scores) for task in self.tasks or () if task.scores]
+        return statistics.fmean(found) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How one setting stands."""
+
+    setting: Setting
+    children: Sequence[Child]
+    """One a seed."""
+    score: Estimate | None
+    """Over tasks, all seeds together; None before an evaluation."""
+    against_best: Difference | None
+    """The best setting's score minus this one's, over the tasks and seeds of both; None of the best one."""
+    stopped_after: int | None
+    """Rounds after which it was stopped; None: it was not."""
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Return the means of ``MEANS`` over the seeds."""
+        columns = {
+            name: [child.means[name] for child in self.children if name in child.means] for name in MEANS
+        }
+        return {name: statistics.fmean(values) for name, values in columns.items() if values}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it for ``--json``."""
+        return {
+            "flags": dict(self.setting.flags),
+            "score": None if self.score is None else asdict(self.score),
+            "best_minus_this": None if self.against_best is None else asdict(self.against_best),
+            "stopped_after": self.stopped_after,
+            "means": self.means,
+            "runs": [
+                {"run": child.name, "seed": child.seed, "steps": child.steps, "is_trained": child.is_trained,
+                 "score": child.score} for child in self.children
+            ],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """Which settings were stopped, and what is to be done now."""
+
+    stopped: Mapping[str, int]
+    """Setting's id → rounds after which it was stopped."""
+    missing: Sequence[Child]
+    """The children of the present round that are not done; empty at the end."""
+
+
+async def read_children(
+    source: Store, sweep: Sweep, known: Mapping[Key, Child] | None = None
+) -> dict[Key, Child]:
+    """Return where each child is; ``source`` is the parent's store.
+
+    ``known`` are children as they were: those that are done are not read again.
+    """
+    label = None if sweep.eval is None else sweep.eval.label
+    children: dict[Key, Child] = {}
+    for setting, seed in product(sweep.all, sweep.seeds):
+        old = (known or {}).get((setting.id, seed))
+        if old is None or not is_done(sweep, old):
+            child = Child(name=sweep.child(setting, seed), setting=setting, seed=seed)
+            old = await _read(source, child, label)
+        children[setting.id, seed] = old
+    return children
+
+
+async def _read(source: Store, child: Child, label: str | None) -> Child:
+    store = source.beside(child.name)
+    relative = await store.ancestry.parent()
+    if relative is None:
+        return child
+    steps = [
+        step for step in await store.steps.find()
+        if step.recorded is not None and step.recorded.step >= relative.since
+    ]  # fmt: skip
+    # The lease of a trainer that ended is of the lead-in as long as no step of the child's own is trained.
+    ended = (await store.trainer_lease.read()).ended
+    is_trained = bool(steps) and ended is TrainerEnd.FINISHED
+    tasks = None
+    for evaluation in await store.evaluations.all() if is_trained and label is not None else ():
+        if evaluation.label == label and evaluation.results is not None:
+            agent = str(evaluation.settings.get("agent_name", ""))
+            tasks = await store.evaluations.tasks(evaluation.id, agent, evaluation.right_threshold)
+    columns = {
+        name: [value for step in steps if (value := _number(step.metrics.get(name))) is not None]
+        for name in MEANS
+    }
+    means = {name: statistics.fmean(values) for name, values in columns.items() if values}
+    return replace(child, steps=len(steps), is_begun=True, is_trained=is_trained, tasks=tasks, means=means)
+
+
+def is_done(sweep: Sweep, child: Child) -> bool:
+    """Return whether a child is trained and, if the sweep evaluates, evaluated."""
+    return child.is_trained and (sweep.eval is None or child.tasks is not None)
+
+
+def race(sweep: Sweep, children: Mapping[Key, Child], failed: Iterable[str] = ()) -> Race:
+    """Replay the race from what is done; ``failed`` are ids of settings that take no further part.
+
+    Without an evaluation nothing is stopped: a what-if cannot change the reward of stored trajectories.
+    """
+    out = set(failed)
+    alive = [setting for setting in sweep.all if setting.id not in out]
+    stopped: dict[str, int] = {}
+    for number, seed in enumerate(sweep.seeds, 1):
+        round_ = [children[setting.id, seed] for setting in alive]
+        missing = [child for child in round_ if not is_done(sweep, child)]
+        if missing:
+            return Race(stopped=stopped, missing=missing)
+        if sweep.eval is not None and sweep.min_seeds <= number < len(sweep.seeds):
+            worse = _clearly_worse(alive, children, sweep.seeds[:number])
+            stopped |= dict.fromkeys(worse, number)
+            alive = [setting for setting in alive if setting.id not in worse]
+    return Race(stopped=stopped, missing=())
+
+
+def standings(sweep: Sweep, children: Mapping[Key, Child], found: Race) -> list[Standing]:
+    """Return the settings, the best first; those without a score keep their order at the end."""
+    own = {setting.id: [children[setting.id, seed] for seed in sweep.seeds] for setting in sweep.all}
+    best = _best([setting for setting in sweep.all if setting.id not in found.stopped], own)
+    listed = []
+    for setting in sweep.all:
+        means = [statistics.fmean(task.scores) for task in pooled(own[setting.id]) if task.scores]
+        is_compared = best is not None and means and setting is not best
+        listed.append(
+            Standing(
+                setting=setting,
+                children=own[setting.id],
+                score=estimates([means])[0] if means else None,
+                against_best=_difference(own[setting.id], own[best.id]) if best and is_compared else None,
+                stopped_after=found.stopped.get(setting.id),
+            )
+        )
+    return sorted(listed, key=lambda item: math.inf if item.score is None else -item.score.value)
+
+
+def pooled(children: Sequence[Child]) -> list[EvaluatedTask]:
+    """Return the tasks with the scores of all children together."""
+    tasks: dict[tuple[str, str], EvaluatedTask] = {}
+    for child in children:
+        for task in child.tasks or ():
+            old = tasks.get((task.task_id, task.digest))
+            scores = (*(old.scores if old is not None else ()), *task.scores)
+            tasks[task.task_id, task.digest] = replace(task, scores=scores)
+    return list(tasks.values())
+
+
+def _clearly_worse(alive: Sequence[Setting], children: Mapping[Key, Child], seeds: Sequence[int]) -> set[str]:
+    own = {setting.id: [children[setting.id, seed] for seed in seeds] for setting in alive}
+    best = _best(alive, own)
+    worse = set()
+    for setting in alive if best is not None else ():
+        pairs = list(zip(own[setting.id], own[best.id], strict=True)) if best is not None else []
+        is_behind = all((one.score or 0.0) < (other.score or 0.0) for one, other in pairs)
+        if not is_behind:
+            continue
+        found = _difference(own[setting.id], [other for _, other in pairs])
+        if found is not None and found.effect.low > 0:
+            worse.add(setting.id)
+    return worse
+
+
+def _best(settings: Sequence[Setting], own: Mapping[str, Sequence[Child]]) -> Setting | None:
+    """Return the setting with the highest mean score over its seeds; None without a score."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for setting in settings:
+        scores[setting.id] += [child.score for child in own[setting.id] if child.score is not None]
+    known = [setting for setting in settings if scores[setting.id]]
+    return max(known, key=lambda setting: statistics.fmean(scores[setting.id]), default=None)
+
+
+def _difference(one: Sequence[Child], best: Sequence[Child]) -> Difference | None:
+    """Return the best's score minus the other's, over the seeds that both have evaluated."""
+    pairs = [(a, b) for a, b in zip(one, best, strict=True) if a.tasks is not None and b.tasks is not None]
+    found = compare_tasks(pooled([a for a, _ in pairs]), pooled([b for _, b in pairs]))
+    return None if found is None else found.score
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

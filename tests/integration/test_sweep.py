@@ -1,0 +1,95 @@
+"""``agentrl sweep`` on a real database: two settings in a race, killed in its midst, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from db_command import violations
+from stored_run import StoredRun
+from tiny_policy import write_tiny_policy
+from waiting import until
+
+from agentrl.evaluation.sweep_file import Sweep, read_sweep
+
+pytestmark = pytest.mark.integration
+
+SWEEP = """
+name: s
+run: {run}
+settings:
+- learning_rate: 1.0e-3
+- {{}}
+eval:
+  file: held_out.jsonl
+  samples: 2
+  flags: {{max_turns: 1, max_new_tokens: 4, prompt_reserve_tokens: 64, max_total_tokens: 4096}}
+"""
+
+
+@pytest.fixture
+def run(mongo_uri: str, tmp_path: Path) -> Iterator[StoredRun]:
+    """Two steps of two groups."""
+    run = StoredRun(f"t{time.monotonic_ns()}", mongo_uri, write_tiny_policy(tmp_path / "base"), tmp_path)
+    tasks = [
+        json.dumps({"id": f"h{n}", "query": f"{n}?", "answer": f"{n}", "scorer": "exact"}) for n in "012"
+    ]
+    (tmp_path / "held_out.jsonl").write_text("\n".join(tasks))
+    (tmp_path / "sweep.yml").write_text(SWEEP.format(run=run.name))
+    asyncio.run(run.fill(4))
+    run.train()
+    yield run
+    asyncio.run(run.drop(*children(read_sweep(tmp_path / "sweep.yml"))))
+
+
+def children(sweep: Sweep) -> list[str]:
+    return [sweep.child(setting, seed) for setting in sweep.all for seed in sweep.seeds]
+
+
+def start(*words: str) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen([sys.executable, "-m", "agentrl", *words], env=environment)
+
+
+async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(run: StoredRun) -> None:
+    """The first setting is killed in its first step; a what-if by hand has trained the second one before."""
+    out = run.folder / "out"
+    words = [
+        "sweep", str(run.folder / "sweep.yml"), "--output_dir", str(out), "--db_connection_string", run.uri,
+    ]  # fmt: skip
+    slow, same = children(read_sweep(run.folder / "sweep.yml"))
+    run.whatif(same)
+    trained = await run.steps(same)
+    process = start(*words)
+    try:
+        async with await run.open(slow) as store:
+            await until(lambda: store.steps.find(), 90)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    state = json.loads(run.command(*words, "--state", "--json"))
+    assert not state["is_finished"]
+    assert {each["run"]: each["is_trained"] for item in state["settings"] for each in item["runs"]} == {
+        slow: False,
+        same: True,
+    }
+    run.command(*words, "--parallel", "2")
+    found = json.loads((out / f"{run.name}_s.json").read_text())
+    assert found["is_finished"]
+    best, other = found["settings"]
+    assert (best["flags"], other["flags"]) == ({"learning_rate": "0.001"}, {})
+    assert best["best_minus_this"] is None
+    assert other["best_minus_this"]["effect"]["value"] == 0.0, "random policies solve nothing"
+    assert [each["steps"] for item in found["settings"] for each in item["runs"]] == [2, 2]
+    assert await run.steps(same) == trained
+    async with await run.open(slow) as store:
+        assert [step.metrics["lr"] for step in await store.steps.find()] == [1e-3, 1e-3]
+        assert await violations(store) == []
