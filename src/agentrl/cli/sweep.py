@@ -107,7 +107,7 @@ class _Running:
         self._sweep = sweep
         self._parallel: int = arguments.parallel
         self._output: Path = arguments.output_dir
-        self._is_quiet: bool = arguments.json
+        self._is_live = sys.stdout.isatty() and not arguments.json
         self._database = _database_words(arguments)
         self._environment = dict(os.environ)
         if arguments.db_connection_string is not None:  # not on the command line, which others can read
@@ -133,7 +133,7 @@ class _Running:
         active: dict[Key, asyncio.Task[None]] = {}
         with ExitStack() as stack:
             live = None
-            if sys.stdout.isatty() and not self._is_quiet:
+            if self._is_live:
                 from rich.live import Live
 
                 live = stack.enter_context(Live(console=stdout_console(), transient=True, auto_refresh=False))
@@ -219,8 +219,8 @@ class _Running:
         return self._output / "logs" / f"{name}_sweep.log"
 
     def _say(self, text: str) -> None:
-        if not self._is_quiet and not sys.stdout.isatty():
-            print(text, flush=True)
+        if not self._is_live:
+            print(text, file=sys.stderr, flush=True)
 
 
 async def _eval_flags(source: Store, held_out: HeldOut) -> dict[str, Any]:

@@ -12,12 +12,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.status import TrainerEnd
 from agentrl.evaluation.sweep_file import Setting, Sweep
-from agentrl.scoring.evaluation import Difference, Estimate, EvaluatedTask, compare_tasks, estimates
+from agentrl.scoring.evaluation import Difference, Estimate, EvaluatedTask, difference, estimates
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -173,8 +174,8 @@ def standings(sweep: Sweep, children: Mapping[Key, Child], found: Race) -> list[
     best = _best([setting for setting in sweep.all if setting.id not in found.stopped], own)
     listed = []
     for setting in sweep.all:
-        means = [statistics.fmean(task.scores) for task in pooled(own[setting.id]) if task.scores]
-        is_compared = best is not None and means and setting is not best
+        means = list(_means(own[setting.id]).values())
+        is_compared = best is not None and means and setting.id != best.id
         listed.append(
             Standing(
                 setting=setting,
@@ -187,15 +188,13 @@ def standings(sweep: Sweep, children: Mapping[Key, Child], found: Race) -> list[
     return sorted(listed, key=lambda item: math.inf if item.score is None else -item.score.value)
 
 
-def pooled(children: Sequence[Child]) -> list[EvaluatedTask]:
-    """Return the tasks with the scores of all children together."""
-    tasks: dict[tuple[str, str], EvaluatedTask] = {}
+def _means(children: Sequence[Child]) -> dict[tuple[str, str], float]:
+    """Return (task's id, digest) → its mean score over all children."""
+    scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     for child in children:
         for task in child.tasks or ():
-            old = tasks.get((task.task_id, task.digest))
-            scores = (*(old.scores if old is not None else ()), *task.scores)
-            tasks[task.task_id, task.digest] = replace(task, scores=scores)
-    return list(tasks.values())
+            scores[task.task_id, task.digest] += task.scores
+    return {key: statistics.fmean(values) for key, values in scores.items() if values}
 
 
 def _clearly_worse(alive: Sequence[Setting], children: Mapping[Key, Child], seeds: Sequence[int]) -> set[str]:
@@ -223,10 +222,17 @@ def _best(settings: Sequence[Setting], own: Mapping[str, Sequence[Child]]) -> Se
 
 
 def _difference(one: Sequence[Child], best: Sequence[Child]) -> Difference | None:
-    """Return the best's score minus the other's, over the seeds that both have evaluated."""
+    """Return the best's score minus the other's, over the seeds and the tasks that both have evaluated."""
     pairs = [(a, b) for a, b in zip(one, best, strict=True) if a.tasks is not None and b.tasks is not None]
-    found = compare_tasks(pooled([a for a, _ in pairs]), pooled([b for _, b in pairs]))
-    return None if found is None else found.score
+    a, b = _means([a for a, _ in pairs]), _means([b for _, b in pairs])
+    common = sorted(a.keys() & b.keys())
+    return _paired(tuple((a[key], b[key]) for key in common)) if common else None
+
+
+@lru_cache(maxsize=1024)
+def _paired(pairs: tuple[tuple[float, float], ...]) -> Difference:
+    """Keep differences: the table is drawn every few seconds, and a bootstrap takes a good part of one."""
+    return difference(pairs)
 
 
 def _number(value: object) -> float | None:

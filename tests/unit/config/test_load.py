@@ -31,6 +31,7 @@ from agentrl.train.sft import SFTConfig
 
 HAND_PARSED = (
     "agentrl retract",
+    "agentrl sweep",
     "agentrl tools",
     "agentrl mongo",
     "agentrl audit",
