@@ -36,7 +36,7 @@ def run(mongo_uri: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     asyncio.run(run.fill(8))
     run.train()
     yield run
-    children = ("same", "gspo", "dpo", "rules", "scorer")
+    children = ("same", "gspo", "dpo", "rules", "scorer", "order")
     asyncio.run(run.drop(*(f"{run.name}_{name}" for name in children)))
 
 
@@ -97,6 +97,21 @@ async def test_steps_between_checkpoints_are_led_up_to_as_the_parent_trained_the
     assert "<mark>" in text
     assert "<td>layer 0</td>" in text
     assert "<td>layer 0</td><td>0.000e+00</td>" not in text
+
+
+async def test_an_order_seed_shuffles_the_steps_behind_the_lead_in(run: StoredRun) -> None:
+    order, steps = f"{run.name}_order", await run.steps()
+    run.whatif(order, "--steps", "2-4", "--order_seed", "3")
+    again = await run.steps(order)
+    assert exact(again[0]) == exact(steps[0])
+    trained = [step.recorded.step for step in again if step.recorded is not None]
+    assert trained[1:] != [2, 3, 4]
+    assert sorted(trained) == [1, 2, 3, 4]
+    assert [step.data for step in again] == [steps[number - 1].data for number in trained]
+    run.whatif(order, "--steps", "2-4", "--order_seed", "3")
+    assert await run.steps(order) == again
+    async with await run.open(order) as store:
+        assert await violations(store) == []
 
 
 async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None:

@@ -37,8 +37,8 @@ _GRACE_SECONDS = 120.0
 """How long a child may finish its step and its checkpoint after a signal."""
 _SAMPLING_ROLES = ("serve", "sample")
 _NOT_OF_EVAL = frozenset({
-    "run_name", "output_dir", "log_dir", "num_generations", "train_file", "eval_file", "engine_url", "host",
-    "port", *DATABASE_FLAGS,
+    "run_name", "output_dir", "log_dir", "colocate", "num_generations", "train_file", "eval_file",
+    "engine_url", "host", "port", *DATABASE_FLAGS,
 })  # fmt: skip
 """Flags of the parent's engines and samplers that an evaluation of a child does not take over."""
 
@@ -115,6 +115,7 @@ class _Running:
         if self._parallel > 1:
             threads = max(1, len(os.sched_getaffinity(0)) // self._parallel)
             self._environment.setdefault("OMP_NUM_THREADS", str(threads))
+        self._steps = ""
         self._of_eval: Mapping[str, Any] = {}
         self.children: dict[Key, Child] = {}
         self.failed: dict[str, str] = {}
@@ -129,6 +130,8 @@ class _Running:
         if self._sweep.eval is not None:
             self._of_eval = await _eval_flags(self._source, self._sweep.eval)
             await _check_tasks(self._of_eval)
+        self.children = await read_children(self._source, self._sweep)
+        self._steps = self._sweep.steps or await self._all_steps()
         stop = stop_on_signals()
         active: dict[Key, asyncio.Task[None]] = {}
         with ExitStack() as stack:
@@ -165,6 +168,19 @@ class _Running:
                     task.cancel()
                 await asyncio.gather(*active.values(), return_exceptions=True)
 
+    async def _all_steps(self) -> str:
+        """Return the steps of the children that are begun, else all: the parent may go on meanwhile."""
+        for child in self.children.values():
+            if child.range:
+                return f"{child.range[0]}-{child.range[-1]}"
+        steps = await self._source.steps.find()
+        if not steps:
+            raise ConfigError(
+                f"run {self._sweep.run!r} has no trained step",
+                hint="agentrl runs lists the runs and their steps",
+            )
+        return f"1-{steps[-1].step}"
+
     def _end(self, key: Key, task: asyncio.Task[None]) -> None:
         """Take over how a child's commands ended. Raises what is no AgentRLError."""
         error = task.exception()
@@ -186,8 +202,7 @@ class _Running:
             *self._database,
         ]  # fmt: skip
         if not child.is_trained:
-            steps = {} if sweep.steps is None else {"steps": sweep.steps}
-            order = {"order_seed": child.seed, **steps, **child.setting.flags}
+            order = {"order_seed": child.seed, "steps": self._steps, **child.setting.flags}
             launch = launch_words(sweep, agentrl)
             self._say(f"{child.name}: training, {child.setting.shown}, seed {child.seed}")
             await self._process(
@@ -293,7 +308,7 @@ def _state(sweep: Sweep, item: Standing, failed: Mapping[str, str]) -> str:
         return "failed"
     if item.stopped_after is not None:
         return f"stopped after {item.stopped_after} seeds"
-    current = next((child for child in item.children if child.is_begun and not is_done(sweep, child)), None)
+    current = next((child for child in item.children if child.range and not is_done(sweep, child)), None)
     text = f"{done} of {len(item.children)} seeds"
     if current is None:
         return text

@@ -39,7 +39,8 @@ class Child:
     seed: int
     steps: int = 0
     """Steps that it has trained with its own flags."""
-    is_begun: bool = False
+    range: tuple[int, ...] = ()
+    """The first and the last step of the parent that it trains; empty before it is begun."""
     is_trained: bool = False
     tasks: Sequence[EvaluatedTask] | None = None
     """Of its evaluation; None before it is finished."""
@@ -140,7 +141,9 @@ async def _read(source: Store, child: Child, label: str | None) -> Child:
         for name in MEANS
     }
     means = {name: statistics.fmean(values) for name, values in columns.items() if values}
-    return replace(child, steps=len(steps), is_begun=True, is_trained=is_trained, tasks=tasks, means=means)
+    return replace(
+        child, steps=len(steps), range=relative.steps, is_trained=is_trained, tasks=tasks, means=means
+    )
 
 
 def is_done(sweep: Sweep, child: Child) -> bool:

@@ -54,7 +54,7 @@ class Setting:
 
     @property
     def id(self) -> str:
-        """Return the hash that names the setting in its children's names."""
+        """Return a hash of the flags."""
         return _digest(_text(self.flags))
 
     @property
@@ -71,7 +71,7 @@ class Sweep(Settings):
     run: Text
     """The parent."""
     steps: PlainText | None = None
-    """The parent's steps that are trained again, such as 40-60; None: all."""
+    """The parent's steps that are trained again, such as 40-60; None: all that it has at the beginning."""
     seeds: tuple[Count, ...] = (0,)
     """Of the order of the steps; 0 is the parent's order."""
     settings: tuple[dict[str, PlainText], ...] = ()
@@ -107,7 +107,8 @@ class Sweep(Settings):
 
     def child(self, setting: Setting, seed: int) -> str:
         """Return the name of the run of a setting and a seed."""
-        return f"{self.run}_{self.name}_{setting.id}_{seed}"
+        trained = _digest(_text({**setting.flags, "steps": self.steps or ""}))
+        return f"{self.run}_{self.name}_{trained}_{seed}"
 
 
 def read_sweep(path: Path) -> Sweep:
