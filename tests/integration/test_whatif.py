@@ -64,6 +64,8 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
+        (flags,) = await store.settings.resolved()
+    assert flags.values["autocast_bf16"] == "false", "what auto came to for the parent, whose model is narrow"
     page = (run.folder / same / "whatif.html").read_text()
     assert "cosine of the weights 1.0000" in page
     assert "<td>layer 1</td><td>0.000e+00</td>" in page
