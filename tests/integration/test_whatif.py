@@ -55,7 +55,8 @@ async def digest(run: StoredRun, name: str) -> str:
 
 async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) -> None:
     same = f"{run.name}_same"
-    run.whatif(same)
+    said = run.whatif(same)
+    assert f"the end of the data: every step of {run.name} up to 4 is trained" in said
     steps, again = await run.steps(), await run.steps(same)
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert [exact(step) for step in again] == [exact(step) for step in steps]
