@@ -13,9 +13,9 @@ from training_data import training_configs
 
 from agentrl.cli.blame import main
 from agentrl.config.agreement import public_flags
+from agentrl.config.blame import BlameConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
-from agentrl.config.training import BlameConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError

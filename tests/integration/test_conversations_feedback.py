@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from db_command import violations
+from db_command import agentrl_db, violations
 from example_training import train_two_steps
 from gateway_run import answerer_of
 from rollout_fakes import ScriptedEngine, format_of
@@ -197,6 +197,37 @@ async def test_without_feedback_a_trajectory_fails_by_name_and_is_not_trained(st
     assert found is not None
     assert found.status is TaskStatus.COMPLETED
     assert found.slots[0].status is SlotStatus.FAILED
+
+
+async def test_a_conversation_that_nobody_rated_waits_again_and_is_never_sampled(
+    store: Store, run_config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with gateway(store, "Hello.", idle_minutes=0.02, hours=1e-6) as client:
+        unrated, empty = await opened(client), await opened(client)
+        await said(unrated, "hello")
+        for conversation in (unrated, empty):
+            await until_status(store, conversation, RecordStatus.FAILED)
+    assert await store.claims.reopen_failed("train") == 0
+    for flags, said_of_it in ((["--dry_run"], "would be reopened"), ([], "reopened")):
+        assert await agentrl_db(run_config, "reopen", "--feedback_hours", "2", *flags) == 0
+        output = capsys.readouterr().out
+        assert f"{said_of_it}: 0 slots" in output
+        assert f"{said_of_it}: 1 conversations; they wait for feedback again, at most 2 h from now" in output
+        assert "left as they are: 1 groups (conversation)" in output
+    assert await agentrl_db(run_config, "reopen", "--failure_kind", "tool") == 0
+    assert "conversation" not in capsys.readouterr().out
+    assert await store.claims.claim(split="train", owner="sampler", lease_seconds=60) is None
+    waiting = await record_of(store, unrated)
+    found = await store.tasks.get(waiting.task)
+    assert found is not None
+    assert (found.status, found.slots[0].status, waiting.failure) == (
+        TaskStatus.RUNNING, SlotStatus.SAMPLED, None,
+    )  # fmt: skip
+    await give_feedback(store, unrated["id"], {"score": 1.0})
+    work = score_queued(store, SamplingConfig(), ClaimConfig(), "train", asyncio.Event(), until_empty=True)
+    assert await asyncio.wait_for(work, 20) == 1
+    assert (await record_of(store, unrated)).score == 1.0
+    assert all("published version" in problem for problem in await violations(store))
 
 
 async def test_a_sampled_trajectory_waits_for_the_feedback_of_its_task(

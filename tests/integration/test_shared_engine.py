@@ -24,8 +24,8 @@ from agentrl.inference.engine import EngineRefusedError, Generation
 from agentrl.inference.engines.attached import AttachedEngine
 from agentrl.inference.engines.clients import engine_client
 from agentrl.inference.router import EngineRouter
-from agentrl.inference.serve import ServedEngine
 from agentrl.inference.served_adapters import ServedAdapters
+from agentrl.inference.served_engine import ServedEngine
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.model.load import Policy, load_policy
 from agentrl.store.client import Store, open_store

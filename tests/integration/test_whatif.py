@@ -55,7 +55,8 @@ async def digest(run: StoredRun, name: str) -> str:
 
 async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) -> None:
     same = f"{run.name}_same"
-    run.whatif(same)
+    said = run.whatif(same)
+    assert f"the end of the data: every step of {run.name} up to 4 is trained" in said
     steps, again = await run.steps(), await run.steps(same)
     assert [step.step for step in steps] == [1, 2, 3, 4]
     assert [exact(step) for step in again] == [exact(step) for step in steps]
@@ -64,6 +65,8 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
+        (flags,) = await store.settings.resolved()
+    assert flags.values["autocast_bf16"] == "false", "what auto came to for the parent, whose model is narrow"
     page = (run.folder / same / "whatif.html").read_text()
     assert "cosine of the weights 1.0000" in page
     assert "<td>layer 1</td><td>0.000e+00</td>" in page

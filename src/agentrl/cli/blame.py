@@ -6,9 +6,9 @@ import asyncio
 import dataclasses
 from itertools import takewhile
 
+from agentrl.config.blame import BlameConfig
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
-from agentrl.config.training import BlameConfig
 from agentrl.errors import ConfigError
 
 _STOPPED = 130

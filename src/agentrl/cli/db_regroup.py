@@ -12,7 +12,7 @@ from agentrl.errors import ConfigError
 
 KINDS = (
     "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
-    "column",
+    "column", "feedback",
 )  # fmt: skip
 
 
@@ -126,9 +126,12 @@ def add_reopen(subparsers: Any) -> None:
     parser.add_argument(
         "--failure_kind", "--failure-kind", action="append", choices=KINDS, default=[],
         help="only slots whose last attempt failed like this; 'group': groups that could not be finalized,"
-        " 'column': columns that were given up; may be repeated (default: any)",
+        " 'column': columns that were given up; 'feedback': conversations that nobody rated wait for feedback"
+        " again; may be repeated (default: any)",
     )  # fmt: skip
     parser.add_argument("--split", help="only this split (default: all)")
+    waits = "how long conversations wait for feedback again, from now, in hours (%(default)s)"
+    parser.add_flags(SamplingConfig, "feedback_hours", help=waits)
     parser.add_argument("--dry_run", action="store_true", help="say what would be opened, open nothing")
     parser.set_defaults(handler=reopen)
 
@@ -140,10 +143,16 @@ async def reopen(run: RunConfig, arguments: argparse.Namespace) -> int:
 
     async with await open_existing(run) as store:
         done = await Reopening(store.connection).reopen(
-            arguments.failure_kind, split=arguments.split, dry_run=arguments.dry_run
+            arguments.failure_kind,
+            split=arguments.split,
+            feedback_hours=arguments.feedback_hours,
+            dry_run=arguments.dry_run,
         )
     said = "would be reopened" if arguments.dry_run else "reopened"
     print(f"{said}: {done.slots} slots of {done.groups} groups, {done.finalized} of which had been finalized")
+    if done.conversations:
+        hours = f"{arguments.feedback_hours:g} h from now"
+        print(f"{said}: {done.conversations} conversations; they wait for feedback again, at most {hours}")
     if done.columns:
         print(f"{said}: {done.columns} columns that were given up; their groups wait for them again")
     if done.given_up:

@@ -98,9 +98,13 @@ def _weights_of(model: Path) -> PolicyVersion:
 
 
 def command_of(settings: RunSettings, role: str, run_name: str) -> str:
-    """Return the command line that gives a process of ``role`` the flags of the parent's."""
+    """Return the command line that gives a process of ``role`` the flags of the parent's.
+
+    A trainer also gets the precision that the parent's has measured.
+    """
     words = ["agentrl", role, "--run_name", run_name]
-    for name, value in settings.given_values:
+    measured = {"autocast_bf16": settings.values.get("autocast_bf16", "auto")} if role == "train" else {}
+    for name, value in (measured | dict(settings.given_values)).items():
         if name not in _OWN:
             words += [f"--{name}", _word(value)]
     return shlex.join(words)

@@ -18,8 +18,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.launch import QuickstartFlags
 from agentrl.config.load import CommandParser, group_of, parse
-from agentrl.config.run import URI_VARIABLES, QuickstartFlags
+from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import (
     EngineConfig,
     EvaluationConfig,

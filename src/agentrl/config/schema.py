@@ -8,20 +8,20 @@ from typing import Any, get_type_hints
 
 from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
 from agentrl.config.flags import JsonFlags, flag
+from agentrl.config.groups import GroupConfig
+from agentrl.config.launch import PlacementConfig
 from agentrl.config.loss import LossConfig
 from agentrl.config.run import (
     DeviceConfig,
     EngineConfig,
     EngineListConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
     TraceConfig,
 )
 from agentrl.config.sampling import (
     ClaimConfig,
     EvaluationConfig,
-    GroupConfig,
     SamplingConfig,
     TaskConfig,
 )

@@ -65,8 +65,11 @@ class RecordedStream:
     A step whose groups have no trainable data left is passed over, and the next one is trained in its place.
     """
 
-    def __init__(self, source: Store, steps: Sequence[TrainStep], settings: RecordedSettings) -> None:
-        """``steps`` are those of ``source`` that are left to train, in order."""
+    def __init__(
+        self, source: Store, steps: Sequence[TrainStep], settings: RecordedSettings, *, last: int
+    ) -> None:
+        """``steps`` are those of ``source`` up to ``last`` that are left to train, in order."""
+        self.end = f"every step of {source.run_name} up to {last} is trained"
         self._source = source
         self._steps = steps
         self._settings = settings
@@ -227,7 +230,7 @@ async def open_recorded(
     settings = replace(
         settings, regrouping=regrouping_of(relative, settings.regrouping), since=relative.since
     )
-    return RecordedStream(source, left, settings)
+    return RecordedStream(source, left, settings, last=last)
 
 
 def order_steps(steps: Sequence[TrainStep], relative: Relative) -> list[TrainStep]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,

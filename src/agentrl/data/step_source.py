@@ -32,6 +32,9 @@ class StepData:
 class StepSource(Protocol):
     """``data.stream.DataStream`` or ``data.recorded.RecordedStream``."""
 
+    end: str
+    """What is true at the end of the data, as the log says it."""
+
     def prefetch(self, step: int) -> None:
         """Start to wait for the data of ``step``."""
 

@@ -61,6 +61,8 @@ class DataStream:
     undone takes the same data again: they were fresh.
     """
 
+    end = "every group is sampled, and trained or abandoned"
+
     def __init__(
         self,
         store: Store,

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.config.agreement import public_flags
+from agentrl.config.blame import BlameConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import LossConfig, RunConfig, SamplingConfig, TrainConfig
-from agentrl.config.training import BlameConfig
 from agentrl.config.whatif import parent_configs
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
 from agentrl.data.step_source import images_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console, Group
 
-from agentrl.config.training import BlameConfig
+from agentrl.config.blame import BlameConfig
 from agentrl.errors import ConfigError
 from agentrl.evaluation.blame import Blame, Effect
 from agentrl.observe.terminal import MISSING, excerpt, plain, table_of, versions

@@ -197,7 +197,7 @@ async def _tokens(
             verifies=False,
             regrouping=regrouping_of(relative) if regroups else Regrouping(),
         )
-        batch = await RecordedStream(source, [steps[0]], settings).take(step.step)
+        batch = await RecordedStream(source, [steps[0]], settings, last=step.step).take(step.step)
         if batch is None:
             return None
         batches.append(batch)

@@ -22,7 +22,6 @@ from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
 
 CONTROL_SECONDS = 30.0
-
 _CONNECT_SECONDS = 10.0
 _KEEP_ALIVE_SECONDS = 4.0
 """Below the 5 s after which uvicorn closes an idle connection."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.config.run import QuickstartFlags
+from agentrl.config.launch import QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.launch.demo import SERVERS_FILE, demo_model

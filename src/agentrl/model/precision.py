@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -35,6 +36,11 @@ class Precision:
     """Of trained weights, their gradients and the moments of AdamW."""
     products: torch.dtype = torch.float32
     """Of matrix products, of activations, and of weights that an adapter or a reference model freezes."""
+
+    @property
+    def autocast_bf16(self) -> Literal["true", "false"]:
+        """What ``--autocast_bf16 auto`` came to; the run keeps it, so that a what-if takes the same."""
+        return "true" if self.products is torch.bfloat16 else "false"
 
     @property
     def policy(self) -> MixedPrecisionPolicy | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.config.sampling import RIGHT_THRESHOLD, GroupConfig
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason

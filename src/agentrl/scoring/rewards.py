@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl.config.sampling import GroupConfig
+from agentrl.config.groups import GroupConfig
 from agentrl.documents.base import is_finite
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.errors import ScorerError

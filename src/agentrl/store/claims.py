@@ -12,7 +12,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import FEEDBACK, Claim, Task
+from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Task
 from agentrl.errors import StoreError
 from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
 from agentrl.store.expired_leases import ExpiredLeases
@@ -139,7 +139,7 @@ class Claims(Repository):
     async def reopen_failed(self, split: str) -> int:
         """Open the failed slots of groups that are not finalized, with all their attempts.
 
-        Returns the number of Tasks.
+        Conversations stay as they are: their users are gone. Returns the number of Tasks.
         """
         failed = {"$eq": ["$$slot.status", SlotStatus.FAILED.value]}
         fields = {
@@ -149,6 +149,7 @@ class Claims(Repository):
             "split": split,
             "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]},
             "slots.status": SlotStatus.FAILED.value,
+            "epoch": {"$ne": CONVERSATIONS},
         }
         result = await self._collection(TASK).update_many(query, slots.change_slots(failed, fields))
         return result.modified_count

@@ -121,11 +121,15 @@ def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) ->
 
 
 def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collection[str]) -> Iterator[str]:
-    """Yield a line for each flag of ``own`` that contradicts ``stored``: of another role, if both gave it."""
+    """Yield a line for each flag of ``own`` that contradicts ``stored``: of another role, if both gave it.
+
+    What one role leaves at auto, another one may have resolved.
+    """
     for name, value in own.values.items():
         if name in per_process or name not in stored.values or value == stored.values[name]:
             continue
-        if stored.id == own.id or (name in own.given and name in stored.given):
+        is_given = name in own.given and name in stored.given and "auto" not in (value, stored.values[name])
+        if stored.id == own.id or is_given:
             other = excerpt(stored.values[name], _SHOWN)
             yield f"--{name} is {excerpt(value, _SHOWN)}, and {stored.by} has {other}"
 

@@ -87,11 +87,11 @@ class _Comparison:
         if not self.changed:
             return
         count = len(self.changed)
+        listed = "\n  ".join(self.differences)
         more = f"\n  … and {count - _SHOWN} more" if count > _SHOWN else ""
         raise TaskFileError(
-            f"{count} tasks of the file are in the run already, with another text (stored → in the file):\n  "
-            + "\n  ".join(self.differences)
-            + more,
+            f"{count} tasks of the file are in the run already, with another text (stored → in the file):"
+            f"\n  {listed}{more}",
             hint="load the file that the run was begun with, or use another --run_name (for an evaluation:"
             " another --eval_label); `agentrl tasks load FILE --update` changes tasks that are not begun",
         )
@@ -190,9 +190,7 @@ class Tasks(Repository):
     async def references(self, split: str) -> TaskReferences:
         """Return the agents, scorers, environments and so on that the unfinished tasks of ``split`` name."""
         fields = ("agent_name", "agent_cfg_path", "scorer", "answer_schema", "environment", "tools")
-        unfinished: Json = {
-            "split": split, "status": {"$in": _UNFINISHED}, "epoch": {"$ne": CONVERSATIONS},
-        }  # fmt: skip
+        unfinished: Json = {"split": split, "status": {"$in": _UNFINISHED}, "epoch": {"$ne": CONVERSATIONS}}
         kinds: Json = {
             "_id": {name: f"${name}" for name in fields},
             "task": {"$min": "$_id"},
@@ -295,9 +293,8 @@ class Tasks(Repository):
         copies = [
             UpdateOne(_unbegun(task_key(task.split, epoch, task.task_id)), _new_text(task, moment))
             for task in tasks
-            if task.id not in left
             for epoch in epochs
-            if epoch != task.epoch
+            if task.id not in left and epoch != task.epoch
         ]
         if copies:
             await collection.bulk_write(copies, ordered=False)
@@ -308,8 +305,7 @@ def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tup
     """Yield (index, task) of the tasks at ``indices`` in batches that fit in memory."""
     batch: list[tuple[int, Task]] = []
     size = 0
-    for index in indices:
-        task = tasks[index]
+    for index, task in ((index, tasks[index]) for index in indices):
         added = len(bson.encode(task.to_document()))
         if batch and (len(batch) == _BATCH or size + added > _BATCH_BYTES):
             yield batch

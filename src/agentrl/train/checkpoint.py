@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import pickle
-import random
 import re
 import shutil
 import struct
@@ -22,7 +21,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
@@ -30,6 +28,7 @@ from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.load import Policy
+from agentrl.train import random_states
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import keep_hyperparameters, load_optimizer
@@ -161,12 +160,13 @@ def begin(
         on_error.callback(discard_folder, temporary)
         (temporary / "model").mkdir()
         writes = controller.write_checkpoint(state.step, temporary, writes_model)
-        random_states = {"scheduler": controller.trainer.scheduler.state_dict(), "random": _random_states()}
+        scheduler = controller.trainer.scheduler.state_dict()
+        of_trainer = {"scheduler": scheduler, "random": random_states.read()}
         on_error.pop_all()
     model: Future[None] = Future()
     if writes_model:
         model.set_result(None)
-    return Unfinished(target, temporary, state, policy, needed, writes, model, random_states)
+    return Unfinished(target, temporary, state, policy, needed, writes, model, of_trainer)
 
 
 def find(
@@ -251,7 +251,7 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
             load_optimizer(checkpoint.folder / _OPTIMIZER, trainer.policy.model, trainer.optimizer)
             content = torch.load(path, map_location="cpu", weights_only=True)
             trainer.scheduler.load_state_dict(content["scheduler"])
-        _restore_random_states(content["random"])
+        random_states.restore(content["random"])
     except _UNREADABLE as error:
         raise ModelError(
             f"{checkpoint.folder} cannot be restored: {error}",
@@ -334,22 +334,3 @@ def _checked(checkpoint: Checkpoint, base: Path) -> Checkpoint:
             hint="give the --model_name_or_path that the run started with, or --resume_from_checkpoint none",
         )
     return checkpoint
-
-
-def _random_states() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    kind, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])

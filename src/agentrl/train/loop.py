@@ -144,7 +144,7 @@ class Trainer:
                 task.cancel()
             await asyncio.gather(take, stopped, lost, return_exceptions=True)
         if batch is None and not self.stop.is_set() and self.progress.step:
-            logger.info("the end of the data: every group is sampled, and trained or abandoned")
+            logger.info("the end of the data: %s", self.stream.end)
         return batch
 
     async def _train(self, batch: StepData, seconds_data: float) -> None:

@@ -100,14 +100,15 @@ def _follow(configs: Configs, world: World) -> None:
 async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     """Train on all ranks; return False if a signal ended it."""
     stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
+    precision = await asyncio.to_thread(step_precision, configs[ModelConfig], configs[TrainConfig], world)
     with retry_outages(configs[RunConfig].db_wait_seconds, stop):
         async with (
-            await _join(configs, is_agreed=lead_in is None) as store,
+            await _join(configs, precision, is_agreed=lead_in is None) as store,
             hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
         ):
             await asyncio.to_thread(_prepare_folders, configs, roots)
             device = await _take_device(configs)
-            controller, found, progress = await _resume(store, lease, configs, world, roots)
+            controller, found, progress = await _resume(store, lease, configs, world, precision, roots)
             turns = DeviceTurns(lease=device, controller=controller)
             trainer = await _trainer(store, lease, configs, turns, found, progress, stop, lead_in)
             try:
@@ -157,7 +158,12 @@ def _prepare_folders(configs: Configs, roots: Sequence[Path]) -> None:
 
 
 async def _resume(
-    store: Store, lease: TrainerLease, configs: Configs, world: World, roots: Sequence[Path]
+    store: Store,
+    lease: TrainerLease,
+    configs: Configs,
+    world: World,
+    precision: Precision,
+    roots: Sequence[Path],
 ) -> tuple[Controller, Checkpoint | None, Progress]:
     """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
     choice = configs[TrainConfig].resume_from_checkpoint
@@ -177,7 +183,6 @@ async def _resume(
         if parent is not None and parent.checkpoint:
             first = checkpoint.of_parent(Path(parent.checkpoint), base)
         found = max(complete, key=lambda candidate: candidate.state.step, default=first)
-        precision = step_precision(configs[ModelConfig], configs[TrainConfig], world)
         return lead(world, partial(_build, configs, world), found, total_steps, precision), found
 
     controller, found = await asyncio.to_thread(build)
@@ -248,7 +253,7 @@ async def _trainer(
     )
 
 
-async def _join(configs: Configs, *, is_agreed: bool) -> Store:
+async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> Store:
     """Open the run's store; ConfigError if these flags contradict those that the run was begun with.
 
     Without ``is_agreed`` they are neither compared nor stored: they are those of the parent.
@@ -266,7 +271,11 @@ async def _join(configs: Configs, *, is_agreed: bool) -> Store:
     if not is_agreed:
         return store
     try:
-        resolved = {"dtype": _dtype(configs[ModelConfig]), "output_dir": configs[RunConfig].output}
+        resolved = {
+            "dtype": _dtype(configs[ModelConfig]),
+            "autocast_bf16": precision.autocast_bf16,
+            "output_dir": configs[RunConfig].output,
+        }
         await begin_run(store, configs, "train", settings, resolved)
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
     except BaseException:

@@ -127,6 +127,17 @@ async def test_what_differs_without_harm_is_named_in_a_warning(
     assert "--max_staleness is 1, and agentrl sample on" in caplog.text
 
 
+async def test_what_one_role_resolves_another_may_leave_at_auto(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = flags("--autocast_bf16", "auto")
+    for resolved in ("true", "true", "false"):
+        assert not caplog.text
+        await begin_run(store, configs, "train", {}, {"autocast_bf16": resolved})
+        await join(store, "sample", "--autocast_bf16", "auto")
+    assert "--autocast_bf16 is 'false', and agentrl train on" in caplog.text
+
+
 async def test_a_trainer_is_held_to_the_group_size_that_it_is_given(store: Store) -> None:
     await join(store, "sample", "--num_generations", "4")
     await join(store, "train")

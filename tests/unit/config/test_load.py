@@ -10,6 +10,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from agentrl.cli.db import parser
+from agentrl.config.blame import BlameConfig
 from agentrl.config.commands import EXAMPLES
 from agentrl.config.load import CommandParser, Configs, parse
 from agentrl.config.schema import (
@@ -24,7 +25,7 @@ from agentrl.config.schema import (
     TrainConfig,
     flag,
 )
-from agentrl.config.training import BlameConfig, PlanConfig
+from agentrl.config.training import PlanConfig
 from agentrl.config.whatif import WhatIfConfig
 from agentrl.errors import ConfigError
 from agentrl.train.sft import SFTConfig

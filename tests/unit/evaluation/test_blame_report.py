@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl.config.training import BlameConfig
+from agentrl.config.blame import BlameConfig
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError

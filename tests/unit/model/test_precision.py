@@ -30,9 +30,12 @@ def test_a_cpu_multiplies_in_the_type_that_it_multiplies_faster(
     caplog.set_level(logging.INFO)
     fast = choose(monkeypatch, 2.5)
     assert fast == Precision(torch.float32, torch.bfloat16)
+    assert choose(monkeypatch, 0.02, autocast_bf16=fast.autocast_bf16) == fast, "as it is stored with the run"
     assert "runs at 2.5 GFLOP/s in bfloat16 and 1.0 in float32, 2.5 times as fast" in caplog.text
-    assert choose(monkeypatch, 0.02) == Precision()
+    slow = choose(monkeypatch, 0.02)
+    assert slow == Precision()
     assert "products in float32" in caplog.text
+    assert choose(monkeypatch, 2.5, autocast_bf16=slow.autocast_bf16) == slow
 
 
 def test_a_gain_that_casting_would_cost_is_not_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ CRASHES: dict[str, Any] = {
     "planned": ("agentrl.data.stream", "step_window"),
     "computed": ("fake_store", "_Steps.commit"),
     "committed, not saved": ("agentrl.train.checkpoint", "begin"),
-    "half a checkpoint": ("agentrl.train.checkpoint", "_random_states"),
+    "half a checkpoint": ("agentrl.train.random_states", "read"),
     "checkpoint written, not renamed": ("agentrl.atomic_folder", "_replace"),
     "saved, not published": ("agentrl.train.publishing", "publish"),
     "half a version": ("agentrl.train.background", "write_beside"),

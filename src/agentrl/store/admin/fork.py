@@ -48,9 +48,9 @@ class Begun:
     """What a new child holds. ``version`` is the number of the policy version that it begins with."""
 
     version: int
-    inherited: int = 0
+    inherited: int
     """Tasks that the parent has trained, or sampled in vain, up to the step."""
-    waiting: int = 0
+    waiting: int
     """Tasks that the child samples anew."""
 
 
@@ -101,15 +101,14 @@ class Fork(Repository):
         begun: Relative,
         weights: PolicyVersion,
         *,
-        samples: bool = True,
         on_documents: Callable[[int], None] = lambda count: None,
     ) -> Begun:
         """Make the database ``name`` of a child; ``begun`` says where it begins.
 
-        ``weights`` are those of ``begun.checkpoint``; their number, step and origin are set here. With
-        ``samples`` the child gets the parent's tasks. A kill leaves a database that is no run, and the same
-        call begins anew. Raises StoreError if ``name`` is taken, ConfigError if the checkpoint is deleted
-        meanwhile; nothing is left then.
+        ``weights`` are those of ``begun.checkpoint``; their number, step and origin are set here. The child
+        gets the parent's tasks. A kill leaves a database that is no run, and the same call begins anew.
+        Raises StoreError if ``name`` is taken, ConfigError if the checkpoint is deleted meanwhile; nothing is
+        left then.
         """
         child = self._connection.beside(name)
         await Transfer(child).require_vacant()
@@ -123,16 +122,13 @@ class Fork(Repository):
             read_checkpoint(begun)  # from here on the parent keeps it
             await self._copy_run(child, steps)
             version = await self._copy_versions(child, weights, begun.step, steps)
-            result = Begun(version=version)
-            if samples:
-                inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
-                result = replace(result, inherited=inherited, waiting=tasks - inherited)
+            inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
         except Exception:
             await self._connection.client.drop_database(name)
             await Ancestry(self._connection).release(name)
             raise
         await runs.update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
-        return result
+        return Begun(version=version, inherited=inherited, waiting=tasks - inherited)
 
     async def _copy_run(self, child: Connection, steps: Sequence[str]) -> None:
         """Copy the steps up to the beginning, the imports, and the settings in which both are alike.

@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.task import CONVERSATIONS, FEEDBACK
 from agentrl.scoring.groups import FAILED
 from agentrl.store.groups import GroupOutcome, settle_records
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.lease import after
 from agentrl.store.names import COLUMN, DATA, RECORD, TASK
 
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
@@ -24,11 +27,12 @@ _SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
 
 
 class Blocker(StrEnum):
-    """Why a finalized group cannot be taken back."""
+    """Why a group is left as it is; all but the last are about finalized groups."""
 
     TRAINED = "trained"  # a step has trained, or has planned to train, some of its data
     PRUNED = "pruned"  # model calls of its scored trajectories have been deleted
     NO_RULES = "no rules"  # it does not store the rules by which it was decided
+    CONVERSATION = "conversation"  # its user is gone: nobody can sample it again
 
 
 def selection(split: str | None, tasks: Sequence[str], records: Sequence[str]) -> Json:
@@ -154,6 +158,8 @@ class Reopened:
     """Columns that were given up, and wait to be filled again."""
     given_up: int = 0
     """Groups that could not be finalized, and wait to be finalized again."""
+    conversations: int = 0
+    """Conversations that wait for feedback again."""
     left: Counter[Blocker] = field(default_factory=Counter)
     """Groups left as they are, by reason."""
 
@@ -175,23 +181,27 @@ class Reopening(Repository):
 
     @database_call
     async def reopen(
-        self, kinds: Sequence[str] = (), *, split: str | None = None, dry_run: bool = False
-    ) -> Reopened:
+        self, kinds: Sequence[str] = (), *, split: str | None = None, feedback_hours: float = 72.0,
+        dry_run: bool = False,
+    ) -> Reopened:  # fmt: skip
         """Reopen the failed slots whose last attempt failed with one of ``kinds`` (none: with any).
 
-        They get all their attempts. A group that could not be finalized (kind ``GIVEN_UP``) waits for it
-        again, and one with columns that were given up (kind ``COLUMN_KIND``) waits for these again.
+        They get all their attempts. A conversation that nobody rated (kind ``FEEDBACK``) waits for feedback
+        again, ``feedback_hours`` from now; other conversations stay. A group that could not be finalized
+        (kind ``GIVEN_UP``) waits for it again, and one with columns that were given up (kind ``COLUMN_KIND``)
+        waits for these again.
         """
         of_split: Json = {} if split is None else {"split": split}
         done = Reopened()
         failed = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value, **of_split}
-        for task_id in await self._ids(failed):
+        for task_id in await self._ids({**failed, "epoch": {"$ne": CONVERSATIONS}}):
             records = None if not kinds else {"task": task_id, "failure.kind": {"$in": list(kinds)}}
             if changed := await self._change(task_id, records, _opening, done.left, dry_run):
                 done.slots += changed.slots
                 done.groups += 1
                 done.finalized += changed.task["status"] == TaskStatus.COMPLETED.value
                 done.data += changed.data
+        await self._reopen_conversations(failed, kinds, feedback_hours, done, dry_run)
         if not kinds or GIVEN_UP in kinds:
             given_up = {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED, **of_split}
             for task_id in await self._ids(given_up):
@@ -216,6 +226,24 @@ class Reopening(Repository):
             if changed := await self._change(task_id, chosen, _queueing, done.left, dry_run):
                 done.by_split[changed.task["split"]] += changed.slots
         return done
+
+    async def _reopen_conversations(
+        self, failed: Json, kinds: Sequence[str], hours: float, done: Reopened, dry_run: bool
+    ) -> None:
+        """Let those that only lack feedback wait for it; count the others."""
+        waiting = partial(_queueing, not_before=after(hours * 3600))
+        for task_id in await self._ids({**failed, "epoch": CONVERSATIONS}):
+            of_kind: Json = {"failure.kind": {"$in": list(kinds)}} if kinds else {}
+            query = {"task": task_id, "status": RecordStatus.FAILED.value, **of_kind}
+            record = await self._collection(RECORD).find_one(query)
+            if record is None:
+                continue
+            is_whole = record["completed_at"] is not None and record["pruned_at"] is None
+            lacks = is_whole and record["failure"]["kind"] == FEEDBACK
+            if lacks and await self._change(task_id, {"_id": record["_id"]}, waiting, done.left, dry_run):
+                done.conversations += 1
+            else:
+                done.left[Blocker.CONVERSATION] += 1
 
     async def _reopen_columns(self, of_split: Json, done: Reopened, dry_run: bool) -> None:
         """Open the columns that were given up; their groups wait for them."""
@@ -304,7 +332,7 @@ def _opening(failed: Sequence[Json]) -> GroupChange:
     return GroupChange(task=[*slots.change_slots(chosen, fields), {"$set": _UNDECIDED}])
 
 
-def _queueing(failed: Sequence[Json]) -> GroupChange:
+def _queueing(failed: Sequence[Json], not_before: Json | None = None) -> GroupChange:
     """Return the change that queues failed slots for a score; the group is undecided again."""
     chosen = {"$in": ["$$slot.traj_id", [slot["traj_id"] for slot in failed]]}
     records = [
@@ -314,5 +342,5 @@ def _queueing(failed: Sequence[Json]) -> GroupChange:
         )
         for slot in failed
     ]
-    update = slots.change_slots(chosen, {**slots.QUEUED, "scorings": 0})
+    update = slots.change_slots(chosen, {**slots.QUEUED, "scorings": 0, "not_before": not_before})
     return GroupChange(task=[*update, {"$set": _UNDECIDED}], records=records)

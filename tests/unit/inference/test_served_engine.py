@@ -15,11 +15,11 @@ from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import ServiceStatus, VersionStatus
 from agentrl.errors import EngineError, PublishError, StoreError, StoreUnavailableError
-from agentrl.inference import serve
+from agentrl.inference import served_engine
 from agentrl.inference.control import EngineLoad, ModelInfo
 from agentrl.inference.engine import EngineRefusedError
-from agentrl.inference.serve import ServedEngine
 from agentrl.inference.served_adapters import ServedAdapters
+from agentrl.inference.served_engine import ServedEngine
 from agentrl.inference.served_weights import ServedWeights, starting_weights
 from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import write_manifest
@@ -284,7 +284,7 @@ async def test_it_registers_follows_versions_and_stops(harness: Harness, tmp_pat
 async def test_a_version_that_cannot_be_fetched_is_tried_again(
     harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_FOLLOW_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(served_engine, "_FOLLOW_POLL_SECONDS", 0.01)
     version = published(tmp_path / "v1", 1)
     (tmp_path / "v1").rename(tmp_path / "away")
 
