@@ -49,8 +49,8 @@ SCORED = {"scorer": "exact", "answer_schema": "answer"}
 BATCH_SIZE = 16
 TOP = 16
 """Likeliest ids of the teacher that are stored for each token."""
-STUDENT_STEPS, TEACHER_STEPS = 150, 40
-STEP_SECONDS = 120.0
+STUDENT_STEPS, TEACHER_STEPS = 150, 600
+STEP_SECONDS = 300.0
 POLL_SECONDS = 0.1
 
 Steps = list[tuple[int, float]]
@@ -79,7 +79,7 @@ class Setting:
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
             "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", size[0],
             "--groups_per_step", size[1], "--max_steps", str(self.steps), "--save_steps", "1000",
-            "--learning_rate", "5e-4", "--max_staleness", "1", "--loss_calculater", loss,
+            "--learning_rate", "2e-3", "--max_staleness", "1", "--loss_calculater", loss,
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
             *(distils if loss == "OPD" else ()), *(alone if is_synchronous else ()),
         ]  # fmt: skip
