@@ -35,6 +35,8 @@ _STOPPED = 130
 _READ_SECONDS = 2.0
 _GRACE_SECONDS = 120.0
 """How long a child may finish its step and its checkpoint after a signal."""
+_WIDE, _NARROW_COLUMNS = 120, 4
+"""Columns of a terminal that holds the whole table, and those of the table that a narrower one shows."""
 _SAMPLING_ROLES = ("serve", "sample")
 _NOT_OF_EVAL = frozenset({
     "run_name", "output_dir", "log_dir", "colocate", "num_generations", "train_file", "eval_file",
@@ -95,7 +97,8 @@ async def _main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(value)
     else:
-        stdout_console().print(_table(sweep, listed, failed))
+        console = stdout_console()
+        console.print(_table(sweep, listed, failed, console.width))
     return code
 
 
@@ -139,7 +142,8 @@ class _Running:
             if self._is_live:
                 from rich.live import Live
 
-                live = stack.enter_context(Live(console=stdout_console(), transient=True, auto_refresh=False))
+                console = stdout_console()
+                live = stack.enter_context(Live(console=console, transient=True, auto_refresh=False))
             try:
                 while not stop.is_set():
                     self.children = await read_children(self._source, self._sweep, self.children)
@@ -152,7 +156,8 @@ class _Running:
                         return 1 if self.failed else 0
                     if live is not None:
                         listed = standings(self._sweep, self.children, found)
-                        live.update(_table(self._sweep, listed, self.failed), refresh=True)
+                        shown = _table(self._sweep, listed, self.failed, live.console.width)
+                        live.update(shown, refresh=True)
                     stopping = asyncio.create_task(stop.wait())
                     await asyncio.wait(
                         {*active.values(), stopping},
@@ -269,8 +274,8 @@ def _database_words(arguments: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def _table(sweep: Sweep, listed: Sequence[Standing], failed: Mapping[str, str]) -> Table:
-    """Return a row per setting, the best first."""
+def _table(sweep: Sweep, listed: Sequence[Standing], failed: Mapping[str, str], width: int) -> Table:
+    """Return a row per setting, the best first; ``width`` is the terminal's."""
     from agentrl.evaluation.sweep import MEANS
     from agentrl.observe.terminal import MISSING, number, table
 
@@ -282,7 +287,7 @@ def _table(sweep: Sweep, listed: Sequence[Standing], failed: Mapping[str, str]) 
         behind = MISSING
         if item.against_best is not None:
             effect = item.against_best.effect
-            behind = f"{-effect.value:+.3f} [{-effect.high:+.3f}, {-effect.low:+.3f}]"
+            behind = f"{0 - effect.value:+.3f} [{0 - effect.high:+.3f}, {0 - effect.low:+.3f}]"
         seeds = [f"{child.score:.3f}" for child in item.children if child.score is not None]
         means = [number(item.means.get(name)) for name in MEANS]
         rows.append(
@@ -296,8 +301,10 @@ def _table(sweep: Sweep, listed: Sequence[Standing], failed: Mapping[str, str]) 
             ]
         )
     steps = "all steps" if sweep.steps is None else f"steps {sweep.steps}"
-    columns = ["setting", "state", "score", "against the best", "by seed", *MEANS]
-    return table(f"{sweep.name}: {steps} of {sweep.run}, trained again", columns, rows, text=2)
+    columns = ["setting", "seeds", "score", "against the best", "by seed", *MEANS]
+    shown = len(columns) if width >= _WIDE else _NARROW_COLUMNS
+    title = f"{sweep.name}: {steps} of {sweep.run}, trained again"
+    return table(title, columns[:shown], [row[:shown] for row in rows], text=2)
 
 
 def _state(sweep: Sweep, item: Standing, failed: Mapping[str, str]) -> str:
@@ -307,9 +314,9 @@ def _state(sweep: Sweep, item: Standing, failed: Mapping[str, str]) -> str:
     if item.setting.id in failed:
         return "failed"
     if item.stopped_after is not None:
-        return f"stopped after {item.stopped_after} seeds"
+        return f"{done}/{len(item.children)}, stopped"
     current = next((child for child in item.children if child.range and not is_done(sweep, child)), None)
-    text = f"{done} of {len(item.children)} seeds"
+    text = f"{done}/{len(item.children)}"
     if current is None:
         return text
     return f"{text}, {'evaluating' if current.is_trained else f'step {current.steps}'}"
