@@ -88,7 +88,7 @@ async def trajectory(store: Store) -> bool:
 
 
 def decide(
-    task: Task, records: list[Record], calls: Mapping[str, list[DispatchedSamplingTask]]
+    task: Task, records: list[Record], calls: Mapping[str, list[DispatchedSamplingTask]], columns: object
 ) -> GroupOutcome:
     """Make training data of two tokens from every Record."""
     return GroupOutcome(

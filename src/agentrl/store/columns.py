@@ -155,7 +155,8 @@ async def read_columns(
     blobs = Blobs(connection, COLUMN)
     query = {"record": {"$in": list(record_ids)}}
     found: dict[str, tuple[Column, ...]] = {}
-    async for document in connection.collection(COLUMN).find(query, sort=[("name", 1)], session=session):
+    order = [("record", ASCENDING), ("name", ASCENDING)]
+    async for document in connection.collection(COLUMN).find(query, sort=order, session=session):
         column = Column.from_document(await blobs.restore(document))
         found[column.record] = (*found.get(column.record, ()), column)
     return found

@@ -235,7 +235,7 @@ INDEXES: dict[str, list[IndexModel]] = {
     names.EVALUATION: [_index("status", "seen_at"), _index("version")],
     names.LABEL: [_index("record"), _index("label")],
     names.TOKEN_STATISTICS: [_index("record")],
-    names.COLUMN: [_index("record"), _index("status", "name", "created_at", "_id"), _index("task")],
+    names.COLUMN: [_index("record", "name"), _index("status", "name", "created_at", "_id"), _index("task")],
     names.TOMBSTONE: [_index("task", "deleted_at"), _index("deleted_at")],
     names.GATEWAY_SESSION: [_index("record")],
     names.GATEWAY_CALL: [

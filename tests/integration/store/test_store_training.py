@@ -74,7 +74,7 @@ async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
     return task_key("train", 0, str(number))
 
 
-def decide(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
+def decide(task: Task, records: list[Any], calls: Any, columns: Any) -> GroupOutcome:
     assert all(len(calls[record.id]) == 1 for record in records)
     first, *others = records
     return GroupOutcome(
@@ -145,8 +145,8 @@ async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
 async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
     task_id = await complete(store)
 
-    def wrong(task: Task, records: list[Any], calls: Any) -> GroupOutcome:
-        outcome = decide(task, records, calls)
+    def wrong(task: Task, records: list[Any], calls: Any, columns: Any) -> GroupOutcome:
+        outcome = decide(task, records, calls, columns)
         unknown = RecordOutcome(record_id="nobody", status=RecordStatus.ABANDONED)
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 

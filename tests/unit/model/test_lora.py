@@ -126,7 +126,8 @@ def test_the_share_of_the_adapter_that_rounding_leaves(rate: float, least: float
         if part.make().dtype == torch.float32:
             delta = part.make() - part.like.float()
             whole += float((delta * delta).sum())
-            kept += float((delta * (written.make().float() - part.like.float())).sum())
+            rounded = written.make().to(written.like.dtype).float()
+            kept += float((delta * (rounded - part.like.float())).sum())
     share = adapter.rounding.take_share()
     assert share == pytest.approx(kept / whole, rel=1e-5)
     assert least <= share <= most
