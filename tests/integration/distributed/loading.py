@@ -28,6 +28,7 @@ from agentrl.distributed.load_shards import load_shards
 from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
+from agentrl.losses.settings import LossSettings
 from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, empty_model, load_model, placeholders
 from agentrl.model.lora import add_adapter
@@ -171,8 +172,9 @@ def check_reference(policy: PolicyTrainer, case: Case, config: ModelConfig, fold
     """Check that the sharded reference computes what the whole model does."""
     mesh = build_mesh(plan_layout(case.config, dist.get_world_size()), "cpu")
     base = Policy(load_model(folder, config, torch.float32), cast("Any", None), folder, None)
+    loss = LossSettings.of(LossConfig(kl_coef=0.1))
     reference = build_reference(
-        LossConfig(kl_coef=0.1), config, base, mesh, CPU, torch.float32, max_tokens=case.config.max_tokens
+        loss, config, base, mesh, CPU, torch.float32, max_tokens=case.config.max_tokens
     )
     assert reference is not None
     assert reference.model is not None
