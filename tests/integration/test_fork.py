@@ -83,8 +83,8 @@ async def test_a_fork_goes_on_as_its_parent_did(
     assert await forked(run, child.name, "--from_step", "1") == 0
     said = capsys.readouterr().out
     assert "2 tasks are trained, 4 wait to be sampled" in said
-    assert "agentrl train " in said
-    assert f"--run_name {child.name} --db_connection_string" in said
+    assert f"agentrl train --run_name {child.name} --autocast_bf16" in said
+    assert "--db_connection_string '***'" in said
     async with await child.open() as store:
         assert [task.id for task in await store.tasks.find("train", status=TaskStatus.CREATED)] == [
             *GROUPS[2:]
