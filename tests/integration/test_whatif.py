@@ -66,6 +66,7 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     async with await run.open(same) as store:
         assert await violations(store) == []
         (flags,) = await store.settings.resolved()
+    assert flags.threads == 1
     assert flags.values["autocast_bf16"] == "false", "what auto came to for the parent, whose model is narrow"
     page = (run.folder / same / "whatif.html").read_text()
     assert "cosine of the weights 1.0000" in page
@@ -129,9 +130,18 @@ async def test_another_scorer_scores_for_the_child_alone(run: StoredRun) -> None
 
 
 async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run: StoredRun) -> None:
-    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model."""
+    """The flags of the parent's loss give way to those of DPO; the reference is the run's base model.
+
+    The parent's trainer computed with three threads, as far as the what-if knows.
+    """
     dpo = f"{run.name}_dpo"
-    run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    async with await run.open() as store:
+        await store.database["Settings"].update_one({"_id": "flags/train"}, {"$set": {"threads": 3}})
+    said = run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
+    assert f"computes with the threads of {run.name}'s trainer: 3" in said
+    async with await run.open(dpo) as store:
+        (flags,) = await store.settings.resolved()
+    assert flags.threads == 3
     parents, own = await run.steps(), await run.steps(dpo)
     assert own[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert own[-1].metrics["kl_reference"] > 0.0

@@ -74,6 +74,8 @@ class RunSettings(Root):
     """The names of the given flags, on the command line or in a file; only for flags."""
     packages: dict[str, str] | None = None
     """Flags alone: package → version."""
+    threads: int | None = None
+    """Flags of a trainer alone: the threads of its products, on which rounding depends."""
 
     @property
     def given_values(self) -> list[tuple[str, Any]]:

@@ -32,13 +32,15 @@ async def begin_run(
     role: str,
     agreed: AgreedSettings,
     resolved: Mapping[str, Any] | None = None,
+    *,
+    threads: int | None = None,
 ) -> None:
     """Store ``agreed`` as the run's settings, or raise ConfigError if they contradict the stored ones.
 
     Call it before anything is claimed, loaded or trained. The first process of a role also stores its
     resolved configuration: its flags except secret ones, with the values of ``agreed`` and ``resolved`` for
-    flags that were not given, and the versions of packages. A later process logs a warning for each flag
-    that differs although data stay right.
+    flags that were not given, the versions of packages, and a trainer's ``threads``. A later process logs
+    a warning for each flag that differs although data stay right.
     """
     for concern, values in agreed.items():
         await store.settings.begin(concern, values, role)
@@ -51,6 +53,7 @@ async def begin_run(
         {name: redact(value) if isinstance(value, str) else value for name, value in flags.items()},
         given=configs.given,
         packages=package_versions(),
+        threads=threads,
         per_process=per_process_flags(),
     )
     for line in differing:

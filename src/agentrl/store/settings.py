@@ -60,15 +60,18 @@ class Settings(Repository):
         *,
         given: Collection[str],
         packages: Mapping[str, str],
+        threads: int | None = None,
         per_process: Collection[str] = (),
     ) -> list[str]:
         """Store the resolved configuration of the first process of ``role``, and return how others differ.
 
         ``values`` are all flags without secrets, ``given`` those that were given, ``packages`` the versions
-        of packages. The result has a line for each flag outside ``per_process`` that differs from the stored
-        configuration of the role, or that was given with another value to another role.
+        of packages, ``threads`` a trainer's. The result has a line for each flag outside ``per_process`` that
+        differs from the stored configuration of the role, or that was given with another value to another
+        role.
         """
-        own = _document(flags_key(role), values, role, given=tuple(sorted(given)), packages=dict(packages))
+        more = {"given": tuple(sorted(given)), "packages": dict(packages), "threads": threads}
+        own = _document(flags_key(role), values, role, **more)
         with suppress(DuplicateKeyError):
             await self._collection(SETTINGS).insert_one(own.to_document())
         return [

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from agentrl.atomic_folder import remove_leftovers
 from agentrl.config.agreement import trainer_settings
 from agentrl.config.load import Configs
@@ -276,7 +278,7 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> S
             "autocast_bf16": precision.autocast_bf16,
             "output_dir": configs[RunConfig].output,
         }
-        await begin_run(store, configs, "train", settings, resolved)
+        await begin_run(store, configs, "train", settings, resolved, threads=torch.get_num_threads())
         await begin_model(store, configs[ModelConfig].model_name_or_path, "train")
     except BaseException:
         await store.close()

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig
@@ -63,6 +65,9 @@ def train_again(whatif: WhatIf, here: Configs) -> str:
     TrainingError if data of the steps are gone.
     """
     begun = asyncio.run(_begin(whatif, here))
+    if begun.threads not in (None, torch.get_num_threads()):
+        logger.info("computes with the threads of %s's trainer: %d", whatif.parent, begun.threads)
+        torch.set_num_threads(begun.threads)
     relative = begun.relative
     run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
     is_same = not relative.changed and not relative.without
@@ -78,6 +83,8 @@ class _Begun:
     parent: Configs
     """The parent's flags, in the child's folder and database."""
     child: Configs
+    threads: int | None
+    """Those of the parent's trainer; None: it has not stored them."""
     lacks_lead_in: bool
     """Whether steps before the first one are still to be trained as the parent trained them."""
 
@@ -128,7 +135,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
             else "it has no checkpoint below, and they begin with the base model",
         )  # fmt: skip
-    return _Begun(relative=relative, parent=parent, child=child, lacks_lead_in=lacks)
+    return _Begun(relative=relative, parent=parent, child=child, threads=stored.threads, lacks_lead_in=lacks)
 
 
 async def _trained_steps(source: Store) -> list[TrainStep]:
@@ -257,7 +264,7 @@ async def _report_equality(begun: _Begun, last: int) -> None:
             if old.metrics.get(name) != new.metrics.get(name):
                 logger.warning(
                     "step %d is not the parent's bit for bit: %s is %s, and was %s. Another machine, another"
-                    " number of threads or processes, or another torch rounds otherwise",
+                    " number of processes or another torch rounds otherwise",
                     old.step, name, new.metrics.get(name), old.metrics.get(name),
                 )  # fmt: skip
                 return
