@@ -128,7 +128,7 @@ def run_seed(seed: int, given: argparse.Namespace, work: Path) -> Iterator[Resul
 
 
 def held_out_tasks() -> Iterator[dict[str, Any]]:
-    """Yield sums that are no training tasks."""
+    """Yield sums that no training task asks for."""
     known = {json.loads(line)["query"] for line in TASKS.read_text(encoding="utf-8").splitlines()}
     example = json.loads(TASKS.read_text(encoding="utf-8").partition("\n")[0])
     new = (text for text in tiny_expressions(HELD_OUT_SEED) if QUESTION.format(text) not in known)

@@ -75,7 +75,7 @@ class WhatIfConfig(Flags):
 
     @property
     def first_and_last(self) -> tuple[int, int] | None:
-        """The first and the last step; None for all. Raises ConfigError for a text that is no range."""
+        """The first and the last step; None for all. Raises ConfigError for other texts than 40 or 40-60."""
         if self.steps is None:
             return None
         first, dash, last = self.steps.partition("-")

@@ -125,7 +125,7 @@ def read_sweep(path: Path) -> Sweep:
             held_out["file"] = str(beside)
         elif Path(held_out["file"]).suffix in _FILES and not Path(held_out["file"]).is_file():
             raise file.error(
-                f"eval.file is {held_out['file']!r}, which is no file", "eval", "file",
+                f"eval.file names no file: {held_out['file']!r}", "eval", "file",
                 hint=f"give a task file, relative to {path.parent} or to here",
             )  # fmt: skip
     sweep = file.check(Sweep, content)

@@ -97,7 +97,7 @@ class Comparison:
 
 
 async def compare_runs(names: Sequence[str], here: Configs) -> Comparison:
-    """Compare what-ifs of one parent with it. Raises ConfigError for a run that is no what-if of it."""
+    """Compare what-ifs of one parent with it. Raises ConfigError for any other run."""
     parents: set[str] = set()
     children: list[Child] = []
     steps: dict[int, TrainStep] = {}
@@ -106,7 +106,7 @@ async def compare_runs(names: Sequence[str], here: Configs) -> Comparison:
             relative = await store.ancestry.parent()
             if relative is None or relative.kind != "whatif":
                 raise ConfigError(
-                    f"run {name!r} is no what-if", hint="give runs that `agentrl whatif` has trained"
+                    f"run {name!r} is not a what-if", hint="give runs that `agentrl whatif` has trained"
                 )
             parents.add(relative.run)
             if len(parents) > 1:

@@ -113,7 +113,7 @@ class SweepRunner:
         return f"1-{steps[-1].step}"
 
     def _end(self, key: Key, task: asyncio.Task[None]) -> None:
-        """Take over how a child's commands ended. Raises what is no AgentRLError."""
+        """Take over how a child's commands ended. Raises every error but an AgentRLError."""
         error = task.exception()
         if error is None:
             return
