@@ -88,6 +88,7 @@ class Trainer:
     async def _train_all(self) -> None:
         try:
             await self.saver.publisher.begin()
+            await self.saver.publisher.wait_for_bound()
             while not self._is_done():
                 started, moving = time.perf_counter(), self.turns.seconds
                 await self.turns.end()
