@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Run all checks of a change: lint, types, import contracts, unit, integration and acceptance tests.
 #
-#   bash scripts/test.sh            all checks (about 40 minutes on 2 cores)
+#   bash scripts/test.sh            all checks (about half an hour on 2 cores)
 #   bash scripts/test.sh --fast     lint, types and unit tests (about 3 minutes)
 #   bash scripts/test.sh -k claims  pass arguments to pytest
 #
-# Without arguments, pytest runs twice, and prints two summaries: first what computes or has a database to itself
-# ($apart), in two processes; then all other tests, one after another, whose processes share the cores.
+# Without arguments, pytest runs twice, each in two processes, and prints two summaries: first what computes or has a
+# database to itself ($apart), then all other tests, which start processes and wait for them, a file in one process.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 cd "$(dirname "$0")/.."
@@ -57,7 +57,7 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest "${apart[@]/#/--ignore=}")
+rest=("$bin/python" -m pytest -n 2 --dist loadfile "${apart[@]/#/--ignore=}")
 if step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}"; then
   exec "${rest[@]}"
 fi
