@@ -42,10 +42,10 @@ async def tools(store: Store, tmp_path: Path) -> AsyncIterator[ToolPool]:
 
 
 def add(prompt: str) -> str:
-    """Add a text, then 2, then answer."""
+    """Add -1, which the server refuses, then 2, then answer."""
     if "valid integer" not in prompt:
-        return '<tool_call>{"name": "add", "arguments": {"count": "two", "by": 1}}</tool_call>'
-    if 'count": 5' not in prompt and 'count":5' not in prompt:
+        return '<tool_call>{"name": "add", "arguments": {"count": -1}}</tool_call>'
+    if '"count":5' not in prompt:
         return '<tool_call>{"name": "add", "arguments": {"count": 2}}</tool_call>'
     return "It is 5."
 
