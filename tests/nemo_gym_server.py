@@ -1,4 +1,4 @@
-"""A resources server with the paths and the session by cookie of NeMo-Gym's: a counter that is seeded by the row."""
+"""A server with the paths and the session by cookie of NeMo-Gym's: a counter that the row seeds."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class CounterServer:
         if path == "/seed_session":
             self.counters[session] = body["initial_count"]
         elif path == "/add":
-            if not isinstance(body.get("count"), int):
-                return JSONResponse({"detail": "count: a valid integer"}, 422)
+            if body["count"] < 0:
+                return JSONResponse({"detail": "count: a valid integer is not below 0"}, 422)
             self.counters[session] += body["count"]
             answer = {"count": self.counters[session]}
         elif path == "/verify":
@@ -76,13 +76,7 @@ class CounterServer:
 def row(goal: int) -> dict[str, Any]:
     """Return a row of NeMo-Gym that begins at 3."""
     parameters = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
-    tool = {
-        "type": "function",
-        "name": "add",
-        "description": "Add.",
-        "parameters": parameters,
-        "strict": True,
-    }
+    tool = {"type": "function", "name": "add", "description": "Add.", "parameters": parameters}
     messages = [
         {"role": "developer", "content": "Use the tool."},
         {"role": "user", "content": "one"},

@@ -1,4 +1,4 @@
-"""Run servers of OpenEnv in their own venv, and kill them: the robot of the example, or a counter's MCP tools."""
+"""Run servers of OpenEnv in their own venv, and kill them: the example's robot, and one with MCP tools."""
 
 from __future__ import annotations
 

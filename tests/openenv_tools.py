@@ -1,4 +1,4 @@
-"""An OpenEnv server with tools of MCP, run by tests in the venv of OpenEnv: count to the number of the seed."""
+"""An OpenEnv server with a tool of MCP, run in the venv of OpenEnv: count to the number of the seed."""
 
 from __future__ import annotations
 

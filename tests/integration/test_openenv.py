@@ -107,6 +107,7 @@ async def test_a_killed_server_uses_no_attempt(
     store: Store, run_config: RunConfig, tools: ToolPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "FIRST_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(breaker, "LONGEST_PROBE_SECONDS", 0.2)
     with serving(ROBOT) as server:
         moves = 0
 
@@ -142,7 +143,7 @@ async def test_a_killed_server_uses_no_attempt(
 def test_a_server_that_is_away_or_another_one_is_named_when_tasks_are_loaded(robot: OpenEnvServer) -> None:
     with serving(TOOLS) as other:
         away = other.url
-        with pytest.raises(TaskFileError, match="the server lists no tools|needs|Field required"):
+        with pytest.raises(TaskFileError, match="lists no tools: move: Field required"):
             generate(f"env:openenv?url={robot.url}&action=mcp", "train")
     for address, problem in {
         f"env:openenv?url={away}": r"cannot be reached: GET .*/schema: ConnectError",
