@@ -14,14 +14,20 @@ _EXTRAS = {
     "math_verify": "math",
     "matplotlib": "plots",
     "peft": "trainer",
+    "pyarrow": "parquet",
     "s3fs": "buckets",
     "safetensors": "trainer",
     "torch": "trainer",
     "transformers": "trainer",
 }
 _SAMPLER = (
+<<<<<<< HEAD
     "PIL", "fsspec", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing",
     "renderers", "tokenizers", "websockets", "zstandard",
+=======
+    "PIL", "fsspec", "httptools", "httpx", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
+    "referencing", "renderers", "tokenizers", "zstandard",
+>>>>>>> main
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 
