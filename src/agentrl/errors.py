@@ -44,11 +44,8 @@ class DependencyKind(StrEnum):
 
     ENGINE = "engine"
     TOOL = "tool"
-<<<<<<< HEAD
     ENVIRONMENT = "environment"
-=======
     CONTAINERS = "containers"
->>>>>>> main
     JUDGE = "judge"
     TEACHER = "teacher"
     DATABASE = "database"
@@ -73,11 +70,8 @@ class Dependency:
 _PHRASES = {
     DependencyKind.ENGINE: "the engines",
     DependencyKind.TOOL: "tool server {}",
-<<<<<<< HEAD
     DependencyKind.ENVIRONMENT: "environment {}",
-=======
     DependencyKind.CONTAINERS: "the containers of {}",
->>>>>>> main
     DependencyKind.JUDGE: "judge {}",
     DependencyKind.TEACHER: "teacher {}",
     DependencyKind.DATABASE: "the database",

@@ -21,13 +21,8 @@ _EXTRAS = {
     "transformers": "trainer",
 }
 _SAMPLER = (
-<<<<<<< HEAD
-    "PIL", "fsspec", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing",
-    "renderers", "tokenizers", "websockets", "zstandard",
-=======
     "PIL", "fsspec", "httptools", "httpx", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
-    "referencing", "renderers", "tokenizers", "zstandard",
->>>>>>> main
+    "referencing", "renderers", "tokenizers", "websockets", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 
