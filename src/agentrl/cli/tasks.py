@@ -9,7 +9,8 @@ from typing import Any
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import JsonFlags, RunConfig, TaskConfig, flag
+from agentrl.config.schema import ContainerConfig, JsonFlags, RunConfig, TaskConfig, flag
+from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
@@ -38,10 +39,15 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
-    load.add_argument("file", help="JSONL or a JSON list, plain or gzip; or 'env:NAME?n=1000&seed=1'")
+    load.add_argument(
+        "file",
+        help="JSONL or a JSON list, plain or gzip; a folder or git bundle of Harbor"
+        " tasks; or 'env:NAME?n=1000&seed=1'",
+    )
     load.add_flags(LoadFlags)
     load.add_flags(TaskConfig, "num_generations", "skip_bad_lines")
     load.add_flags(RunConfig, "seed")
+    load.add_flags(ContainerConfig)
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_flags(JsonFlags)
     return parser
@@ -49,6 +55,7 @@ def _parser() -> CommandParser:
 
 async def _load(arguments: argparse.Namespace) -> int:
     tasks = group_of(TaskConfig, arguments)
+    use_containers(group_of(ContainerConfig, arguments))
     with progress(f"reading {arguments.file}"):
         result = read_task_source(
             arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
+from agentrl.config.containers import ContainerConfig
 from agentrl.config.flags import JsonFlags, flag
 from agentrl.config.groups import GroupConfig
 from agentrl.config.launch import PlacementConfig
@@ -36,7 +37,7 @@ from agentrl.config.training import (
 )
 
 __all__ = [
-    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "DeviceConfig", "EngineConfig",
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "ContainerConfig", "DeviceConfig", "EngineConfig",
     "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags",
     "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig",
     "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig", "ToolConfig", "TraceConfig", "TrainConfig",
@@ -44,7 +45,7 @@ __all__ = [
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
-    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
+    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, ContainerConfig, SamplingConfig, GroupConfig,
     LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, PlacementConfig,
     EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
 )  # fmt: skip

@@ -17,6 +17,7 @@ from pydantic import Field
 from agentrl.documents.task_file import ReadResult, read_tasks
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
+from agentrl.environments.harbor.source import is_harbor, open_harbor
 from agentrl.errors import AgentRLError, TaskFileError, nearest
 from agentrl.user_code import describe
 from agentrl.validation import Settings, read_config
@@ -80,8 +81,20 @@ def read_task_source(
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
         skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=generate(str(path), split) if is_address(path) else None,
+        source=open_source(str(path), split),
     )  # fmt: skip
+
+
+def open_source(text: str, split: str) -> TaskSource:
+    """Open a task file, the folder or git bundle of Harbor tasks, or ``env:NAME?…``, for tasks of ``split``.
+
+    Raises TaskFileError, and ConfigError for what this machine cannot run or read.
+    """
+    if is_address(text):
+        return generate(text, split)
+    if is_harbor(text):
+        return open_harbor(text)
+    return TaskSource(Path(text))
 
 
 def generate(text: str, split: str) -> TaskSource:

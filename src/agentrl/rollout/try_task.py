@@ -15,6 +15,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EngineConfig,
     ModelConfig,
     RunConfig,
@@ -29,7 +30,9 @@ from agentrl.documents.task_json import image_sources, make_task, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.session import open_environment
-from agentrl.environments.tasks import generate, is_address
+from agentrl.environments.harbor.machine import use_containers
+from agentrl.environments.harbor.oracle import check_solutions
+from agentrl.environments.tasks import is_address, open_source
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
@@ -98,6 +101,7 @@ async def try_task(
     TaskFileError for tasks that cannot be tried. The trial has a database of its own, which is dropped at the
     end; if no server is named, the embedded one is started and left running. Raises StoreError without one.
     """
+    use_containers(configs[ContainerConfig])
     async with AsyncExitStack() as stack:
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
         task, images = await _task(wanted, line, run)
@@ -136,6 +140,14 @@ async def try_task(
     return 0 if whole.record.score is not None else 1
 
 
+async def run_solutions(configs: Configs, wanted: str, *, line: int | None) -> int:
+    """Check Harbor tasks by their solutions, and print the rewards. Returns 1 if a solution does not help."""
+    use_containers(configs[ContainerConfig])
+    source = await asyncio.to_thread(open_source, wanted, _ID)
+    at_once = configs[SamplingConfig].max_concurrent_samples_per_process
+    return await check_solutions(source, line, at_once=at_once)
+
+
 def _start_server(run: RunConfig) -> None:
     """Start the embedded server, unless it runs or ``run`` names another."""
     if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
@@ -145,7 +157,7 @@ def _start_server(run: RunConfig) -> None:
 
 async def _run(stack: AsyncExitStack, configs: Configs, wanted: str, has_engine: bool) -> Store | None:
     """Open the run's store if the task, the engine or the model comes from it."""
-    of_run = not _is_json(wanted) and not is_address(wanted) and not _is_file(wanted)
+    of_run = not _is_json(wanted) and not _is_source(wanted)
     if not of_run and has_engine and configs[ModelConfig].model_name_or_path is not None:
         return None
     run = await stack.enter_async_context(await open_existing(configs[RunConfig]))
@@ -162,10 +174,8 @@ async def _task(wanted: str, line: int | None, run: Store | None) -> tuple[Task,
             return make_task(item, _ID, 0, 1), read_images(image_sources(item), None)
         except BadTaskError as error:
             raise TaskFileError(f"this is not a task: {error}", hint="see docs/tasks.md") from error
-    if is_address(wanted):
-        return await asyncio.to_thread(lambda: _task_of_file(generate(wanted, _ID), line))
-    if _is_file(wanted):
-        return await asyncio.to_thread(lambda: _task_of_file(TaskSource(Path(wanted)), line))
+    if _is_source(wanted):
+        return await asyncio.to_thread(lambda: _task_of_file(open_source(wanted, _ID), line))
     if run is None:
         raise ConfigError(f"{wanted!r} is neither JSON nor a file", hint="give one of them")
     for key in (wanted, task_key("train", 0, wanted)):
@@ -183,9 +193,12 @@ def _is_json(wanted: str) -> bool:
     return wanted.lstrip().startswith("{")
 
 
-def _is_file(wanted: str) -> bool:
+def _is_source(wanted: str) -> bool:
+    """Return whether this is the path or the address of tasks, rather than the id of one."""
+    if is_address(wanted):
+        return True
     try:
-        return Path(wanted).is_file()
+        return Path(wanted).exists()
     except (OSError, ValueError):
         return False
 
