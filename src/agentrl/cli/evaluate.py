@@ -128,8 +128,8 @@ def try_task(argv: list[str]) -> int:
         words,
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
-        " id of a task of the run, or a task file or folder. The trial has a database of its own on the server of the"
-        " run, which is dropped at the end.",
+        " id of a task of the run, or a task file or folder. The trial has a database of its own on the"
+        " server of the run, which is dropped at the end.",
         shown=[
             RunConfig,
             ModelConfig,

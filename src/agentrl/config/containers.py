@@ -18,8 +18,8 @@ class ContainerConfig(Flags):
 
     containers: str = flag(
         "auto",
-        "what runs the containers of tasks: docker, sandbox (root file systems of --rootfs), kubernetes, or your"
-        " own; auto: sandbox for the images that --rootfs names, docker for the others",
+        "what runs the containers of tasks: docker, kubernetes, sandbox (root file systems of --rootfs), or"
+        " your own (auto: sandbox for the images that --rootfs names, docker for the others)",
         per_process=True,
     )
     rootfs: str = flag(

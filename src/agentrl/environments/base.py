@@ -62,7 +62,7 @@ class Environment:
     task_defaults: ClassVar[Mapping[str, Any]] = {}
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
 
-    call_seconds: Mapping[str, float] = {}  # noqa: RUF012  a shared empty default
+    call_seconds: Mapping[str, float] = {}
     """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
     agent_seconds: float | None = None
     """How long the agent may work; then the trajectory ends, and ``reward`` is asked for."""

@@ -29,9 +29,9 @@ from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, t
 from agentrl.documents.task_json import image_sources, make_task, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
 from agentrl.documents.task_source import TaskSource
-from agentrl.environments.session import open_environment
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.harbor.oracle import check_solutions
+from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import is_address, open_source
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held

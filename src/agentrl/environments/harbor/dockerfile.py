@@ -1,4 +1,4 @@
-"""Read the Dockerfile of a task: where its commands run, and what a root file system of its base still lacks."""
+"""Read the Dockerfile of a task: where its commands run, and what its base still lacks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Dockerfile:
     environment: dict[str, str] = field(default_factory=dict)
     user: str | None = None
     copies: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
-    """Paths in the folder of the Dockerfile, and where they go: an absolute path, a folder if it ends in ``/``."""
+    """Paths beside the Dockerfile, and where they go: an absolute path, a folder if it ends in ``/``."""
     needs_build: str | None = None
     """The first instruction that only a builder of images can follow, with its line; None without one."""
 
@@ -71,7 +71,7 @@ def _follow(found: Dockerfile, word: str, rest: str) -> bool:
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield the line, the instruction in capitals and the rest of each; comments are left out."""
-    begun, parts = 0, []
+    begun, parts = 0, list[str]()
     for number, raw in enumerate(text.splitlines(), 1):
         line = raw.strip()
         if not line or line.startswith("#"):

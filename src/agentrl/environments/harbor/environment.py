@@ -1,9 +1,9 @@
-"""Environment ``harbor``: a task of Harbor's format in a container of the trajectory, scored by its own tests.
+"""Environment ``harbor``: a task of Harbor's format in a container, scored by the tests of its folder.
 
     agentrl tasks load DIR --run_name …
 
-DIR is the folder of a task, of a data set, or a git bundle of either. ``tests/`` and ``solution/`` never reach the
-container while the agent works: the tests are copied into it when the agent has ended.
+DIR is the folder of a task, of a data set, or a git bundle of either. ``tests/`` and ``solution/`` do not
+reach the container while the agent works: the tests are copied into it when the agent has ended.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from agentrl.environments.harbor.task_toml import HealthCheck
 from agentrl.environments.harbor.verifier import (
     ARTIFACTS,
     OUTPUT_BYTES,
+    ROOT,
     Verdict,
     control,
     prepare_logs,
@@ -121,7 +122,7 @@ class Harbor(Environment):
         )  # fmt: skip
 
     async def reward(self) -> float:
-        """Run the tests. Raises TaskEnvironmentError if they give no reward: it is never 0 for want of one."""
+        """Run the tests. Raises TaskEnvironmentError if they give no reward, which is no reward of 0."""
         changed, count, diff = await self._changes()
         verdict = await (self._verify_apart() if self._harbor.toml.verifier.is_separate else self._verify())
         run = verdict.run
@@ -159,7 +160,7 @@ class Harbor(Environment):
         )  # fmt: skip
 
     async def _verify_apart(self) -> Verdict:
-        """Run the tests in a container of their own, which gets the artifacts of the agent's and nothing else."""
+        """Run the tests in a container of their own, which gets only the artifacts of the agent's."""
         task = self._harbor
         if task.verifier_image is None:
             raise TaskEnvironmentError(f"Harbor task {task.name} has no image for its verifier")
@@ -175,17 +176,16 @@ class Harbor(Environment):
             await asyncio.shield(container.stop())
 
     async def _carry(self, path: str, container: Container) -> None:
-        """Copy a file or folder of the agent's container to the same place of another; nothing if it is missing."""
+        """Copy a file or folder of the agent's container to the same place of another, if it exists."""
         archive, target = self._scratch / "artifact.tar", path
         try:
             is_folder = await self.container.run(["test", "-d", path], seconds=_SPARE_SECONDS)
             if is_folder.succeeded:
                 await self.container.copy(archive, out_of=path)
             else:
-                await self.container.run(
-                    ["/bin/sh", "-c", f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/', "sh", path],
-                    seconds=_SPARE_SECONDS, user="0:0",
-                )  # fmt: skip
+                line = f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/'
+                stage = ["/bin/sh", "-c", line, "sh", path]
+                await self.container.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
                 target = posixpath.dirname(path)
                 await self.container.copy(archive, out_of=_FROM)
         except FileNotFoundError:

@@ -72,7 +72,7 @@ class HarborTask:
 
 
 def read_task_folder(folder: Path) -> HarborTask:
-    """Return the task in ``folder``. Raises BadTaskError for one that is incomplete or cannot run anywhere here."""
+    """Return the task in ``folder``. Raises BadTaskError if it is incomplete or cannot run."""
     try:
         toml = read_task_toml((folder / TASK_FILE).read_text(encoding="utf-8"))
         instruction = folder / "instruction.md"
@@ -102,8 +102,8 @@ def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
     for name in _COMPOSE:
         if (folder / name).exists():
             raise BadTaskError(
-                f"{where}/{name} starts several containers, and a task has one here: run it with Harbor, or merge"
-                " its services into the Dockerfile"
+                f"{where}/{name} starts several containers, and a task has one here: run it with Harbor, or"
+                " merge its services into the Dockerfile"
             )
     if table.docker_image is not None:
         return ImageOf(table, table.docker_image, None, None)
@@ -149,14 +149,14 @@ def _digest(folder: Path) -> str:
 
 
 def pack_folder(folder: Path, target: Path) -> None:
-    """Write the files of a folder to an archive, with relative paths. Root owns them, and links stay links."""
+    """Write the files of a folder to an archive, by relative paths. Root owns them, and links stay links."""
     with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive:
         for name, path, _ in files_of(folder):
             archive.add(path, arcname=name, recursive=False, filter=_by_root)
 
 
 def pack_copies(dockerfile: Dockerfile, context: Path, target: Path) -> None:
-    """Write what the COPY lines of a Dockerfile add to its base, with paths from the root. Raises BadTaskError."""
+    """Write what the COPY lines of a Dockerfile add, by paths from the root. Raises BadTaskError."""
     with tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive:
         for sources, where in dockerfile.copies:
             for path in _found(sources, context):

@@ -20,6 +20,8 @@ _SPARE_SECONDS: Final = 600.0
 """Time that a container outlives the limits of its task, for copies and starts."""
 _NO_LIMIT_SECONDS: Final = 24 * 3600.0
 """Longest life of a container whose task limits no agent; the trajectory has a limit of its own."""
+_MEMORY_MB, _STORAGE_MB = 4096, 10240
+"""Of a task that names none."""
 _config = ContainerConfig()
 
 
@@ -35,12 +37,12 @@ def secrets() -> tuple[str, ...]:
 
 
 def variables(given: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return the variables of a table of ``task.toml``. Raises BadTaskError for one that tasks may not read."""
+    """Return the variables of a table of ``task.toml``. Raises BadTaskError for one that may not be read."""
     return filled(given, where, _config.variables)
 
 
 def back_end(task: HarborTask, image: ImageOf, *, is_verifier: bool = False) -> Container:
-    """Return the container of a task, not yet started. Raises BadTaskError without the root file system it needs.
+    """Return the container of a task, not yet started. Raises BadTaskError without a root file system.
 
     The agent and a shared verifier have the same one. ``is_verifier``: that of a separate verifier.
     """
@@ -49,12 +51,12 @@ def back_end(task: HarborTask, image: ImageOf, *, is_verifier: bool = False) -> 
         raise BadTaskError(
             f"--containers is sandbox, and --rootfs names no root file system for {_named(task, image)}"
         )
-    if root is not None and needs_copies(task, image) and image.dockerfile is not None:
-        if image.dockerfile.needs_build is not None:
-            raise BadTaskError(
-                f"its image must be built ({image.dockerfile.needs_build}): build it where Docker is, `docker"
-                f" export` a container of it, and give --rootfs {task.name}=FILE.tar"
-            )
+    instruction = None if image.dockerfile is None else image.dockerfile.needs_build
+    if instruction is not None and needs_copies(task, image):
+        raise BadTaskError(
+            f"its image must be built ({instruction}): build it where Docker is, `docker export` a container"
+            f" of it, and give --rootfs {task.name}=FILE.tar"
+        )
     return CONTAINERS.get(name)(_spec(task, image, root, is_verifier=is_verifier))
 
 
@@ -79,7 +81,7 @@ def check_runnable(task: HarborTask) -> None:
 
 
 def needs_copies(task: HarborTask, image: ImageOf) -> bool:
-    """Return whether the COPY lines of the Dockerfile are to be followed: the root is only that of its base."""
+    """Return whether the root is that of the Dockerfile's base, so that its COPY lines must be followed."""
     name, root = _root(task, image)
     return (
         name == "sandbox" and root is not None and image.build is not None and task.name not in _config.roots
@@ -120,13 +122,8 @@ def _named(task: HarborTask, image: ImageOf) -> str:
 def _spec(task: HarborTask, image: ImageOf, root: str | None, *, is_verifier: bool) -> ContainerSpec:
     toml, table, dockerfile = task.toml, image.table, image.dockerfile
     own = {} if root is None or dockerfile is None else dockerfile.environment
-    phase = "verifier" if is_verifier else "agent"
     agent = _NO_LIMIT_SECONDS if toml.agent.timeout_sec is None else toml.agent.timeout_sec
     check = 0.0 if table.healthcheck is None else table.healthcheck.seconds
-    limits = {
-        "memory_mb": table.memory_mb or table.memory,
-        "storage_mb": table.storage_mb or table.storage,
-    }
     return ContainerSpec(
         name="harbor",
         image=image.image,
@@ -135,8 +132,9 @@ def _spec(task: HarborTask, image: ImageOf, root: str | None, *, is_verifier: bo
         environment={**own, **variables(table.env, "environment.env")},
         workdir=table.workdir or (None if dockerfile is None else dockerfile.workdir),
         user=None if root is None or dockerfile is None else dockerfile.user,
-        network="host" if toml.network(phase) else "none",
+        network="host" if toml.network("verifier" if is_verifier else "agent") else "none",
         cpus=table.cpus,
         seconds=_SPARE_SECONDS + check + toml.verifier.timeout_sec + (0 if is_verifier else agent),
-        **{name: value for name, value in limits.items() if value is not None},
+        memory_mb=table.memory_mb or table.memory or _MEMORY_MB,
+        storage_mb=table.storage_mb or table.storage or _STORAGE_MB,
     )

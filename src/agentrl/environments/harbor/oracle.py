@@ -21,7 +21,7 @@ _SAID = 300
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the tests of a task say of its untouched container and of its solution, or why they say nothing."""
+    """What the tests of a task say of its untouched container and of its solution."""
 
     name: str
     untouched: float | None
@@ -86,9 +86,9 @@ async def _check_all(tasks: Sequence[Task], at_once: int) -> list[Checked]:
 async def check_task(task: Task) -> Checked:
     """Run the tests of a task in a fresh container, and in another after its solution."""
     started = time.monotonic()
-    rewards: list[float | None] = [None, None]
+    rewards: dict[str, float] = {}
     problems = []
-    for place, what in enumerate(("untouched", "solution")):
+    for what in ("untouched", "solution"):
         environment = None
         try:
             environment = await asyncio.to_thread(Harbor, task)
@@ -99,10 +99,11 @@ async def check_task(task: Task) -> Checked:
                 problems.append(
                     f"solve.sh ended with {done.exceeded or f'exit code {done.exit_code}'}: {said}"
                 )
-            rewards[place] = await environment.reward()
+            rewards[what] = await environment.reward()
         except (AgentRLError, BadTaskError, OSError) as error:
             problems.append(f"{what}: {error}")
         finally:
             if environment is not None:
                 await asyncio.shield(environment.teardown())
-    return Checked(task.task_id, *rewards, time.monotonic() - started, "; ".join(problems) or None)
+    seconds, problem = time.monotonic() - started, "; ".join(problems) or None
+    return Checked(task.task_id, rewards.get("untouched"), rewards.get("solution"), seconds, problem)

@@ -19,8 +19,8 @@ from agentrl.errors import TaskEnvironmentError, TaskFileError
 
 NAME: Final = "harbor"
 _SYSTEM: Final = (
-    "You work in a Linux container through the tool bash. Do what the task asks, and check your work: tests that you"
-    " cannot see will run when you end. When it is done, write <answer>done</answer>."
+    "You work in a Linux container through the tool bash. Do what the task asks, and check your work: tests"
+    " that you cannot see will run when you end. When it is done, write <answer>done</answer>."
 )
 _BUNDLE: Final = (b"# v2 git bundle", b"# v3 git bundle")
 _CLONE_SECONDS: Final = 300.0

@@ -1,7 +1,7 @@
 """Define what ``task.toml`` of a Harbor task may say, and which of it runs here.
 
-Both spellings of the version are read: ``version = "1.0"`` and ``schema_version = "1.1"`` to ``"1.4"``. Keys that
-Harbor knows and this file does not declare are ignored, as Harbor ignores those that it does not know.
+Both spellings of the version are read: ``version = "1.0"`` and ``schema_version = "1.1"`` to ``"1.4"``. Other
+keys are ignored, as Harbor ignores those that it does not know.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class TaskToml(_Section):
 
 
 def read_task_toml(text: str) -> TaskToml:
-    """Return what ``task.toml`` says. Raises BadTaskError for a file that cannot be read or does not run here."""
+    """Return what ``task.toml`` says. Raises BadTaskError if it cannot be read or run."""
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -200,8 +200,8 @@ def read_task_toml(text: str) -> TaskToml:
     version = given.setdefault("schema_version", given.pop("version", VERSIONS[-1]))
     if str(version) not in VERSIONS:
         raise BadTaskError(
-            f"task.toml has the schema version {version!r}; this AgentRL reads {VERSIONS[0]} to {VERSIONS[-1]}:"
-            " install a newer AgentRL, or let Harbor write the task in one of these"
+            f"task.toml has the schema version {version!r}; this AgentRL reads {VERSIONS[0]} to"
+            f" {VERSIONS[-1]}: install a newer AgentRL, or let Harbor write the task in one of these"
         )
     given["schema_version"] = str(version)
     try:
@@ -225,8 +225,8 @@ def _refuse_what_cannot_run(found: TaskToml) -> None:
             raise BadTaskError(f"task.toml: {name}.os is {place.os!r}; only linux runs here")
         if place.gpus or place.tpu:
             raise BadTaskError(
-                f"task.toml: {name} asks for accelerators, and containers here get none: remove gpus and tpu if"
-                " the task runs without"
+                f"task.toml: {name} asks for accelerators, and containers here get none: remove gpus and tpu"
+                " if the task runs without"
             )
         if place.mcp_servers:
             raise BadTaskError(
@@ -254,8 +254,9 @@ def _refuse_what_cannot_run(found: TaskToml) -> None:
             "task.toml: verifier.environment_mode is 'shared', and verifier.environment describes another"
             " container: remove one of them"
         )
-    services = [item.service for item in (*found.verifier.collect, *found.artifacts)]
-    others = [name for name in services if name not in (None, "main")]
+    services = [hook.service for hook in found.verifier.collect]
+    services += [artifact.service or "main" for artifact in found.artifacts]
+    others = [name for name in services if name != "main"]
     if others:
         raise BadTaskError(f"task.toml names the service {others[0]!r}: a task has one container here")
 

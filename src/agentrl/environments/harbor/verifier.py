@@ -53,8 +53,8 @@ class Verdict:
             raise TaskEnvironmentError(
                 f"the verifier gave no reward: {self.rewards}; it ended as {self.run.ended} with exit code"
                 f" {self.run.exit_code}" + (f"; its last output: {said}" if said else ""),
-                hint=f"tests/test.sh must write a number to {VERIFIER_LOGS}/{_REWARD_TEXT}; verifier.timeout_sec"
-                " limits it",
+                hint=f"tests/test.sh must write a number to {VERIFIER_LOGS}/{_REWARD_TEXT};"
+                " verifier.timeout_sec limits it",
             )
         return self.rewards.get(REWARD, sum(self.rewards.values()) / len(self.rewards))
 
@@ -82,8 +82,8 @@ async def verify(
 ) -> Verdict:  # fmt: skip
     """Run the tests. ``tests`` is the archive of ``tests/``, None if the image has them.
 
-    What the agent left under ``/tests`` and ``/logs/verifier`` is removed first, and what it left running goes on:
-    tests may call a service that it started.
+    What the agent left under ``/tests`` and ``/logs/verifier`` is removed first, and what it left running
+    goes on: tests may call a service that it started.
     """
     remove = f"rm -rf {VERIFIER_LOGS}" + (f" {TESTS}" if tests is not None else "")
     await control(container, remove)
@@ -126,8 +126,9 @@ def command_run(done: Execution) -> CommandRun:
     else:
         ended = Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT
     return CommandRun(
-        ended=ended, exit_code=done.exit_code, seconds=done.seconds, memory_mb=done.memory_mb, stdout=done.stdout,
-        stderr=done.stderr, stdout_bytes=done.stdout_bytes, stderr_bytes=done.stderr_bytes,
+        ended=ended, exit_code=done.exit_code, seconds=done.seconds, memory_mb=done.memory_mb,
+        stdout=done.stdout, stderr=done.stderr, stdout_bytes=done.stdout_bytes,
+        stderr_bytes=done.stderr_bytes,
     )  # fmt: skip
 
 
