@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from agentrl.documents.task_messages import BadTaskError
-from agentrl.documents.task_source import Item, TaskSource
+from agentrl.documents.task_source import Places, TaskSource
 from agentrl.environments.harbor.folder import TASK_FILE, HarborTask, process_folder, read_task_folder
 from agentrl.environments.harbor.machine import check_runnable
 from agentrl.errors import TaskEnvironmentError, TaskFileError
@@ -49,7 +49,18 @@ def open_harbor(path: str | Path) -> TaskSource:
     folders = list(_task_folders(_unpacked(place)))
     if not folders:
         raise TaskFileError(f"{path} holds no folder with {TASK_FILE}", hint="see docs/harbor.md")
-    return _HarborSource(place, folders)
+    file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
+    places, root = Places(), _unpacked(place)
+    for number, folder in enumerate(folders, 1):
+        places.begin(number - 1, folder)
+        value: dict[str, Any] = {}
+        try:
+            value = _line(place, folder, root)
+        except BadTaskError as error:
+            places.bad[number] = BadTaskError(f"Harbor task {folder.name}: {error}")
+        file.write(json.dumps(value).encode() + b"\n")
+    file.seek(0)
+    return TaskSource(place, cast("Any", file), places=places)
 
 
 def open_task(meta: Mapping[str, Any]) -> HarborTask:
@@ -78,30 +89,6 @@ def open_task(meta: Mapping[str, Any]) -> HarborTask:
 @cache
 def _read(folder: Path) -> HarborTask:
     return read_task_folder(folder)
-
-
-class _HarborSource(TaskSource):
-    """A temporary task file with a line for each task that runs here."""
-
-    def __init__(self, source: Path, folders: list[Path]) -> None:
-        file = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
-        root = _unpacked(source)
-        self._items: list[Item] = []
-        for number, folder in enumerate(folders, 1):
-            offset, value = file.tell(), cast("Any", None)
-            try:
-                value = _line(source, folder, root)
-                file.write(json.dumps(value, ensure_ascii=True, allow_nan=False).encode())
-            except (BadTaskError, ValueError) as error:
-                value = BadTaskError(f"Harbor task {folder.name}: {error}")
-            self._items.append(Item(number, offset, file.tell() - offset, value))
-        file.flush()
-        file.seek(0)
-        super().__init__(source, cast("Any", file))
-
-    def items(self) -> Iterator[Item]:
-        """Yield every task, in the order of their folders' names."""
-        return iter(self._items)
 
 
 def _line(source: Path, folder: Path, root: Path) -> dict[str, Any]:
