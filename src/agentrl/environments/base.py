@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.registry import Registry
@@ -63,6 +64,12 @@ class Environment:
     limit: ClassVar[int | None] = None
     """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
 
+    call_seconds: Mapping[str, float] = {}
+    """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
+    agent_seconds: float | None = None
+    """How long the agent may work; then the trajectory ends, and ``reward`` is asked for."""
+    left: HarnessRun | None = None
+    """What ``reward`` found in the trajectory's files, for the Record."""
     first_role: str | None = None
     """Who reads the query and moves first, in an environment with several roles; ``setup`` may set it."""
     is_done: bool = False
@@ -173,7 +180,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     group="agentrl.environments",
     built_in=[
         f"agentrl.environments.{name}"
-        for name in ("reasoning_gym", "textarena", "code", "openenv", "nemo_gym")
+        for name in ("reasoning_gym", "textarena", "code", "harbor.environment", "openenv", "nemo_gym")
     ],
     convert=_environment_class,
 )
