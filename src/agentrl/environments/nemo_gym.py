@@ -20,7 +20,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, Observation, TaskRequest, environment
-from agentrl.environments.server_address import count, get_json, is_local, server_url
+from agentrl.environments.server_address import CONNECT_SECONDS, count, get_json, is_local, server_url
 from agentrl.errors import OutageError, SessionLostError, TaskEnvironmentError, TaskFileError
 from agentrl.tools.base import Schema, function_schema
 
@@ -29,7 +29,7 @@ _EXAMPLE = f"env:{NAME}?url=http://127.0.0.1:8000&data=train.jsonl"
 _AWAY = (429, 502, 503, 504)
 """Statuses by which a server or its proxy says that it is away; any other error is the request's."""
 _CALL_SECONDS = 3600.0
-"""Bound of one request; --tool_timeout_seconds is shorter."""
+"""Bound of an answer; --tool_timeout_seconds ends the call before."""
 _EXCERPT = 300
 
 Json = dict[str, Any]
@@ -87,8 +87,9 @@ class NemoGym(Environment):
         import httpx
 
         secure = self._url.startswith("https:")
+        timeout = httpx.Timeout(_CALL_SECONDS, connect=CONNECT_SECONDS)
         self._client = httpx.AsyncClient(
-            base_url=self._url, timeout=_CALL_SECONDS, verify=secure, trust_env=not is_local(self._url)
+            base_url=self._url, timeout=timeout, verify=secure, trust_env=not is_local(self._url)
         )
         await self._seed()
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agentrl.documents.task import Task
 from agentrl.environments.base import Environment, Observation, TaskRequest, environment
-from agentrl.environments.openenv_session import InvalidActionError, OpenEnvSession, Step
+from agentrl.environments.openenv_session import EpisodeError, InvalidActionError, OpenEnvSession, Step
 from agentrl.environments.openenv_tasks import (
     FIRST,
     NAME,
@@ -140,7 +140,7 @@ class OpenEnv(Environment):
             action = {"type": "call_tool", "tool_name": name, "arguments": action}
         try:
             step = await self._session.step(action)
-        except (InvalidActionError, TaskEnvironmentError) as error:
+        except (InvalidActionError, EpisodeError) as error:
             raise ToolError(str(error)) from error
         self._note(step)
         if (problem := step.observation.get("error")) and self._given["action"] == "mcp":

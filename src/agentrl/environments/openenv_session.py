@@ -41,6 +41,10 @@ class InvalidActionError(Exception):
     """The server refuses the action: it does not match its schema."""
 
 
+class EpisodeError(TaskEnvironmentError):
+    """The environment raised on the server; its session goes on."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a reset or a step returns."""
@@ -152,7 +156,8 @@ class OpenEnvSession:
             )
         if code == "VALIDATION_ERROR":
             raise InvalidActionError(_invalid(data.get("errors")) or message)
-        raise TaskEnvironmentError(f"OpenEnv server {self.url} answered {code}: {message[:_EXCERPT]}")
+        failure = EpisodeError if code == "EXECUTION_ERROR" else TaskEnvironmentError
+        raise failure(f"OpenEnv server {self.url} answered {code}: {message[:_EXCERPT]}")
 
 
 def _step(data: Json) -> Step:
