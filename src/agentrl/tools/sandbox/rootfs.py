@@ -213,10 +213,10 @@ def _build_root(job: Job) -> None:
         _copy_tree("/tmp/lower", "/tmp/files/upper")
         linux.mount("/tmp/files/upper", "/tmp/root", flags=linux.MS_BIND)
     root = "/tmp/root"
-    for name, mode in (("dev", 0o755), ("proc", 0o755), ("tmp", 0o1777), ("root", 0o700)):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{root}/{name}", mode)
-            os.chmod(f"{root}/{name}", mode)
+    for name in ("dev", "proc", "tmp", "var/tmp", "root"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    for name in ("tmp", "var/tmp"):
+        os.chmod(f"{root}/{name}", 0o1777)
     linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
     for name in (*DEVICES, "tty"):
         if os.path.exists(f"/dev/{name}"):
