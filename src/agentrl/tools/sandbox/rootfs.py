@@ -367,7 +367,9 @@ def _program(job: Job, streams: Streams, status: int) -> None:
     os.umask(0o022)
     become_user(0, 0)
     limit_resources(job, int(job.limits["processes"]))
-    linux.keep_capabilities(_CAPABILITIES)
+    user, group, home = (0, 0, "/") if job.copies else _user(job.user)
+    keeps_rights = job.is_privileged and user == 0
+    linux.keep_capabilities(_CAPABILITIES, by_programs=_CAPABILITIES if keeps_rights else ())
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.install(namespaces=True)
     if job.copies:
@@ -379,8 +381,7 @@ def _program(job: Job, streams: Streams, status: int) -> None:
         os._exit(0)
     if job.cwd != "/":
         os.makedirs(job.cwd, exist_ok=True)
-    user, group, home = _user(job.user)
-    if user or not job.is_privileged:
+    if not keeps_rights:
         become_user(user, group)
         linux.drop_capabilities()
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
