@@ -88,8 +88,8 @@ def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
 def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
     """Yield one move of a robot that moves at random, wherever it and its goal are."""
     while True:
-        places = [choice.randint(1, 9) for _ in range(4)]
-        seen = "robot {} {} goal {} {}".format(*places)
+        x, y, far = choice.randint(1, 9), choice.randint(1, 9), choice.randint(1, LONGEST_WALK)
+        seen = f"robot at {x} {y}, goal {far} {choice.choice(MOVES)}"
         yield {"messages": [{"role": "user", "content": seen}, _said(choice.choice(MOVES))]}
 
 
