@@ -139,7 +139,7 @@ def drop_capabilities() -> None:
 
 
 def keep_capabilities(kept: Collection[int], *, by_programs: Collection[int] = ()) -> None:
-    """Give up every capability but ``kept``; programs that are started keep ``by_programs``. Raises OSError."""
+    """Give up capabilities but ``kept``; programs that are started keep ``by_programs``. Raises OSError."""
     for capability in range(64):
         try:
             if capability not in by_programs:
