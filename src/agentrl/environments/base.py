@@ -151,7 +151,7 @@ def _environment_class(given: Any) -> type[Environment]:
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     group="agentrl.environments",
-    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym", "textarena", "code")],
+    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym", "textarena", "code", "verifiers")],
     convert=_environment_class,
 )
 
