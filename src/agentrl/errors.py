@@ -42,6 +42,7 @@ class DependencyKind(StrEnum):
 
     ENGINE = "engine"
     TOOL = "tool"
+    CONTAINERS = "containers"
     JUDGE = "judge"
     TEACHER = "teacher"
     DATABASE = "database"
@@ -65,6 +66,7 @@ class Dependency:
 _PHRASES = {
     DependencyKind.ENGINE: "the engines",
     DependencyKind.TOOL: "tool server {}",
+    DependencyKind.CONTAINERS: "the containers of {}",
     DependencyKind.JUDGE: "judge {}",
     DependencyKind.TEACHER: "teacher {}",
     DependencyKind.DATABASE: "the database",

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.registry import Registry
@@ -61,6 +62,12 @@ class Environment:
     task_defaults: ClassVar[Mapping[str, Any]] = {}
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
 
+    call_seconds: Mapping[str, float] = {}
+    """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
+    agent_seconds: float | None = None
+    """How long the agent may work; then the trajectory ends, and ``reward`` is asked for."""
+    left: HarnessRun | None = None
+    """What ``reward`` found in the trajectory's files, for the Record."""
     first_role: str | None = None
     """Who reads the query and moves first, in an environment with several roles; ``setup`` may set it."""
 
@@ -151,7 +158,10 @@ def _environment_class(given: Any) -> type[Environment]:
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     group="agentrl.environments",
-    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym", "textarena", "code", "verifiers")],
+    built_in=[
+        f"agentrl.environments.{name}"
+        for name in ("reasoning_gym", "textarena", "code", "verifiers", "harbor.environment")
+    ],
     convert=_environment_class,
 )
 

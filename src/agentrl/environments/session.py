@@ -62,9 +62,9 @@ class EnvironmentSession:
     async def open(self) -> None:
         """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
         self._instance = await self._method("__init__", self._kind, self._task)
-        self._tools = PythonSession(
-            self.name, self._toolset, call_timeout=self._call_timeout, instance=self._instance
-        )
+        limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
+        longest = max(limits, default=self._call_timeout)
+        self._tools = PythonSession(self.name, self._toolset, call_timeout=longest, instance=self._instance)
         await self._method("setup", self.instance.setup)
 
     async def list(self) -> Sequence[Schema]:
@@ -117,8 +117,9 @@ class EnvironmentSession:
             )
 
     async def _method(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        own = {} if self._instance is None else self._instance.call_seconds
         return await contain_within(
-            self._call_timeout, lambda: run_function(function, *arguments),
+            own.get(method, self._call_timeout), lambda: run_function(function, *arguments),
             f"{method} of environment {self.name}", TaskEnvironmentError,
             hint="raise --tool_timeout_seconds",
         )  # fmt: skip

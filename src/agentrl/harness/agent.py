@@ -18,7 +18,7 @@ from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import Prepared, prepare
-from agentrl.harness.result import compare, score_files
+from agentrl.harness.result import score_files
 from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
 from agentrl.rollout.agent_io import Endpoint, Outcome
@@ -26,6 +26,7 @@ from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
+from agentrl.tools.sandbox.changes import compare
 
 TASK_FILE: Final = "task.json"
 QUESTION_FILE: Final = "task.txt"
@@ -67,9 +68,7 @@ class CommandAgent:
                     seconds=config.limits.seconds,
                     secrets=secrets,
                 )
-                answers = await is_up(
-                    endpoint.base_url
-                )  # here: the gateway of a trial ends with its endpoint
+                answers = await is_up(endpoint.base_url)  # here: a trial ends its gateway with its endpoint
             run = _checked(run, rollout)
             await _keep(rollout, session, run, secrets)
             stopped_by = STOPPED.get(endpoint.result.stopped_by or "")
@@ -171,7 +170,7 @@ def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
 
 async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tuple[str, ...]) -> None:
     """Let the Record show the run and what it changed."""
-    changes = await asyncio.to_thread(compare, session.before, session.archive)
+    changes = await asyncio.to_thread(compare, session.before, session.archive, WORKSPACE)
     rollout.harness_run = HarnessRun(
         run=run, changed_files=changes.files, changes=changes.count, diff=hide(changes.diff, secrets)
     )

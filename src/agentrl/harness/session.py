@@ -187,7 +187,7 @@ class HarnessSession(Session):
             gateway=self._gateway if calls_model and self._has_own_network else None,
         )  # fmt: skip
         try:
-            return await launch(job, limits)
+            return await launch(job, seconds)
         except ToolServerError:
             await asyncio.to_thread(self._kill_remains)
             raise

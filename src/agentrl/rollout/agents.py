@@ -215,9 +215,13 @@ async def run_agent(
     if isinstance(agent, AgentClass):
         instance = contain_call(agent.kind, f"the class of agent {name}", TrajectoryError)
     run: Agent = instance.run if isinstance(agent, AgentClass) else agent
+    limit = None if rollout.environment is None else rollout.environment.agent_seconds
     token = CURRENT.set(rollout)
     try:
-        outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+        async with rollout.time_limit(limit):
+            outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+    except TimeoutError:
+        outcome = Outcome(StopReason.TIME_LIMIT)
     except ContextFullError:
         outcome = Outcome(StopReason.LENGTH_LIMIT)
     except TurnsLimitError:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,28 +28,42 @@ _QUEUE_SECONDS = 5.0
 
 
 class Clock:
-    """The time limit of a trajectory; it stands still while the trajectory is held."""
+    """The time limits of a trajectory; they stand still while the trajectory is held."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
+        self._limits = [limit]
         self._holds = 0
-        self._left = 0.0
+        self._left: list[tuple[asyncio.Timeout, float]] = []
+
+    @asynccontextmanager
+    async def limit(self, seconds: float | None) -> AsyncIterator[None]:
+        """Raise TimeoutError if the block takes longer; None is no limit of its own."""
+        async with asyncio.timeout(seconds) as limit:
+            self._limits.append(limit)
+            try:
+                yield
+            finally:
+                self._limits.remove(limit)
+                self._left = [(held, left) for held, left in self._left if held is not limit]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""
         loop = asyncio.get_running_loop()
-        ends = self._limit.when()
-        if ends is not None and not self._holds:
-            self._left = ends - loop.time()
-            self._limit.reschedule(None)
+        if not self._holds:
+            ends = [(limit, limit.when()) for limit in self._limits]
+            self._left = [(limit, end - loop.time()) for limit, end in ends if end is not None]
+            for limit, _ in self._left:
+                limit.reschedule(None)
         self._holds += 1
         try:
             yield
         finally:
             self._holds -= 1
-            if not self._holds and not self._limit.expired():
-                self._limit.reschedule(loop.time() + self._left)
+            if not self._holds:
+                for limit, left in self._left:
+                    if not limit.expired():
+                        limit.reschedule(loop.time() + left)
 
 
 @dataclass(slots=True)

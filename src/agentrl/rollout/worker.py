@@ -181,6 +181,7 @@ class Worker:
                 gateway=self.gateway,
                 images=self.store.images,
                 hold=hold,
+                time_limit=clock.limit,
             )
             outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
         await self.store.records.advance(
