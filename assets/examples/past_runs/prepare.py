@@ -17,18 +17,10 @@ from typing import Any
 
 from demo.tiny import build_tiny_model
 
-from agentrl import ScorerContext
-
 FOLDER = Path(".agentrl/examples/past_runs")
 MODEL, TEACHER = FOLDER / "model", FOLDER / "teacher"
 WORDS = ("audio", "queue", "ocean", "idea", "piano", "radio", "cookie", "union")
 TEACHER_STEPS, BATCH = 40, 16
-
-
-def vowels(context: ScorerContext) -> float:
-    """Score the share of vowels among the letters of the last message."""
-    letters = [letter for letter in str(context.messages[-1]["content"]).lower() if letter.isalpha()]
-    return sum(letter in "aeiou" for letter in letters) / max(1, len(letters))
 
 
 def tasks(first: int, count: int) -> Iterator[dict[str, Any]]:
@@ -38,7 +30,7 @@ def tasks(first: int, count: int) -> Iterator[dict[str, Any]]:
             "id": f"t{number}",
             "query": f"{WORDS[number % len(WORDS)]} {number}",
             "answer": "vowels",
-            "scorer": "examples.past_runs.prepare:vowels",
+            "scorer": "vowels:share",
         }
 
 

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 PYTHON="${AGENTRL_VENV:-.venv}/bin/python"
-export PYTHONPATH="assets${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="assets/examples/past_runs${PYTHONPATH:+:$PYTHONPATH}"
 run="${RUN_NAME:-past}"
 config=assets/examples/past_runs/run.yml
 agentrl() {
