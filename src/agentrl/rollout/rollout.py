@@ -304,14 +304,15 @@ class Rollout(Role):
 
         Appends the answer as a user message to this conversation, to ``role``'s, or to that of the role which
         the environment names, unless it ends the trajectory. Raises TaskEnvironmentError if the environment
-        raises, and TrajectoryError if the task has none that answers messages.
+        raises, and TrajectoryError if the task has none that answers messages. While what the environment
+        reaches is down, the call waits and is repeated.
         """
         session = self._environment
         if session is None or not session.instance.answers_messages():
             raise TrajectoryError(
                 "no environment answers messages", hint="use an agent for tools, such as --agent_name react"
             )
-        observation = await session.step(turn.content)
+        observation = await self._hold(lambda: session.step(turn.content))
         if not observation.done:
             reader = role or self if observation.role is None else self.player(observation.role)
             reader.append_messages([{"role": "user", "content": observation.text}])
