@@ -22,7 +22,7 @@ _EXTRAS = {
 }
 _SAMPLER = (
     "PIL", "fsspec", "httptools", "httpx", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
-    "referencing", "renderers", "tokenizers", "zstandard",
+    "referencing", "renderers", "tokenizers", "websockets", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 

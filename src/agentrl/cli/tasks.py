@@ -10,15 +10,16 @@ from typing import Any
 from agentrl.cli.tasks_check import check
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
+from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
 from agentrl.documents.task_rows import TaskRows
+from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
 
 SOURCE = (
-    "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], or"
-    " env:NAME?n=1000&seed=1, in quotes"
+    "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
+    " folder or git bundle of Harbor tasks, or env:NAME?n=1000&seed=1, in quotes"
 )
 
 
@@ -51,12 +52,14 @@ def _parser() -> CommandParser:
     load.add_flags(LoadFlags)
     load.add_flags(TaskConfig, "num_generations", "skip_bad_lines", "task_fields", "task_preset")
     load.add_flags(RunConfig, "seed")
+    load.add_flags(ContainerConfig)
     checked = actions.add_parser(
         "check", help="say what is in the tasks of a source; exit code 1: it would not load"
     )
     checked.add_argument("file", help=SOURCE)
     checked.add_flags(TaskConfig, "eval_file", "task_fields", "task_preset")
     checked.add_flags(ModelConfig, "model_name_or_path")
+    checked.add_flags(ContainerConfig)
     checked.add_flags(JsonFlags)
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_flags(JsonFlags)
@@ -65,6 +68,7 @@ def _parser() -> CommandParser:
 
 async def _load(arguments: argparse.Namespace) -> int:
     tasks = group_of(TaskConfig, arguments)
+    use_containers(group_of(ContainerConfig, arguments))
     with progress(f"reading {arguments.file}"):
         result = read_task_source(
             arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.load import group_of
-from agentrl.config.schema import TaskConfig
+from agentrl.config.schema import ContainerConfig, TaskConfig
 from agentrl.documents.task_rows import TaskRows
+from agentrl.environments.harbor.machine import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
 
@@ -21,6 +22,7 @@ async def check(arguments: argparse.Namespace) -> int:
     """Print the report; return 1 if something would stop a load."""
     from agentrl.rollout.check_tasks import leakage, read_checked, report
 
+    use_containers(group_of(ContainerConfig, arguments))
     flags = group_of(TaskConfig, arguments)
     rows = TaskRows.parse(flags.task_preset, flags.task_fields)
     count_tokens = None if arguments.model_name_or_path is None else _counter(arguments.model_name_or_path)

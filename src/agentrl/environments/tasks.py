@@ -20,6 +20,7 @@ from agentrl.documents.task_folders import open_files
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import Item, TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
+from agentrl.environments.harbor.source import is_harbor, open_harbor
 from agentrl.errors import AgentRLError, TaskFileError, nearest
 from agentrl.scoring.answers import require_readable
 from agentrl.user_code import describe
@@ -98,12 +99,14 @@ def read_task_source(
 
 
 def open_source(text: str, split: str) -> TaskSource:
-    """Open a task file, a folder of data, ``hf://NAME`` or ``env:NAME?…``, for tasks of ``split``.
+    """Open a task file, a folder of data or of Harbor tasks, ``hf://NAME`` or ``env:NAME?…``, for ``split``.
 
     Raises TaskFileError, and ConfigError for what this machine cannot run or read.
     """
     if is_address(text):
         return generate(text, split)
+    if is_harbor(text):
+        return open_harbor(text)
     wanted = "train" if split == "train" else "eval"
     if text.startswith("hf://"):
         from agentrl.documents.task_hub import open_hub

@@ -15,6 +15,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EngineConfig,
     ModelConfig,
     RunConfig,
@@ -30,6 +31,8 @@ from agentrl.documents.task_json import image_sources, make_task, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import TaskSource
+from agentrl.environments.harbor.machine import use_containers
+from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import is_address, open_source
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
@@ -100,6 +103,7 @@ async def try_task(
     TaskFileError for tasks that cannot be tried. The trial has a database of its own, which is dropped at the
     end; if no server is named, the embedded one is started and left running. Raises StoreError without one.
     """
+    use_containers(configs[ContainerConfig])
     async with AsyncExitStack() as stack:
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
         flags = configs[TaskConfig]
@@ -138,6 +142,14 @@ async def try_task(
             return 0
     stdout_console().print(render_trajectory(replace(whole, failures=())))
     return 0 if whole.record.score is not None else 1
+
+
+async def run_solutions(configs: Configs, wanted: str, *, line: int | None) -> int:
+    """Check Harbor tasks by their solutions, and print the rewards. Returns 1 if a solution does not help."""
+    use_containers(configs[ContainerConfig])
+    source = await asyncio.to_thread(open_source, wanted, _ID)
+    at_once = configs[SamplingConfig].max_concurrent_samples_per_process
+    return await check_solutions(source, line, at_once=at_once)
 
 
 def _start_server(run: RunConfig) -> None:
