@@ -18,7 +18,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +64,23 @@ class EncodedDelta:
 
 
 def encode(
-    previous: Mapping[str, Tensor], current: Mapping[str, Tensor], file: Path, threads: int = 1
+    previous: Mapping[str, Tensor], current: Iterable[tuple[str, Tensor]], file: Path, threads: int = 1
 ) -> EncodedDelta:
     """Write the elements of ``current`` that differ from ``previous`` into ``file``; compare their bits.
 
-    Both map the tensors' names in the model's files to tensors on the CPU. One pass over the current ones
-    compares and hashes. Raises PublishError if the names, dtypes or shapes differ: publish whole weights
-    then. Raises OSError if the file cannot be written.
+    Both have the tensors' names in the model's files, and tensors on the CPU. One pass over the current ones
+    compares and hashes; it begins with each as it comes. Raises PublishError if the names, dtypes or shapes
+    differ: publish whole weights then. Raises OSError if the file cannot be written.
     """
-    if previous.keys() != current.keys():
-        raise _other_tensors(min(previous.keys() ^ current.keys()))
     index: dict[str, dict[str, Any]] = {}
     checksums: dict[str, TensorChecksum] = {}
     changed = elements = 0
-    with file.open("xb") as stream, ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool, file.open("xb") as stream:
+        encoded = {
+            name: pool.submit(_encode_tensor, name, previous.get(name), tensor) for name, tensor in current
+        }
+        if previous.keys() != encoded.keys():
+            raise _other_tensors(min(previous.keys() ^ encoded.keys()))
         digest = hashlib.sha256()
 
         def write(block: bytes) -> None:
@@ -85,9 +88,8 @@ def encode(
             stream.write(block)
 
         write(MAGIC)
-        names = list(current)
-        encoded = pool.map(lambda name: _encode_tensor(name, previous[name], current[name]), names)
-        for name, (checksum, parts, count) in zip(names, encoded, strict=True):
+        for name, future in encoded.items():
+            checksum, parts, count = future.result()
             checksums[name] = checksum
             changed, elements = changed + count, elements + math.prod(checksum.shape)
             chunks = []
@@ -103,9 +105,9 @@ def encode(
 
 
 def _encode_tensor(
-    name: str, previous: Tensor, current: Tensor
+    name: str, previous: Tensor | None, current: Tensor
 ) -> tuple[TensorChecksum, list[_EncodedChunk], int]:
-    if (previous.dtype, previous.shape) != (current.dtype, current.shape):
+    if previous is None or (previous.dtype, previous.shape) != (current.dtype, current.shape):
         raise _other_tensors(name)
     word = WORDS[current.element_size()]
     before, after = raw(previous).view(word), raw(current).view(word)
@@ -115,7 +117,7 @@ def _encode_tensor(
     for number, start in enumerate(range(0, after.size, CHUNK)):
         old, new = before[start : start + CHUNK], after[start : start + CHUNK]
         digest.update(new.data)
-        positions = np.flatnonzero(old != new)
+        positions = np.flatnonzero(old != new).astype(np.uint32)
         count = positions.size
         if not count:
             continue
@@ -123,9 +125,11 @@ def _encode_tensor(
         if 2 * count > new.size:  # a gap takes about a byte then, as much as it saves
             count, width, planes = new.size, 0, _planes(new)
         else:
-            gaps = np.diff(positions, prepend=-1) - 1
-            width = next(size for size in _GAPS[1:] if gaps.max() < 1 << 8 * size)
-            planes = [*_planes(gaps.astype(WORDS[width])), *_planes(new[positions])]
+            gaps = positions.copy()
+            gaps[1:] -= positions[:-1] + 1
+            largest = int(gaps.max())
+            width = next(size for size in _GAPS[1:] if largest < 1 << 8 * size)
+            planes = [*_planes(gaps.astype(WORDS[width])), *_planes(new.take(positions))]
         chunks.append((number, count, width, [compressor.compress(plane) for plane in planes]))
     checksum = TensorChecksum(dtype_code(current), tuple(current.shape), digest.hexdigest())
     return checksum, chunks, changed
@@ -189,7 +193,8 @@ class DeltaFile:
         positions, values = [], []
         for number, chunk in self.chunks(name, like).items():
             at, new = self.read(chunk)
-            positions.append(at + number * CHUNK)
+            at += number * CHUNK
+            positions.append(at)
             values.append(new)
         return np.concatenate(positions), np.concatenate(values)
 
@@ -218,9 +223,10 @@ class DeltaFile:
     def read(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Return the positions in a chunk that change, and their values. PublishError if they do not fit."""
         try:
-            planes, offset, decompressor = [], chunk.offset, zstandard.ZstdDecompressor()
+            planes, offset, decompressor = [], 0, zstandard.ZstdDecompressor()
+            frames = memoryview(self._read(chunk.offset, sum(chunk.sizes)))
             for size in chunk.sizes:
-                frame = self._read(offset, size)
+                frame = frames[offset : offset + size]
                 # The frame names its size itself, and decompressing would allocate that much.
                 if zstandard.frame_content_size(frame) != chunk.changed:
                     raise ValueError(f"a frame does not hold {chunk.changed} bytes")
@@ -232,7 +238,8 @@ class DeltaFile:
         if not chunk.width:
             return np.arange(chunk.length), values
         gaps = _from_planes(planes[: chunk.width], WORDS[chunk.width])
-        positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        positions = np.cumsum(gaps, dtype=np.int64)
+        positions += np.arange(gaps.size)
         if positions[-1] >= chunk.length:
             raise self._damaged(f"it changes element {positions[-1]} of a chunk of {chunk.length}")
         return positions, values
