@@ -277,8 +277,9 @@ class Snapshots:
             del whole  # before the next layer is gathered
         if is_cuda:
             torch.cuda.current_stream().synchronize()
-            for item in taken.tensors.items() if copied is not None else ():
-                copied(item)
+            if copied is not None:
+                for item in taken.tensors.items():
+                    copied(item)
         return taken
 
     @property

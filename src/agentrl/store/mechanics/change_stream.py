@@ -43,9 +43,10 @@ _RELEVANT = {
         {"ns.coll": {"$in": [VERSION, STEP]}},
         {"operationType": {"$ne": "update"}},
         {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _IGNORED}},
-    ]
+    ],
 }
-"""Of updates of Tasks, data and columns, only status changes wake; renewed leases do not. Nor do reservations."""
+"""Of updates of Tasks, data and columns, only status changes wake; renewed leases do not. A reserved version
+does not either: its publication soon does."""
 
 Notify = Callable[[Sequence[str]], Awaitable[None]]
 """Called with the names of changed collections."""
