@@ -174,7 +174,7 @@ class RankWriter:
         if self._holder is not None:
             self._holder.close()
 
-    def _take(self, step: int, copied: Callable[[tuple[str, Tensor]], None] | None = None) -> Snapshot:
+    def _take(self, step: int, copied: Callable[[tuple[str, Tensor]], object] | None = None) -> Snapshot:
         if step not in self._held:
             self._held[step], self._reads[step] = self.model.take(copied), []
         elif copied is not None:

@@ -245,7 +245,7 @@ class Snapshots:
         return cls(source, plan, dist.get_rank() if dist.is_initialized() else 0)
 
     @torch.no_grad()
-    def take(self, copied: Callable[[tuple[str, Tensor]], None] | None = None) -> Snapshot:
+    def take(self, copied: Callable[[tuple[str, Tensor]], object] | None = None) -> Snapshot:
         """Gather all tensors and copy this rank's share; every rank calls it. It ends when all are copied.
 
         ``copied`` is called with the name and the copy of each tensor of the share as soon as it is copied.
