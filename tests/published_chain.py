@@ -53,7 +53,7 @@ class Chain:
             save_file({name: weights[name] for name in names[2:]}, folder / "model-2.safetensors")
             (folder / "config.json").write_text("{}")
         else:
-            encode(self.weights[base], weights.items(), folder / f"rank-0{SUFFIX}")
+            encode(self.weights[base], weights, folder / f"rank-0{SUFFIX}")
         tensors = {name: TensorChecksum.of(tensor) for name, tensor in weights.items()}
         content: dict[str, Any] = {"tensors": {name: each.to_json() for name, each in tensors.items()}}
         (folder / MANIFEST).write_text(json.dumps(content))

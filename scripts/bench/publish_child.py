@@ -237,7 +237,7 @@ def train_on_texts(wanted: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         current = published()
-        delta = encode(before, current.items(), folder / f"{step}.delta")
+        delta = encode(before, current, folder / f"{step}.delta")
         found["sizes"].append(delta.file.bytes)
         found["changed"].append(delta.changed / delta.elements)
         before = current

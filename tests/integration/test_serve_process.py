@@ -121,8 +121,7 @@ async def publish_delta(store: Store, base: PolicyVersion, folder: Path, version
     """Publish the random weights of ``seed`` as a delta."""
     after = load_file(save_model(folder / "whole", seed) / WHOLE)
     (folder / "delta").mkdir()
-    before = load_file(Path(base.location) / WHOLE)
-    written = encode(before, after.items(), folder / "delta" / "rank-0.delta")
+    written = encode(load_file(Path(base.location) / WHOLE), after, folder / "delta" / "rank-0.delta")
     files = write_manifest(folder / "delta", version=version, tensors=written.tensors)
     document = PolicyVersion(
         id=version, step=version, location=str(folder / "delta"), files=files, train_step=None,

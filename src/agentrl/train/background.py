@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from agentrl.documents.run import LiveKind, LiveWeights
@@ -125,18 +123,14 @@ class RankWriter:
         ``base`` is a step that was written by this method since the start, and published.
         """
         self._release(keep={step, base})
+        snapshot = self._take(step)
         if base is None:
-            write = partial(write_share, folder, self._take(step))
+            write = partial(write_share, folder, snapshot)
             complete = partial(self._complete, folder, self._configuration, is_version=True)
             written = self._versions.submit(write, complete)
         else:
-            copied: SimpleQueue[tuple[str, Tensor] | None] = SimpleQueue()
-            encode_share = partial(_encode, folder, self.model.rank, self._held[base], copied)
-            written = self._versions.submit(encode_share, join)  # while the rest is copied
-            try:
-                self._take(step, copied.put)
-            finally:
-                copied.put(None)
+            encode_share = partial(_encode, folder, self.model.rank, self._held[base], snapshot)
+            written = self._versions.submit(encode_share, join)
             self._reads[base].append(written)
         self._reads[step].append(written)
         return written
@@ -174,12 +168,9 @@ class RankWriter:
         if self._holder is not None:
             self._holder.close()
 
-    def _take(self, step: int, copied: Callable[[tuple[str, Tensor]], object] | None = None) -> Snapshot:
+    def _take(self, step: int) -> Snapshot:
         if step not in self._held:
-            self._held[step], self._reads[step] = self.model.take(copied), []
-        elif copied is not None:
-            for item in self._held[step].tensors.items():
-                copied(item)
+            self._held[step], self._reads[step] = self.model.take(), []
         return self._held[step]
 
     def _release(self, keep: Collection[int | None]) -> None:
@@ -212,12 +203,8 @@ def _adapter_alone(source: WeightSource) -> Snapshots:
     return Snapshots(source, plan, dist.get_rank() if dist.is_initialized() else 0)
 
 
-def _encode(
-    folder: Path, rank: int, base: Snapshot, copied: SimpleQueue[tuple[str, Tensor] | None]
-) -> Written:
-    """Write how the share differs from ``base``, as its tensors arrive in ``copied``; None ends them."""
-    if not base.tensors:
+def _encode(folder: Path, rank: int, base: Snapshot, snapshot: Snapshot) -> Written:
+    if not snapshot.tensors:
         return Written()
-    arriving = iter(copied.get, None)
-    encoded = encode(base.tensors, arriving, folder / f"rank-{rank:05d}{SUFFIX}", _ENCODERS)
+    encoded = encode(base.tensors, snapshot.tensors, folder / f"rank-{rank:05d}{SUFFIX}", _ENCODERS)
     return Written((encoded.file,), encoded.tensors)

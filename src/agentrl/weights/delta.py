@@ -18,7 +18,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,23 +64,20 @@ class EncodedDelta:
 
 
 def encode(
-    previous: Mapping[str, Tensor], current: Iterable[tuple[str, Tensor]], file: Path, threads: int = 1
+    previous: Mapping[str, Tensor], current: Mapping[str, Tensor], file: Path, threads: int = 1
 ) -> EncodedDelta:
     """Write the elements of ``current`` that differ from ``previous`` into ``file``; compare their bits.
 
-    Both have the tensors' names in the model's files, and tensors on the CPU. One pass over the current ones
-    compares and hashes; it begins with each as it comes. Raises PublishError if the names, dtypes or shapes
-    differ: publish whole weights then. Raises OSError if the file cannot be written.
+    Both map the tensors' names in the model's files to tensors on the CPU. One pass over the current ones
+    compares and hashes. Raises PublishError if the names, dtypes or shapes differ: publish whole weights
+    then. Raises OSError if the file cannot be written.
     """
+    if previous.keys() != current.keys():
+        raise _other_tensors(min(previous.keys() ^ current.keys()))
     index: dict[str, dict[str, Any]] = {}
     checksums: dict[str, TensorChecksum] = {}
     changed = elements = 0
-    with ThreadPoolExecutor(threads) as pool, file.open("xb") as stream:
-        encoded = {
-            name: pool.submit(_encode_tensor, name, previous.get(name), tensor) for name, tensor in current
-        }
-        if previous.keys() != encoded.keys():
-            raise _other_tensors(min(previous.keys() ^ encoded.keys()))
+    with file.open("xb") as stream, ThreadPoolExecutor(threads) as pool:
         digest = hashlib.sha256()
 
         def write(block: bytes) -> None:
@@ -88,8 +85,9 @@ def encode(
             stream.write(block)
 
         write(MAGIC)
-        for name, future in encoded.items():
-            checksum, parts, count = future.result()
+        names = list(current)
+        encoded = pool.map(lambda name: _encode_tensor(name, previous[name], current[name]), names)
+        for name, (checksum, parts, count) in zip(names, encoded, strict=True):
             checksums[name] = checksum
             changed, elements = changed + count, elements + math.prod(checksum.shape)
             chunks = []
@@ -105,9 +103,9 @@ def encode(
 
 
 def _encode_tensor(
-    name: str, previous: Tensor | None, current: Tensor
+    name: str, previous: Tensor, current: Tensor
 ) -> tuple[TensorChecksum, list[_EncodedChunk], int]:
-    if previous is None or (previous.dtype, previous.shape) != (current.dtype, current.shape):
+    if (previous.dtype, previous.shape) != (current.dtype, current.shape):
         raise _other_tensors(name)
     word = WORDS[current.element_size()]
     before, after = raw(previous).view(word), raw(current).view(word)

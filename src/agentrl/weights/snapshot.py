@@ -245,10 +245,9 @@ class Snapshots:
         return cls(source, plan, dist.get_rank() if dist.is_initialized() else 0)
 
     @torch.no_grad()
-    def take(self, copied: Callable[[tuple[str, Tensor]], object] | None = None) -> Snapshot:
+    def take(self) -> Snapshot:
         """Gather all tensors and copy this rank's share; every rank calls it. It ends when all are copied.
 
-        ``copied`` is called with the name and the copy of each tensor of the share as soon as it is copied.
         No memory is allocated if an earlier snapshot was released. On a GPU it is pinned, and the copies of
         one layer overlap the gathering of the next.
         """
@@ -272,14 +271,9 @@ class Snapshots:
                 is_cuda |= value.is_cuda
                 dtype = value.dtype if len(dtypes) > 1 else parts[name].like.dtype
                 taken.files[file.name][key] = _copy(value, dtype, used.get(key))
-                if copied is not None and not is_cuda:
-                    copied((key, taken.files[file.name][key]))
             del whole  # before the next layer is gathered
         if is_cuda:
             torch.cuda.current_stream().synchronize()
-            if copied is not None:
-                for item in taken.tensors.items():
-                    copied(item)
         return taken
 
     @property

@@ -77,7 +77,7 @@ def test_a_chain_gives_the_weights_and_logprobs_of_its_last_version(
     files = [tmp_path / f"{number}.delta" for number in range(4)]
     for file in files:
         versions.append(changed(versions[-1], chance))
-        encode(versions[-2], versions[-1].items(), file)
+        encode(versions[-2], versions[-1], file)
     one_by_one, at_once = (LocalModel(str(folder), dtype=None, device=CPU) for _ in range(2))
     for file in files:
         one_by_one.read_patch([file]).apply()
@@ -98,14 +98,14 @@ def test_weights_in_another_form_are_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "qwen3", torch.bfloat16)
     weights = load_file(folder / WHOLE)
     delta = tmp_path / "x.delta"
-    encode(weights, changed(weights, random.Random(0)).items(), delta)
+    encode(weights, changed(weights, random.Random(0)), delta)
     for options in ({"fp8": True}, {"dtype": torch.float16}):
         model = LocalModel(str(folder), **{"dtype": None, "device": CPU, **options})  # type: ignore[arg-type]
         with pytest.raises(ModelError, match=r"cannot be changed|in another form"):
             model.read_patch([delta])
     model = LocalModel(str(folder), dtype=None, device=CPU)
     wider = {name: torch.cat([tensor, tensor]) for name, tensor in weights.items()}
-    encode(wider, changed(wider, random.Random(0)).items(), tmp_path / "y.delta")
+    encode(wider, changed(wider, random.Random(0)), tmp_path / "y.delta")
     with pytest.raises(PublishError, match="does not fit"):
         model.read_patch([tmp_path / "y.delta"])
     model.unload()

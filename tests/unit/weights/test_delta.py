@@ -69,7 +69,7 @@ def test_a_chain_of_deltas_gives_the_bits_of_the_last_version(
         _write(folder, versions[0])
         files = []
         for number, (before, after) in enumerate(pairwise(versions)):
-            written = encode(before, after.items(), folder / f"{number}.delta")
+            written = encode(before, after, folder / f"{number}.delta")
             files.append(folder / f"{number}.delta")
             assert written.file == next(file for file in checksums(folder) if file.name == written.file.name)
             assert written.tensors == {name: TensorChecksum.of(tensor) for name, tensor in after.items()}
@@ -85,7 +85,7 @@ def test_unchanged_tensors_are_absent_and_few_changes_take_few_bytes(tmp_path: P
     before = {"a": torch.randn(500_000).bfloat16(), "b": torch.ones(500_000)}
     after = {"a": before["a"].clone(), "b": before["b"].clone()}
     after["a"][torch.randperm(500_000)[:6500]] += 0.25
-    written = encode(before, after.items(), tmp_path / "x.delta", threads=2)
+    written = encode(before, after, tmp_path / "x.delta", threads=2)
     assert (written.changed, written.elements) == (pytest.approx(6500, abs=200), 1_000_000)
     assert written.file.bytes < 0.02 * before["a"].nbytes
 
@@ -94,16 +94,16 @@ def test_unchanged_tensors_are_absent_and_few_changes_take_few_bytes(tmp_path: P
 def test_other_dtypes_and_shapes_are_refused(change: object, tmp_path: Path) -> None:
     before = torch.zeros(8, dtype=torch.bfloat16)
     with pytest.raises(PublishError, match="no delta between them"):
-        encode({"a": before}, {"a": change(before)}.items(), tmp_path / "x.delta")  # type: ignore[operator]
+        encode({"a": before}, {"a": change(before)}, tmp_path / "x.delta")  # type: ignore[operator]
     with pytest.raises(PublishError, match="tensor b is not in both"):
-        encode({"a": before}, {"a": before, "b": before}.items(), tmp_path / "y.delta")
+        encode({"a": before}, {"a": before, "b": before}, tmp_path / "y.delta")
 
 
 def test_a_damaged_file_is_refused_and_writes_nothing_outside(tmp_path: Path) -> None:
     before = {"a": torch.zeros(400, dtype=torch.int16), "b": torch.zeros(400, dtype=torch.int16)}
     after = {"a": before["a"].clone(), "b": before["b"]}
     after["a"][::7] = 9
-    good = encode(before, after.items(), tmp_path / "good.delta")
+    good = encode(before, after, tmp_path / "good.delta")
     content = (tmp_path / "good.delta").read_bytes()
     damaged = tmp_path / "damaged.delta"
     chance = random.Random(0)
@@ -125,20 +125,20 @@ def test_a_damaged_file_is_refused_and_writes_nothing_outside(tmp_path: Path) ->
 
 def test_a_delta_of_another_model_is_refused(tmp_path: Path) -> None:
     before, after = {"c": torch.zeros(4)}, {"c": torch.ones(4)}
-    written = encode(before, after.items(), tmp_path / "x.delta")
+    written = encode(before, after, tmp_path / "x.delta")
     _write(tmp_path, {"a": torch.zeros(4)})
     with pytest.raises(PublishError, match="has no tensor c, which"):
         apply([tmp_path / "x.delta"], tmp_path, written.tensors)
     _write(tmp_path, {"c": torch.full((4,), 2.0)})
     after_half = {"c": torch.tensor([0.0, 0.0, 0.0, 1.0])}
-    half = encode(before, after_half.items(), tmp_path / "y.delta")
+    half = encode(before, after_half, tmp_path / "y.delta")
     with pytest.raises(PublishError, match=r"tensor c in .* differs from what was published"):
         apply([tmp_path / "y.delta"], tmp_path, half.tensors)
 
 
 def test_a_version_of_an_older_trainer_is_verified_by_its_sha256(tmp_path: Path) -> None:
     before, after = {"a": torch.zeros(8)}, {"a": torch.ones(8)}
-    encode(before, after.items(), tmp_path / "x.delta")
+    encode(before, after, tmp_path / "x.delta")
     _write(tmp_path, before)
     digest = hashlib.sha256(after["a"].numpy().tobytes()).hexdigest()
     assert apply([tmp_path / "x.delta"], tmp_path, {"a": TensorChecksum("F32", (8,), digest)}) == ["a"]

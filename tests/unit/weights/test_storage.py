@@ -149,7 +149,7 @@ async def test_versions_are_published_followed_and_pruned_there(root: str, tmp_p
         if is_full:
             save_file(weights, temporary / "model.safetensors")
         else:
-            encode(before, weights.items(), temporary / "rank-0.delta")
+            encode(before, weights, temporary / "rank-0.delta")
         tensors = {"w": TensorChecksum.of(weights["w"])}
         written = Written(checksums(temporary), tensors)
         version = await publish(
