@@ -128,7 +128,7 @@ class LocalCopy:
         first = next((place for place, step in enumerate(chain, 1) if step.id == since), len(chain))
         await self._acquire(fcntl.LOCK_EX)
         try:
-            return [file for step in chain[first:] for file in await self._delta_files(step)]
+            return [file for step in chain[first:] for file in await self._download_delta(step)]
         except OSError as error:
             raise self._unwritable(wanted, error) from error
 
@@ -236,14 +236,6 @@ class LocalCopy:
         self._write_state(CopyState.of(last))
         shutil.rmtree(self._deltas, ignore_errors=True)
         return last
-
-    async def _delta_files(self, step: PolicyVersion) -> list[Path]:
-        """Return the files of a delta, verified where they are, or copied here from a bucket."""
-        if not storage.is_remote(step.location):
-            files = [file for file in step.files if file.name.endswith(SUFFIX)]
-            await asyncio.to_thread(verify, step.location, files)
-            return [Path(step.location) / file.name for file in files]
-        return await self._download_delta(step)
 
     async def _download_delta(self, step: PolicyVersion) -> list[Path]:
         folder = self._deltas / str(step.id)
