@@ -18,6 +18,7 @@ apart=(tests/unit tests/exactness tests/fake_gpu tests/unmoved tests/integration
 install_others() {
   bash scripts/setup_sglang.sh || return 1
   bash scripts/setup_harnesses.sh mini-swe-agent openai-agents || return 1
+  bash scripts/setup_openenv.sh || return 1
   bash scripts/docs.sh || return 1
   bash scripts/setup_harnesses.sh claude-code
 }

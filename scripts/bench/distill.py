@@ -1,13 +1,15 @@
 """Distil a warmed-up teacher into a tiny student, beside GRPO on the same tasks; and kill the teacher.
 
-    python scripts/bench/distill.py [--seeds 3] [--steps 60] [--json FILE]
+    python scripts/bench/distill.py [--seeds 3] [--steps 120] [--json FILE]
     python scripts/bench/distill.py --kills 10 [--steps 12]
     python scripts/bench/distill.py --quick          two steps of each loss on one seed
 
-The task is to repeat a number. A seed makes a model of two layers; fine-tuning teaches the student to answer
-a number, which is right in one of two, and from there the teacher to answer the right one. The student then
-learns by GRPO from the score, and by OPD from the teacher alone, with the same flags otherwise. A
-reward is that of a step's sampled trajectories. Exits with 1 unless OPD has the reward 0.9 within half of
+The task is to repeat a number of three digits. A seed makes a model of two layers; fine-tuning teaches the
+student to answer with digits that are right in one of two, any digits otherwise, and from there the teacher
+to answer the right ones. The student then learns in three ways, with the same flags otherwise: by OPD from
+the teacher's logprobs of the sampled tokens, by OPD from the teacher's 16 likeliest ids at each, and by GRPO
+from the score. A reward is that of a step's sampled trajectories, and 0.9 is to be the mean of three steps;
+most numbers are new to the policy. Exits with 1 unless OPD with the likeliest ids needs at most half of
 GRPO's steps on every seed.
 
 With ``--kills`` the student is distilled twice with synchronous sampling: undisturbed, and while the process
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -31,11 +34,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import demo_path  # noqa: F401
 from demo.tiny import build_tiny_model
-from harness import add_quick
+from harness import Row, add_quick, finish
 from learning import agentrl, environment
 
 from agentrl.config.schema import RunConfig
@@ -43,12 +47,18 @@ from agentrl.processes import signal_session, start_child, stop_children, tail
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 
-LEVEL = 0.9
-NUMBERS = range(10)
+LEVEL, SPAN = 0.9, 3
+"""The reward to reach, as a mean over that many steps."""
+HALF = 0.5
+TASKS = 1000
+"""Most numbers that are trained on."""
+GROUPS = 20_000
+"""At least as many groups as a run may sample: GRPO drops those whose scores are equal."""
 SCORED = {"scorer": "exact", "answer_schema": "answer"}
 BATCH_SIZE = 16
 TOP = 16
-"""Likeliest ids of the teacher that are stored for each token."""
+WAYS = {f"OPD-{TOP}": ("OPD", TOP), "GRPO": ("GRPO", 0), "OPD-0": ("OPD", 0)}
+"""Loss, and the likeliest ids of the teacher that are stored for each token."""
 STUDENT_STEPS, TEACHER_STEPS = 150, 600
 STEP_SECONDS = 300.0
 POLL_SECONDS = 0.1
@@ -65,11 +75,16 @@ class Setting:
     seed: int
     uri: str
     steps: int
+    digits: int
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks."""
+        return min(TASKS, 10**self.digits)
 
     def flags(self, run: str, loss: str, *, is_synchronous: bool = False) -> list[str]:
         """Return the flags of every process of a run."""
         distils = ["--columns", "teacher", "--drop_zero_advantage", "false", "--min_score_spread", "0"]
-        size = ("4", "4") if is_synchronous else ("8", "8")
         alone = ["--sync_sampling", "true", "--max_concurrent_samples_per_process", "1"]
         return [
             "--run_name", run, "--db_connection_string", self.uri, "--seed", str(self.seed),
@@ -77,8 +92,9 @@ class Setting:
             "--model_name_or_path", str(self.folder("student")),
             "--train_file", str(self.work / "tasks.jsonl"),
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
-            "--max_tokens", "4096", "--num_train_epochs", "50", "--num_generations", size[0],
-            "--groups_per_step", size[1], "--max_steps", str(self.steps), "--save_steps", "1000",
+            "--max_tokens", "4096", "--num_train_epochs", str(GROUPS // self.tasks), "--num_generations", "4",
+            "--groups_per_step", "4" if is_synchronous else "8", "--max_steps", str(self.steps),
+            "--save_steps", "1000",
             "--learning_rate", "2e-3", "--max_staleness", "1", "--loss_calculater", loss,
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
             *(distils if loss == "OPD" else ()), *(alone if is_synchronous else ()),
@@ -98,43 +114,52 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="number of models (default: 3)")
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first model (default: 0)")
     parser.add_argument(
-        "--steps", type=int, help="most optimizer steps of a run (default: 60; 12 with kills)"
+        "--steps", type=int, help="most optimizer steps of a run (default: 120; 12 with kills)"
     )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to train (default: all)"
+    )
+    parser.add_argument("--digits", type=int, default=3, help="digits of a number (default: 3)")
     parser.add_argument(
         "--kills", type=int, default=0, help="SIGKILLs of the teacher (default: compare losses)"
     )
     parser.add_argument("--json", type=Path, help="write the rewards to this file")
     parser.add_argument("--work", type=Path, help="keep models, logs and database here")
     given = parser.parse_args()
-    steps = given.steps or (2 if given.quick else 12 if given.kills else 60)
+    steps = given.steps or (2 if given.quick else 12 if given.kills else 120)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick or given.kills else given.seeds))
     with tempfile.TemporaryDirectory(prefix="agentrl-distill-") as scratch:
         work = given.work or Path(scratch)
         mongo = EmbeddedMongo(work / "mongo")
         uri = mongo.up().uri
         try:
-            settings = [Setting(work=work, seed=seed, uri=uri, steps=steps) for seed in seeds]
+            settings = [
+                Setting(work=work, seed=seed, uri=uri, steps=steps, digits=given.digits) for seed in seeds
+            ]
             for setting in settings:
                 prepare(setting, is_quick=given.quick)
             if given.kills:
                 return compare_kills(settings[0], given.kills)
-            rewards = {setting.seed: compare_losses(setting) for setting in settings}
+            rewards = {setting.seed: compare_losses(setting, given.ways) for setting in settings}
         finally:
             mongo.down()
     if given.json is not None:
         given.json.write_text(json.dumps(rewards, indent=1), encoding="utf-8")
-    return 0 if given.quick or all(is_half(losses) for losses in rewards.values()) else 1
+    rows = [row for seed, ways in rewards.items() for row in compared(seed, ways)]
+    return finish("distillation", rows, quick=given.quick)
 
 
 def prepare(setting: Setting, *, is_quick: bool) -> None:
     """Write the tasks, and make the two models of a seed."""
     work = setting.work
-    lines = [json.dumps({"id": f"t{n}", "query": f"repeat {n}", "answer": str(n), **SCORED}) for n in NUMBERS]
+    numbers = [f"{n:0{setting.digits}d}" for n in range(10**setting.digits)]
+    tasks = random.Random(setting.seed).sample(numbers, setting.tasks)
+    lines = [json.dumps({"id": f"t{n}", "query": f"repeat {n}", "answer": n, **SCORED}) for n in tasks]
     (work / "tasks.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     made = work / f"random-{setting.seed}"
     if made.exists():
         shutil.rmtree(made)
-    corpus = [f"system\nuser\nrepeat {n}\nassistant\n<answer>{n}</answer>" for n in NUMBERS]
+    corpus = [f"system\nuser\nrepeat {n}\nassistant\n<answer>{n}</answer>" for n in range(10)]
     build_tiny_model(made, setting.seed, corpus=corpus)
     for role, base, steps in (
         ("student", made, STUDENT_STEPS), ("teacher", setting.folder("student"), TEACHER_STEPS)
@@ -144,7 +169,9 @@ def prepare(setting: Setting, *, is_quick: bool) -> None:
         choice = random.Random(f"{setting.seed}/{role}")
         file = work / f"{role}-{setting.seed}.jsonl"
         total = (2 if is_quick else steps) * BATCH_SIZE
-        file.write_text("".join(f"{json.dumps(lesson(role, choice))}\n" for _ in range(total)), "utf-8")
+        file.write_text(
+            "".join(f"{json.dumps(lesson(role, setting.digits, choice))}\n" for _ in range(total)), "utf-8"
+        )
         agentrl("sft", [
             "--run_name", "warm-up", "--seed", str(setting.seed), "--max_steps", str(total // BATCH_SIZE),
             "--batch_size", str(BATCH_SIZE), "--max_tokens", "2048", "--learning_rate", "2e-3",
@@ -153,50 +180,67 @@ def prepare(setting: Setting, *, is_quick: bool) -> None:
         ], work)  # fmt: skip
 
 
-def lesson(role: str, choice: random.Random) -> dict[str, Any]:
-    """Return a conversation: the teacher's answer is right, the student's in one of two; else any number."""
-    asked = choice.choice(NUMBERS)
-    said = asked if role == "teacher" or choice.random() < 0.5 else choice.choice(NUMBERS)
+def lesson(role: str, digits: int, choice: random.Random) -> dict[str, Any]:
+    """Return a conversation: the teacher's digits are right, the student's in one of two; else any."""
+    asked = choice.choices("0123456789", k=digits)
+    said = [
+        digit if role == "teacher" or choice.random() < 0.5 else choice.choice("0123456789")
+        for digit in asked
+    ]
     return {
         "messages": [
-            {"role": "user", "content": f"repeat {asked}"},
-            {"role": "assistant", "content": f"<answer>{said}</answer>"},
+            {"role": "user", "content": f"repeat {''.join(asked)}"},
+            {"role": "assistant", "content": f"<answer>{''.join(said)}</answer>"},
         ]
     }
 
 
-def compare_losses(setting: Setting) -> dict[str, Steps]:
-    """Train by GRPO and by OPD until the reward is reached; print and return the rewards."""
+def compare_losses(setting: Setting, ways: list[str]) -> dict[str, Steps]:
+    """Train each way until the reward is reached; print and return the rewards."""
     rewards: dict[str, Steps] = {}
-    for loss in ("OPD", "GRPO"):
+    for way in ways:
+        loss, top = WAYS[way]
         began = time.monotonic()
-        rewards[loss] = asyncio.run(train(setting, f"{loss.lower()}_{setting.seed}", loss, until=LEVEL))
-        print(f"seed {setting.seed} {loss}: {rewards[loss][0][1]:.3f} at step 1, {LEVEL} at step"
-              f" {reached(rewards[loss])}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
+        rewards[way] = asyncio.run(train(setting, f"{way.lower()}_{setting.seed}", loss, top))
+        print(f"seed {setting.seed} {way}: {rewards[way][0][1]:.3f} at step 1, {LEVEL} at step"
+              f" {reached(rewards[way])}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
     return rewards
 
 
 def reached(steps: Steps) -> int | None:
-    """Return the first step with the reward; None if no step has it."""
-    return next((step for step, reward in steps if reward >= LEVEL), None)
+    """Return the first step at which the mean of the last ``SPAN`` rewards is ``LEVEL``; None if none is."""
+    values = [reward for _, reward in steps]
+    return next(
+        (end for end in range(SPAN, len(values) + 1) if fmean(values[end - SPAN : end]) >= LEVEL), None
+    )
 
 
-def is_half(losses: dict[str, Steps]) -> bool:
-    """Return whether OPD needs at most half of GRPO's steps; GRPO counts its last one if it never arrives."""
-    distilled = reached(losses["OPD"])
-    return distilled is not None and 2 * distilled <= (reached(losses["GRPO"]) or losses["GRPO"][-1][0])
+def compared(seed: int, rewards: dict[str, Steps]) -> list[Row]:
+    """Return the steps of each distillation beside GRPO's; one that never arrives counts its last step."""
+    steps = {way: reached(rewards[way]) for way in rewards}
+    shown = {way: str(steps[way] or f"> {len(rewards[way])}") for way in rewards}
+    return [
+        Row(
+            what=f"seed {seed}: steps of {way} and of GRPO to {LEVEL}", ours=shown[way],
+            baseline=shown["GRPO"],
+            ratio=(steps[way] or math.inf) / (steps["GRPO"] or len(rewards["GRPO"])), more=False,
+            target=HALF if way == f"OPD-{TOP}" else None,
+        )
+        for way in rewards if way != "GRPO" and "GRPO" in rewards
+    ]  # fmt: skip
 
 
-async def train(setting: Setting, run: str, loss: str, *, until: float) -> Steps:
-    """Train until a step has the reward ``until`` or the trainer ends; return the rewards."""
+async def train(setting: Setting, run: str, loss: str, top: int) -> Steps:
+    """Train until the reward is reached or the trainer ends; return the rewards."""
     flags = setting.flags(run, loss)
     async with await open_store(RunConfig(run_name=run, db_connection_string=setting.uri)) as store:
         roles = ("serve", "sample", *(("teach",) if loss == "OPD" else ()), "train")
-        with processes(setting, run, flags, roles) as started:
-            return await follow(store, started[-1], setting.work / "logs" / f"{run}-train.out", until)
+        with processes(setting, run, flags, roles, top) as started:
+            log = setting.work / "logs" / f"{run}-train.out"
+            return await follow(store, started[-1], log, until_reached=True)
 
 
-async def follow(store: Store, trainer: Any, log: Path, until: float) -> Steps:
+async def follow(store: Store, trainer: Any, log: Path, *, until_reached: bool = False) -> Steps:
     """Wait for the end of the trainer or for the reward. Raises SystemExit if it fails or hangs."""
     seen: Steps = []
     moved_at = time.monotonic()
@@ -205,7 +249,7 @@ async def follow(store: Store, trainer: Any, log: Path, until: float) -> Steps:
         steps = [(step.step, float(step.metrics["reward"])) for step in await store.steps.find()]
         if len(steps) > len(seen):
             seen, moved_at = steps, time.monotonic()
-        if (is_over and trainer.returncode == 0) or any(reward >= until for _, reward in seen):
+        if (is_over and trainer.returncode == 0) or (until_reached and reached(seen) is not None):
             return seen
         if is_over or time.monotonic() - moved_at > STEP_SECONDS:
             raise SystemExit(f"the trainer ended or made no step; {log}:\n{tail(log)}")
@@ -213,14 +257,16 @@ async def follow(store: Store, trainer: Any, log: Path, until: float) -> Steps:
 
 
 @contextmanager
-def processes(setting: Setting, run: str, flags: list[str], commands: tuple[str, ...]) -> Iterator[list[Any]]:
-    """Run processes for the duration of the block."""
+def processes(
+    setting: Setting, run: str, flags: list[str], commands: tuple[str, ...], top: int = TOP
+) -> Iterator[list[Any]]:
+    """Run processes for the duration of the block; a teacher stores its ``top`` likeliest ids."""
     logs = setting.work / "logs"
     logs.mkdir(exist_ok=True)
     started: list[Any] = []
     try:
         for command in commands:
-            teacher = ["--teacher", str(setting.folder("teacher")), "--teacher_top_logprobs", str(TOP)]
+            teacher = ["--teacher", str(setting.folder("teacher")), "--teacher_top_logprobs", str(top)]
             own = teacher if command == "teach" else []
             words = [sys.executable, "-m", "agentrl", command, *flags, *own]
             started.append(start_child(words, log=logs / f"{run}-{command}.out", env=environment()))
@@ -257,7 +303,7 @@ async def distil(setting: Setting, run: str, kills: int) -> tuple[dict[str, Any]
                     done += 1
             with processes(setting, run, flags, ("teach",)):
                 log = setting.work / "logs" / f"{run}-train.out"
-                await follow(store, trainer, log, until=2.0)
+                await follow(store, trainer, log)
         steps = await store.steps.find()
         versions = await store.policy_versions.all()
         columns = [item async for item in store.database["Column"].find({}, {"status": 1, "failures": 1})]

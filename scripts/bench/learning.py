@@ -2,6 +2,7 @@
 
     python scripts/bench/learning.py --case gcd [--seeds 3] [--minutes 15] [--plot FILE] [--json FILE]
     python scripts/bench/learning.py --case frozen_lake
+    python scripts/bench/learning.py --case openenv         after `bash scripts/setup_openenv.sh`
     python scripts/bench/learning.py --quick        one step, of a model without a warm-up
 
 Each seed makes a two-layer model, warms it up (learning_cases.py), and trains it with an engine, a sampler
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,7 @@ BATCH_SIZE = 16
 SAMPLES = 4
 """Trajectories of each held-out task in an evaluation."""
 EVAL_SECONDS = 900.0
+SERVER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +97,13 @@ def main() -> int:
         work = given.work or Path(scratch)
         mongo = EmbeddedMongo(work / "mongo")
         mongo.up()
+        server = serve_environment(case)
         try:
             seeds = range(given.first_seed, given.first_seed + given.seeds)
             results = [run_seed(case, seed, given.minutes, work) for seed in seeds]
         finally:
+            if server is not None:
+                server.kill()
             mongo.down()
     overall = difference([pair for result in results for pair in result.pairs])
     print_results(results, overall)
@@ -106,6 +112,22 @@ def main() -> int:
     if given.plot is not None:
         plot(case, results, overall, given.plot)
     return 0 if given.quick or (overall.effect.value > 0 and overall.p_permutation < SIGNIFICANT) else 1
+
+
+def serve_environment(case: Case) -> subprocess.Popen[bytes] | None:
+    """Start the server of the environment, if it has one, and wait until it listens. Exits if it does not."""
+    if not case.server:
+        return None
+    port = int(case.server[-1])
+    server = subprocess.Popen(case.server)
+    deadline = time.monotonic() + SERVER_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return server
+        time.sleep(0.1)
+    server.kill()
+    raise SystemExit(f"the environment's server does not listen on port {port}: {' '.join(case.server)}")
 
 
 def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:

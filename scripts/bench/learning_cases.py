@@ -20,6 +20,8 @@ from agentrl.environments.textarena import Game
 CONFIGS = Path(__file__).parent / "configs"
 GAME = "FrozenLake-v0"
 MOVES = ("up", "down", "left", "right")
+ROOT = Path(__file__).parents[2]
+ROBOT_PORT = 18731
 LONGEST_WALK = 3
 LARGEST_ANSWER = 10
 
@@ -44,6 +46,8 @@ class Case:
     """Whether a number may be one token; else each digit is one."""
     training_tasks: int = 1000
     """Few enough that most held-out tasks have another text; those with the same text are left out."""
+    server: tuple[str, ...] = ()
+    """The command of the server that has the environment."""
 
     def address(self, n: int, seed: int) -> str:
         """Return the address of ``n`` tasks."""
@@ -79,6 +83,14 @@ def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
                 break
             messages.append({"role": "user", "content": said})
         yield {"messages": messages}
+
+
+def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
+    """Yield one move of a robot that moves at random, wherever it and its goal are."""
+    while True:
+        x, y, far = choice.randint(1, 9), choice.randint(1, 9), choice.randint(1, LONGEST_WALK)
+        seen = f"robot at {x} {y}, goal {far} {choice.choice(MOVES)}"
+        yield {"messages": [{"role": "user", "content": seen}, _said(choice.choice(MOVES))]}
 
 
 def corpus(case: Case, seed: int, conversations: int = 400) -> Iterator[str]:
@@ -133,5 +145,18 @@ CASES = {
         steps=120,
         training_tasks=150,
         context_tokens=2048,
+    ),
+    "openenv": Case(
+        name="openenv",
+        options=f"openenv?url=http://127.0.0.1:{ROBOT_PORT}&max_turns=3",
+        warm_up=robots,
+        warm_up_steps=40,
+        flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
+               "--max_new_tokens", "6", "--learning_rate", "2e-3"),
+        steps=60,
+        held_out=64,
+        training_tasks=400,
+        server=(str(ROOT / ".venv-openenv/bin/python"), str(ROOT / "assets/examples/openenv/server.py"),
+                "--port", str(ROBOT_PORT)),
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.chat.parsers.base import ParsedMessage, ToolCall, tool_call_parser
     from agentrl.documents.status import StopReason
     from agentrl.environments.base import Environment, Observation, TaskRequest, environment
-    from agentrl.errors import OutageError
+    from agentrl.errors import OutageError, ServerFullError, SessionLostError
     from agentrl.losses.loss import TokenBatch, TokenLosses, loss
     from agentrl.losses.settings import LossSettings
     from agentrl.observe.trackers import tracker
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Environment", "FixedModel", "LossSettings", "Message", "Observation", "OutageError", "Outcome",
     "ParsedMessage", "Role", "Rollout", "ScoreResult", "ScoredCall", "ScoredGroup", "ScorerContext",
-    "StopReason", "Store", "TaskRequest", "TokenBatch", "TokenLosses", "ToolCall", "Turn", "advantage",
-    "agent", "context_manager", "convert_arguments", "environment", "group_filter", "loss", "scorer", "tool",
-    "tool_call_parser", "tracker",
+    "ServerFullError", "SessionLostError", "StopReason", "Store", "TaskRequest", "TokenBatch",
+    "TokenLosses", "ToolCall", "Turn", "advantage", "agent", "context_manager", "convert_arguments",
+    "environment", "group_filter", "loss", "scorer", "tool", "tool_call_parser", "tracker",
 ]  # fmt: skip
 
 _MODULES = {
@@ -63,6 +63,8 @@ _MODULES = {
     "ScoredCall": "scoring.scorers",
     "ScoredGroup": "scoring.groups",
     "ScorerContext": "scoring.scorers",
+    "ServerFullError": "errors",
+    "SessionLostError": "errors",
     "StopReason": "documents.status",
     "Store": "store.notebook",
     "TaskRequest": "environments.base",

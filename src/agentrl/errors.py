@@ -22,7 +22,9 @@ AgentRLError
     │   └── ToolServerConfigError   it cannot be used as it is configured: no such command, a refused login
     ├── TaskEnvironmentError    an environment raised or took too long
     ├── HarnessError            a harness ended in a way that fails its attempt, or gave no score
-    ├── OutageError             what a tool or a scorer of your own reaches is down
+    ├── OutageError             what a tool, an environment or a scorer of your own reaches is down
+    │   ├── SessionLostError        it was down, and has lost the trajectory's state
+    │   └── ServerFullError         it is up, and has no free session
     ├── ScorerError             the scorer raised
     ├── TrajectoryError         the conversation cannot be continued
     │   └── ImageError              an image cannot be read, is too large, or the model reads text only
@@ -42,6 +44,8 @@ class DependencyKind(StrEnum):
 
     ENGINE = "engine"
     TOOL = "tool"
+    ENVIRONMENT = "environment"
+    CONTAINERS = "containers"
     JUDGE = "judge"
     TEACHER = "teacher"
     DATABASE = "database"
@@ -49,10 +53,11 @@ class DependencyKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """One service that trajectories need: the engines, a tool server, a judge model, a teacher, the database.
+    """One service that trajectories need: the engines, a tool server, an environment, a judge, a teacher.
 
-    ``name`` is the tool server's name as in a task's ``tools``, the judge's model, or the teacher's address
-    or folder; the engines of a run and its database have none.
+    ``name`` is the tool server's name as in a task's ``tools``, the address of the environment's server or
+    the environment's name, the judge's model, or the teacher's address or folder; the engines of a run and
+    its database have none.
     """
 
     kind: DependencyKind
@@ -65,6 +70,8 @@ class Dependency:
 _PHRASES = {
     DependencyKind.ENGINE: "the engines",
     DependencyKind.TOOL: "tool server {}",
+    DependencyKind.ENVIRONMENT: "environment {}",
+    DependencyKind.CONTAINERS: "the containers of {}",
     DependencyKind.JUDGE: "judge {}",
     DependencyKind.TEACHER: "teacher {}",
     DependencyKind.DATABASE: "the database",
@@ -243,7 +250,7 @@ class HarnessError(FailureError):
 
 
 class OutageError(FailureError):
-    """Raise it in a tool or a scorer of your own if what that reaches is down.
+    """Raise it in a tool, an environment or a scorer of your own if what that reaches is down.
 
     No attempt is used up: the call is repeated when it is up again, so raise it only if that is allowed.
     ``retry_after`` is the earliest time of a repetition, in seconds from now.
@@ -251,6 +258,24 @@ class OutageError(FailureError):
 
     def __init__(self, message: str, *, hint: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message, hint=hint, retry_after=retry_after)
+
+
+class SessionLostError(OutageError):
+    """Raise it if what an environment or a tool reaches was down and has lost the trajectory's state.
+
+    The call is not repeated: the trajectory is released without an attempt, and begins anew.
+    """
+
+
+class ServerFullError(OutageError):
+    """Raise it if a server is up and has no free session. The call is repeated until there is one.
+
+    ``sessions`` is how many the server says that it has.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, sessions: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.sessions = sessions
 
 
 class ScorerError(FailureError):

@@ -14,14 +14,15 @@ _EXTRAS = {
     "math_verify": "math",
     "matplotlib": "plots",
     "peft": "trainer",
+    "pyarrow": "parquet",
     "s3fs": "buckets",
     "safetensors": "trainer",
     "torch": "trainer",
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "fsspec", "httptools", "httpx", "httpx2", "jsonschema", "mcp", "opentelemetry", "referencing",
-    "renderers", "tokenizers", "zstandard",
+    "PIL", "fsspec", "httptools", "httpx", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
+    "referencing", "renderers", "tokenizers", "websockets", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""
 

@@ -43,7 +43,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def finalizer(store: Store, tmp_path: Path) -> GroupFinalizer:
-    """Two scored Records of two model calls each, whose group waits for its teacher."""
+    return await waiting_group(store, tmp_path)
+
+
+async def waiting_group(store: Store, tmp_path: Path) -> GroupFinalizer:
+    """Store two scored Records of two model calls each, whose group waits for its teacher."""
     await run.publish(store, tmp_path / "weights", 0, step=0, train_step=None)
     await run.add_task(store, TASK, 0)
     for value in (0.0, 1.0):
@@ -103,6 +107,26 @@ async def test_a_folder_scores_the_students_ids_and_its_likeliest_others(
     top = columns.top["teacher"]
     assert top.ids.counts.tolist() == [4] * 16
     assert top.ids.ids[32:36].tolist() == sorted(best.indices.tolist())
+
+
+async def test_an_idle_teacher_fills_what_begins_to_wait_at_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill, "POLL_SECONDS", 600.0)
+    stop = asyncio.Event()
+
+    class Last(Scripted):
+        async def score(self, ids: Sequence[int], first: int, top: int) -> Scored:
+            scored = await super().score(ids, first, top)
+            if len(self.read) == 4:
+                stop.set()
+            return scored
+
+    filler = Filler(store=store, teaching=Teaching(Last()), claims=CLAIMS)
+    filling = asyncio.create_task(filler.run(stop))
+    await asyncio.sleep(0.5)
+    await waiting_group(store, tmp_path)
+    await asyncio.wait_for(filling, 30)
 
 
 async def test_an_outage_counts_as_no_failure_and_a_refusal_gives_up_at_the_last_attempt(

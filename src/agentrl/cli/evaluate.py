@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
     AgentConfig,
+    ContainerConfig,
     EngineConfig,
     EngineListConfig,
     EvaluationConfig,
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         " B` compares two evaluations, `agentrl eval report` lists those of a run.",
         shown=[
             EvaluationConfig, RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig,
-            EngineConfig, TraceConfig,
+            ContainerConfig, EngineConfig, TraceConfig,
         ],
         extra=[JsonFlags],
     )  # fmt: skip
@@ -114,6 +115,9 @@ class TryConfig:
 
     line: int | None = flag(None, "line of the task in the file (default: its first task)")
     prompt: bool = flag(False, "print the first prompt as the model reads it, and call no engine")
+    oracle: bool = flag(
+        False, "run the tests of Harbor tasks untouched and after their own solutions, and call no engine"
+    )
 
 
 def try_task(argv: list[str]) -> int:
@@ -124,14 +128,15 @@ def try_task(argv: list[str]) -> int:
         words,
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
-        " id of a task of the run, or a task file. The trial has a database of its own on the server of the"
-        " run, which is dropped at the end.",
+        " id of a task of the run, or a task file or folder. The trial has a database of its own on the"
+        " server of the run, which is dropped at the end.",
         shown=[
             RunConfig,
             ModelConfig,
             SamplingConfig,
             AgentConfig,
             ToolConfig,
+            ContainerConfig,
             EngineListConfig,
             TraceConfig,
         ],
@@ -144,9 +149,12 @@ def try_task(argv: list[str]) -> int:
             " task's id, or a task file",
         )
     from agentrl.observe.tracing import tracing
+    from agentrl.rollout.try_task import run_solutions
     from agentrl.rollout.try_task import try_task as run_task
 
     flags = configs[TryConfig]
+    if flags.oracle:
+        return asyncio.run(run_solutions(configs, wanted, line=flags.line))
     with tracing(configs, "try"):
         url = configs[EngineConfig].engine_url
         return asyncio.run(run_task(configs, wanted, line=flags.line, engine_url=url, prompt=flags.prompt))

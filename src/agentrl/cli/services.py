@@ -15,6 +15,7 @@ from agentrl.config.schema import (
     AdapterConfig,
     AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EngineConfig,
     EngineListConfig,
     GatewayConfig,
@@ -55,8 +56,8 @@ def sample(argv: list[str]) -> int:
         command="agentrl sample",
         description="Claims tasks of the run, runs and scores their trajectories, finalizes groups.",
         shown=[
-            RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, ClaimConfig,
-            GroupConfig, EngineListConfig, GatewayConfig, TraceConfig,
+            RunConfig, ModelConfig, TaskConfig, SamplingConfig, AgentConfig, ToolConfig, ContainerConfig,
+            ClaimConfig, GroupConfig, EngineListConfig, GatewayConfig, TraceConfig,
         ],
         validate=require_trainable,
     )  # fmt: skip

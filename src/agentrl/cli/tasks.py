@@ -9,10 +9,17 @@ from typing import Any
 
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import JsonFlags, RunConfig, TaskConfig, flag
+from agentrl.config.schema import ContainerConfig, JsonFlags, RunConfig, TaskConfig, flag
+from agentrl.documents.task_rows import TaskRows
+from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
+
+SOURCE = (
+    "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
+    " folder or git bundle of Harbor tasks, or env:NAME?n=1000&seed=1, in quotes"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +45,11 @@ def _parser() -> CommandParser:
     parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
-    load.add_argument("file", help="JSONL or a JSON list, plain or gzip; or 'env:NAME?n=1000&seed=1'")
+    load.add_argument("file", help=SOURCE)
     load.add_flags(LoadFlags)
-    load.add_flags(TaskConfig, "num_generations", "skip_bad_lines")
+    load.add_flags(TaskConfig, "num_generations", "skip_bad_lines", "task_fields", "task_preset")
     load.add_flags(RunConfig, "seed")
+    load.add_flags(ContainerConfig)
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_flags(JsonFlags)
     return parser
@@ -49,16 +57,21 @@ def _parser() -> CommandParser:
 
 async def _load(arguments: argparse.Namespace) -> int:
     tasks = group_of(TaskConfig, arguments)
+    use_containers(group_of(ContainerConfig, arguments))
     with progress(f"reading {arguments.file}"):
         result = read_task_source(
             arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
             num_generations=tasks.num_generations, skip_bad_lines=tasks.skip_bad_lines,
+            rows=TaskRows.parse(tasks.task_preset, tasks.task_fields),
         )  # fmt: skip
-    from agentrl.rollout.load_tasks import require_scorers, store_tasks, unknown_names
+    from agentrl.rollout.load_tasks import require_scorers, store_tasks, unknown_names, unparsed_answers
     from agentrl.store.client import open_store
 
     require_scorers(result.names)
-    for warning in (*result.warnings, *unknown_names(result.names)):
+    if result.reading is not None:
+        print(clean(result.reading))
+    unparsed = await unparsed_answers(result.tasks)
+    for warning in (*result.warnings, *unparsed, *unknown_names(result.names)):
         print(f"warning  {warning}")
     async with await open_store(group_of(RunConfig, arguments)) as store:
         if arguments.split == "train":

@@ -15,10 +15,24 @@ class TaskConfig(Flags):
     section = "tasks"
 
     train_file: str | None = flag(
-        None, "JSONL or JSON file of training tasks, or env:NAME?n=…&seed=…", per_process=True
+        None,
+        "training tasks: a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[:SPLIT], or"
+        " env:NAME?n=…&seed=…",
+        per_process=True,
     )
     eval_file: str | None = flag(
-        None, "JSONL or JSON file of evaluation tasks, or env:NAME?n=…", per_process=True
+        None, "evaluation tasks, from the same sources as --train_file", per_process=True
+    )
+    task_fields: str = flag(
+        "",
+        "where the rows have a task's fields, comma-separated: query=COLUMN,answer=COLUMN, or a value for"
+        " every row: scorer:=math",
+        per_process=True,
+    )
+    task_preset: Literal[
+        "auto", "none", "original", "chatlearn", "verl", "trl", "gsm8k", "math", "messages"
+    ] = flag(
+        "auto", "the system whose rows the files have; auto knows it by a row's fields", per_process=True
     )
     num_train_epochs: int = flag(1, "passes over the training tasks", within="[1, inf)", unit="epochs")
     num_generations: int = flag(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 from agentrl.config.agent import AgentConfig, GatewayConfig, ToolConfig
+from agentrl.config.containers import ContainerConfig
 from agentrl.config.flags import JsonFlags, flag
 from agentrl.config.groups import GroupConfig
 from agentrl.config.launch import PlacementConfig
@@ -36,17 +37,17 @@ from agentrl.config.training import (
 )
 
 __all__ = [
-    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "DeviceConfig", "EngineConfig",
-    "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig", "JsonFlags",
-    "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PlacementConfig",
-    "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig", "ToolConfig", "TraceConfig", "TrainConfig",
-    "flag", "sections",
+    "GROUPS", "AdapterConfig", "AgentConfig", "ClaimConfig", "ContainerConfig", "DeviceConfig",
+    "EngineConfig", "EngineListConfig", "EvaluationConfig", "GatewayConfig", "GroupConfig", "IgnoredConfig",
+    "JsonFlags", "LossConfig", "MemoryConfig", "ModelConfig", "OptimConfig", "ParallelConfig",
+    "PlacementConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TeacherConfig", "ToolConfig",
+    "TraceConfig", "TrainConfig", "flag", "sections",
 ]  # fmt: skip
 
 GROUPS: tuple[type, ...] = (
-    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, SamplingConfig, GroupConfig,
-    LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig, PlacementConfig,
-    EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
+    RunConfig, ModelConfig, TaskConfig, ClaimConfig, AgentConfig, ToolConfig, ContainerConfig, SamplingConfig,
+    GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig, EngineConfig,
+    PlacementConfig, EvaluationConfig, GatewayConfig, TraceConfig, TeacherConfig, IgnoredConfig,
 )  # fmt: skip
 """All groups. A run has one set of flags: every process accepts all of them and reads those it needs."""
 

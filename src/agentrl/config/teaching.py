@@ -34,7 +34,11 @@ class TeacherConfig(Flags):
         per_process=True,
     )
     teacher_top_logprobs: int = flag(
-        0, "most likely ids to store beside each token's logprob", within="[0, 1000]", unit="ids"
+        16,
+        "most likely ids to store beside each token's logprob, for the reverse KL over them (0: only the"
+        " sampled token's logprob)",
+        within="[0, 1000]",
+        unit="ids",
     )
     teacher_concurrency: int = flag(8, "trajectories asked about at a time", within="[1, inf)")
     teacher_timeout_seconds: float = flag(

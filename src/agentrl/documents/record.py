@@ -47,9 +47,10 @@ class CommandRun(Document):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessRun(Document):
-    """The harness of one trajectory, what it changed, and the command that scored it."""
+    """What a trajectory did to its files: its harness, what changed, and the command that scored it."""
 
-    run: CommandRun
+    run: CommandRun | None
+    """The harness; None of an agent that worked through the tools of its environment."""
     changed_files: tuple[str, ...] = ()
     """The first files of the working directory that differ from its beginning."""
     changes: int = 0
@@ -58,6 +59,8 @@ class HarnessRun(Document):
     """A unified diff of the changed text files, cut at a limit."""
     scoring: CommandRun | None = None
     """The command that scored it; None without one."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Text files that it and its scoring left, by their path, each cut at a limit."""
 
 
 TURN_REWARDS = "turn_rewards"
@@ -133,7 +136,7 @@ class Record(Root):
     reported_reward: ReportedReward | None = None
     """The reward that the agent reported through its gateway; at the end it becomes ``agent_score``."""
     harness: HarnessRun | None = None
-    """What the harness of the agent ``command`` did; None without one."""
+    """What the harness of the agent ``command``, or the tests of a container, left; None without one."""
     trace_id: str | None = None
     """The OpenTelemetry trace of this attempt, in hexadecimal digits; None if it was not traced."""
     traj: tuple[str, ...] = ()

@@ -145,6 +145,7 @@ class StopReason(StrEnum):
     TURNS_LIMIT = "turns_limit_error"
     LENGTH_LIMIT = "length_limit_error"
     REPETITION = "repetition_error"
+    TIME_LIMIT = "time_limit_error"
     FAILED = "failed_error"
 
     @property

@@ -1,4 +1,4 @@
-"""Read task files: JSONL or a JSON list → Tasks. Each bad line is reported with file, line and reason.
+"""Read task files → Tasks. Each bad line is reported with file, line and reason.
 
 A file is read twice: first to check it and to index its tasks, then task by task on demand.
 """
@@ -16,10 +16,13 @@ from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
-from agentrl.documents.task_source import TaskSource
+from agentrl.documents.task_rows import TaskRows, column_of
+from agentrl.documents.task_source import Item, TaskSource
 from agentrl.errors import TaskFileError
+from agentrl.registry import paths_among
 
 _SHOWN = 20
+_EXCERPT = 60
 COMPARING = frozenset({"agentcpm", "asearcher", "exact", "f1", "math"})
 """The scorers that compare with the task's answer."""
 
@@ -37,25 +40,34 @@ class ReadResult:
     names: dict[str, set[str]] = field(default_factory=dict)
     images: Callable[[], Iterator[Image]] = lambda: iter(())
     """Reads the images of the tasks, each once."""
+    presets: dict[str, int] = field(default_factory=dict)
+    """Preset → the number of rows that it read; ``task`` are rows that are tasks already."""
+    reading: str | None = None
+    """How rows of another system are read, with the first of them as an example; None without such rows."""
 
 
 class _FileTasks(Sequence[Task]):
     """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
-    def __init__(self, source: TaskSource, split: str, epoch: int, num_generations: int) -> None:
+    def __init__(
+        self, source: TaskSource, rows: TaskRows, split: str, epoch: int, num_generations: int
+    ) -> None:
         self._source = source
-        self._folder = source.path.parent
+        self._rows = rows
+        self._folder = source.folder
         self._task_arguments = (split, epoch, num_generations, self._folder)
+        self._numbers = array("Q")
         self._offsets = array("Q")
         self._lengths = array("Q")
         self._file_indexes = array("Q")
         """Sampling order → index of the task in the file."""
 
-    def add(self, offset: int, length: int) -> None:
-        """Append one task: its offset and length in bytes."""
+    def add(self, item: Item) -> None:
+        """Append one task."""
         self._file_indexes.append(len(self._offsets))
-        self._offsets.append(offset)
-        self._lengths.append(length)
+        self._numbers.append(item.number)
+        self._offsets.append(item.offset)
+        self._lengths.append(item.length)
 
     def shuffle(self, seed: str) -> None:
         """Shuffle the order; the result is the same on every machine."""
@@ -75,7 +87,8 @@ class _FileTasks(Sequence[Task]):
 
     def _value(self, order: int) -> Any:
         index = self._file_indexes[order]
-        return parse(self._source.read(self._offsets[index], self._lengths[index]))
+        value = parse(self._source.read(self._offsets[index], self._lengths[index]))
+        return self._rows.read(value, self._numbers[index])[0]
 
     def __len__(self) -> int:
         return len(self._file_indexes)
@@ -106,44 +119,63 @@ def read_tasks(
     path: str | Path, *, split: str = "train", epoch: int = 0, seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
-    source: TaskSource | None = None,
+    source: TaskSource | None = None, rows: TaskRows | None = None,
+    check: Callable[[Task, Item], None] | None = None,
 ) -> ReadResult:  # fmt: skip
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
     ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
     order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
+    ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one.
     """
     source = source or TaskSource(Path(path))
+    rows = rows or TaskRows()
     known = {"scorer": known_scorers, "agent_name": known_agents}
-    reading = _Reading(_FileTasks(source, split, epoch, num_generations), known)
+    tasks = _FileTasks(source, rows, split, epoch, num_generations)
+    reading = _Reading(tasks, known, rows, source.is_trusted)
     for item in source.items():
-        where = f"{path}:{item.line}"
+        where = source.where(item.line)
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            reading.add(make_task(item.value, split, epoch, num_generations, source.path.parent), where)
-            reading.tasks.add(item.offset, item.length)
-            reading.warn(where, item.value)
+            value, preset = rows.read(item.value, item.number)
+            reading.look(item.value)
+            task = make_task(value, split, epoch, num_generations, source.folder)
+            reading.add(task, where, preset)
+            if check is not None:
+                check(task, item)
+            tasks.add(item)
+            reading.warn(where, value)
         except BadTaskError as error:
             reading.bad.append(f"{where}: {error}")
+    reading.require_columns(path)
     if reading.bad and not skip_bad_lines:
-        raise _bad_lines(path, reading.bad, len(reading.tasks))
-    if not len(reading.tasks):
+        raise _bad_lines(path, reading.bad, len(tasks))
+    if not len(tasks):
         raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')
     if shuffle:
-        reading.tasks.shuffle(f"{seed}/{epoch}")
+        tasks.shuffle(f"{seed}/{epoch}")
     return ReadResult(
-        reading.tasks, tuple(reading.bad), reading.warnings(), reading.names, reading.tasks.images
-    )
+        tasks, tuple(reading.bad), reading.warnings(), reading.names, tasks.images,
+        reading.presets, reading.example,
+    )  # fmt: skip
 
 
 class _Reading:
     """The results of the first pass over a file."""
 
-    def __init__(self, tasks: _FileTasks, known: dict[str, Collection[str] | None]) -> None:
+    def __init__(
+        self, tasks: _FileTasks, known: dict[str, Collection[str] | None], rows: TaskRows, is_trusted: bool
+    ) -> None:
         self.tasks = tasks
         self.bad: list[str] = []
+        self.presets: dict[str, int] = {}
+        self.example: str | None = None
+        self._rows = rows
+        self._is_trusted = is_trusted
+        self._unseen = set(rows.columns.values())
+        self._columns: list[str] = []
         self.names: dict[str, set[str]] = {
             name: set() for name in ("scorer", "agent_name", "answer_schema", "environment")
         }
@@ -153,14 +185,38 @@ class _Reading:
         self._unanswered: dict[str, tuple[str, int]] = {}
         """Scorer that compares → the first of its tasks without an answer, and their number."""
 
-    def add(self, task: Task, where: str) -> None:
+    def look(self, row: Any) -> None:
+        """Record which columns of ``--task_fields`` a row has."""
+        if self._unseen and isinstance(row, dict):
+            self._columns = self._columns or list(row)
+            self._unseen = {path for path in self._unseen if column_of(row, path) is None}
+
+    def require_columns(self, path: str | Path) -> None:
+        """Raise TaskFileError if no row has a column of ``--task_fields``."""
+        if self._unseen and self._columns:
+            raise TaskFileError(
+                f"{path}: no row has {', '.join(map(repr, sorted(self._unseen)))} of --task_fields",
+                hint=f"the columns of the first row are {', '.join(self._columns[:_SHOWN])}",
+            )
+
+    def add(self, task: Task, where: str, preset: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
+        code = paths_among(name for field in self.names for name in _names(task, field))
+        if code and not self._is_trusted:
+            raise BadTaskError(f"it names Python code, {min(code)}, and others write this data: not imported")
         for name, known in self._known.items():
             for part in _names(task, name):
                 _check_name(name, part, known)
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
         self._ids.add(task.task_id)
+        self.presets[preset] = self.presets.get(preset, 0) + 1
+        if self.example is None and (says := self._rows.says(preset)):
+            self.example = (
+                f"read as {preset}: {says}; first: {where}: query {_shown(task.query)}, answer"
+                f" {_shown(task.answer)}, id {_shown(task.task_id)}, scorer {task.scorer},"
+                f" answer_schema {task.answer_schema}"
+            )
         for name, used in self.names.items():
             used.update(_names(task, name))
         if task.answer is None and not task.aug_answers:
@@ -197,6 +253,11 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
         + more,
         hint="correct these lines, or load the others with --skip_bad_lines",
     )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
 
 
 def _names(task: Task, field: str) -> tuple[str, ...]:

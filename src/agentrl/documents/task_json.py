@@ -42,7 +42,8 @@ _MAX_DIGITS = 300
 _ELEMENT_BYTES = 16
 """Upper bound of the bytes of a number or a list key in a document."""
 
-_ID = ("id", "task_id")
+ID = ("id", "task_id")
+"""The names of the field ``id``; the first one that is not null counts, as with the other fields."""
 
 
 class _Unstorable:
@@ -90,7 +91,7 @@ def check_bson_limits(item: dict[str, Any]) -> None:
 
     The id may be any integer, because it is stored as text.
     """
-    fields = {key: value for key, value in item.items() if not (key in _ID and isinstance(value, int))}
+    fields = {key: value for key, value in item.items() if not (key in ID and isinstance(value, int))}
     try:
         size = _size(fields, 1)
     except _NotStorableError as error:
@@ -154,13 +155,9 @@ def _shown(text: str, limit: int = 40) -> str:
     return plain if len(plain) <= limit else f"{plain[:limit]}…"
 
 
-_QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
-_ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
-_RAW_ANSWER = ("expected_answer", "answer")
+QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
+ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
 _GSM8K_ANSWER = re.compile(r"####\s*(-?[0-9][0-9.,]*)\s*$")
-_ROW = ("data_source", "reward_model")
-"""Fields by which rows of verl and ChatLearn are known: their questions say how to mark the answer."""
-_MARKS = {"\\boxed": "boxed", "####": "####"}
 
 
 def _id_text(value: Any) -> str:
@@ -187,9 +184,9 @@ Word = Annotated[Text, AfterValidator(str.strip)]
 class _Fields:
     """The fields of a task that have a type. A field that is null is as good as none."""
 
-    id: Annotated[Text | None, BeforeValidator(_id_text), Field(validation_alias=AliasChoices(*_ID))] = None
-    query: Annotated[Text | None, Field(validation_alias=AliasChoices(*_QUERY))] = None
-    answer: Annotated[Any, Field(validation_alias=AliasChoices(*_ANSWER))] = None
+    id: Annotated[Text | None, BeforeValidator(_id_text), Field(validation_alias=AliasChoices(*ID))] = None
+    query: Annotated[Text | None, Field(validation_alias=AliasChoices(*QUERY))] = None
+    answer: Annotated[Any, Field(validation_alias=AliasChoices(*ANSWER))] = None
     aug_answers: tuple[Any, ...] = ()
     scorer: Annotated[Word | None, BeforeValidator(_scorer_name)] = None
     answer_schema: Word | None = None
@@ -203,13 +200,20 @@ class _Fields:
     images: Annotated[tuple[Text, ...], Field(max_length=MAX_TASK_IMAGES)] = ()
 
 
-_ALIASES = {"id": _ID, "query": _QUERY, "answer": _ANSWER}
+_ALIASES = {"id": ID, "query": QUERY, "answer": ANSWER}
 _KEYS = [_ALIASES.get(item.name, (item.name,)) for item in dataclasses.fields(_Fields)]
 """The keys that each field is read from; the first one that is not null counts."""
 _KNOWN = frozenset({
     *(key for keys in _KEYS for key in keys),
     "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
 })  # fmt: skip
+
+
+def aliases_of(name: str) -> tuple[str, ...]:
+    """Return the keys that field ``name`` of a task is read from."""
+    return _ALIASES.get(name, (name,))
+
+
 _LONG_ENOUGH = 4
 _ALIKE = 0.8
 
@@ -233,25 +237,24 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
         raise BadTaskError(f"the task is {kind_of(item)}; it must be a JSON object")
     check_bson_limits(item)
     fields, rest = _fields(item)
-    task_id = fields.id or _row_id(rest)
+    if fields.id is None:
+        raise BadTaskError("id is missing (task_id is read too)")
     query, chat = _take_question(fields.query, rest)
     if fields.system_prompt is not None and chat.system is not None:
         raise BadTaskError("system_prompt and a system message in the messages: give one of them")
     system_prompt = chat.system if fields.system_prompt is None else fields.system_prompt
-    mark = _mark(rest, f"{system_prompt or ''}\n{query}")
     is_played, tools = fields.environment is not None, fields.tools
-    scorer = "environment" if is_played else "agentcpm" if mark is None else "math"
     return Task(
-        id=task_key(split, epoch, task_id),
-        task_id=task_id,
+        id=task_key(split, epoch, fields.id),
+        task_id=fields.id,
         split=split,
         epoch=epoch,
         order=0,
         query=query,
-        answer=_answer(fields.answer, rest),
+        answer=_answer(fields.answer),
         aug_answers=fields.aug_answers,
-        scorer=fields.scorer or scorer,
-        answer_schema=fields.answer_schema or mark or "answer",
+        scorer=fields.scorer or ("environment" if is_played else "agentcpm"),
+        answer_schema=fields.answer_schema or "answer",
         agent_name=fields.agent_name,
         agent_cfg_path=fields.agent_cfg_path,
         environment=fields.environment,
@@ -283,15 +286,6 @@ def _fields(item: Mapping[str, Any]) -> tuple[_Fields, dict[str, Any]]:
     return checked(_Fields, given), rest
 
 
-def _row_id(rest: Mapping[str, Any]) -> str:
-    """Return the id of a row of verl."""
-    index = _inside(rest, "extra_info", "index")
-    if isinstance(index, (int, str)) and not isinstance(index, bool):
-        source = rest.get("data_source")
-        return f"{source}/{index}" if isinstance(source, str) else str(index)
-    raise BadTaskError("id is missing (task_id and verl's extra_info.index are read too)")
-
-
 def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
     """Return the question and the chat in front of it."""
     if query is not None:
@@ -302,11 +296,6 @@ def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
             if rest[name][-1].get("role") == "user":
                 del rest[name]  # all of it is in the task
             return question, _checked(chat)
-    original = _inside(rest, "raw", "messages")
-    said = [item for item in original if isinstance(item, dict)] if isinstance(original, list) else []
-    text = next((item.get("content") for item in said if item.get("role") == "user"), None)
-    if isinstance(text, str) and text:
-        return text, Chat()
     raise BadTaskError("query is missing")
 
 
@@ -316,25 +305,10 @@ def _checked(chat: Chat) -> Chat:
     return chat
 
 
-def _inside(rest: Mapping[str, Any], holder: str, name: str) -> Any:
-    value = rest.get(holder)
-    return value.get(name) if isinstance(value, dict) else None
-
-
-def _answer(given: Any, rest: Mapping[str, Any]) -> Any:
-    """Return the answer, of a row of the original or of verl too; of GSM8K's the number behind ``####``."""
-    raw = (_inside(rest, "raw", name) for name in _RAW_ANSWER)
-    candidates = (given, *raw, _inside(rest, "reward_model", "ground_truth"))
-    answer = next((value for value in candidates if value is not None), None)
-    number = _GSM8K_ANSWER.search(answer) if isinstance(answer, str) else None
-    return answer if number is None else number.group(1).rstrip(".,")
-
-
-def _mark(rest: Mapping[str, Any], text: str) -> str | None:
-    """Return the ``answer_schema`` that the prompt of a verl or ChatLearn row asks for; None for others."""
-    if not any(name in rest for name in _ROW):
-        return None
-    return next((schema for mark, schema in _MARKS.items() if mark in text), None)
+def _answer(given: Any) -> Any:
+    """Return the answer; of one like GSM8K's, the number behind ``####``."""
+    number = _GSM8K_ANSWER.search(given) if isinstance(given, str) else None
+    return given if number is None else number.group(1).rstrip(".,")
 
 
 def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import shutil
 import tempfile
 import weakref
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,19 +33,55 @@ class Item:
     offset: int
     length: int
     value: Any
+    number: int = 0
+    """The number of the task in the file, from 0."""
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the lines of a converted file come from, and the rows that could not be converted."""
+
+    starts: list[int] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    bad: dict[int, BadTaskError] = field(default_factory=dict)
+    """Line, from 1 → why it holds no task."""
+
+    def begin(self, lines: int, file: Path) -> None:
+        """Record that ``file`` begins below this number of lines."""
+        self.starts.append(lines)
+        self.files.append(file)
+
+    def of(self, line: int) -> str:
+        """Return ``file:row`` of a line."""
+        index = bisect_right(self.starts, line - 1) - 1
+        return f"{self.files[index]}:{line - self.starts[index]}"
 
 
 class TaskSource:
     """A task file with random access. A pipe or gzip file is first copied to a temporary file."""
 
-    def __init__(self, path: Path, file: BinaryIO | None = None) -> None:
-        """Open ``path``, or read ``file``, which has no path of its own.
+    def __init__(
+        self,
+        path: Path,
+        file: BinaryIO | None = None,
+        *,
+        places: Places | None = None,
+        folder: Path | None = None,
+        is_trusted: bool = True,
+    ) -> None:
+        """Open ``path``, or read ``file``, which has no path of its own, with the ``places`` of its lines.
+
+        Paths of images are relative to ``folder``, by default that of ``path``. Tasks of a source that is not
+        trusted may not name Python code.
 
         Raises TaskFileError if it cannot be read, or is UTF-16 or UTF-32.
         """
         self.path = path
+        self.folder = path.parent if folder is None else folder
+        self.is_trusted = is_trusted
+        self._places = places
         try:
-            self._file = _open(path) if file is None else file
+            self._file = open_binary(path) if file is None else file
         except _READING as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, self._file.close)
@@ -56,7 +93,15 @@ class TaskSource:
         first = self._file.read(_CHUNK)
         while first and not first.strip():
             first = self._file.read(_CHUNK)
-        return self._list_items() if first.lstrip().startswith(b"[") else self._lines()
+        is_list = self._places is None and first.lstrip().startswith(b"[")
+        items = self._list_items() if is_list else self._lines()
+        bad = {} if self._places is None else self._places.bad
+        for number, item in enumerate(items):
+            yield replace(item, number=number, value=bad.get(item.line, item.value))
+
+    def where(self, line: int) -> str:
+        """Return ``file:line`` of a task, with a row's number, from 1, in a file of another kind."""
+        return f"{self.path}:{line}" if self._places is None else self._places.of(line)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` decompressed bytes from ``offset``."""
@@ -174,7 +219,7 @@ class _Window:
         return len(self._text) > pending
 
 
-def _open(path: Path) -> BinaryIO:
+def open_binary(path: Path) -> BinaryIO:
     """Open for reading and seeking; the copy of a gzip file or pipe is deleted when it is closed."""
     file = path.open("rb")
     try:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
 from agentrl.registry import Registry
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult
-from agentrl.tools.base import ENVIRONMENT, ROLES
+from agentrl.tools.base import ENVIRONMENT, ROLES, Schema
 from agentrl.tools.python import Toolset
 
 Reward = float | Mapping[str, float] | None
@@ -60,9 +61,19 @@ class Environment:
     """Names of the methods that the model may call; each needs type hints and a docstring."""
     task_defaults: ClassVar[Mapping[str, Any]] = {}
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
+    limit: ClassVar[int | None] = None
+    """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
 
+    call_seconds: Mapping[str, float] = {}
+    """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
+    agent_seconds: float | None = None
+    """How long the agent may work; then the trajectory ends, and ``reward`` is asked for."""
+    left: HarnessRun | None = None
+    """What ``reward`` found in the trajectory's files, for the Record."""
     first_role: str | None = None
     """Who reads the query and moves first, in an environment with several roles; ``setup`` may set it."""
+    is_done: bool = False
+    """Set by a tool: the trajectory ends after the tool calls of this message."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -84,9 +95,25 @@ class Environment:
             hint="define the method 'tasks', or load a task file whose tasks name the environment",
         )
 
+    @classmethod
+    def tool_schemas(cls, task: Task) -> Sequence[Schema]:
+        """Return the function schemas of the tools of ``task``: by default the methods ``tools``."""
+        return Toolset.of_methods(cls, cls.tools).schemas
+
+    @classmethod
+    def limit_of(cls, task: Task) -> int | None:
+        """Return how many trajectories like that of ``task`` a sampler runs at a time; None: no limit."""
+        return cls.limit
+
     def setup(self) -> Awaitable[None] | None:
         """Prepare the trajectory. An exception ends the attempt as ``environment``; it is retried."""
         return None
+
+    def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | Awaitable[str]:
+        """Return the result of a tool of ``tool_schemas`` that is no method; the model reads exceptions."""
+        raise TaskEnvironmentError(
+            f"{type(self).__name__} has no tool {name!r}", hint="define the method 'call_tool'"
+        )
 
     def step(self, text: str) -> Observation | Awaitable[Observation]:
         """Return the answer to the model's message ``text``; only in environments that answer messages."""
@@ -151,7 +178,10 @@ def _environment_class(given: Any) -> type[Environment]:
 ENVIRONMENTS: Registry[type[Environment]] = Registry(
     "environment",
     group="agentrl.environments",
-    built_in=[f"agentrl.environments.{name}" for name in ("reasoning_gym", "textarena", "code")],
+    built_in=[
+        f"agentrl.environments.{name}"
+        for name in ("reasoning_gym", "textarena", "code", "harbor.environment", "openenv", "nemo_gym")
+    ],
     convert=_environment_class,
 )
 

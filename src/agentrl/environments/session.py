@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
-from agentrl.errors import AgentRLError, ScorerError, TaskEnvironmentError
+from agentrl.errors import (
+    AgentRLError,
+    Dependency,
+    DependencyKind,
+    OutageError,
+    ScorerError,
+    TaskEnvironmentError,
+)
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
-from agentrl.tools.base import Reply, Schema, contain_within, run_function
+from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
 from agentrl.user_code import contain_call, describe
 
@@ -34,6 +43,33 @@ def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession |
     return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
 
 
+def environment_of(task: Task) -> Dependency | None:
+    """Return what is down if the task's environment is: the server in ``meta.server``, or all of its name."""
+    if task.environment is None:
+        return None
+    server = task.meta.get("server")
+    name = server if isinstance(server, str) else task.environment
+    return Dependency(DependencyKind.ENVIRONMENT, name)
+
+
+def full_environments(running: Iterable[Task]) -> frozenset[str]:
+    """Return the environments and servers of which ``running`` are as many as a sampler may run."""
+    counts: Counter[str] = Counter()
+    limits: dict[str, int] = {}
+    for task in running:
+        needed = environment_of(task)
+        if needed is None or task.environment is None:
+            continue
+        counts[needed.name] += 1
+        try:
+            limit = ENVIRONMENTS.get(task.environment).limit_of(task)
+        except AgentRLError:
+            continue  # the trajectory itself fails, with this error
+        if limit is not None:
+            limits[needed.name] = min(limit, limits.get(needed.name, limit))
+    return frozenset(name for name, limit in limits.items() if counts[name] >= limit)
+
+
 class EnvironmentSession:
     """One trajectory's environment as a tool server's session: ``open`` sets up, ``close`` tears down."""
 
@@ -43,14 +79,20 @@ class EnvironmentSession:
         self._kind = kind
         self._task = task
         self._call_timeout = call_timeout
-        self._toolset = Toolset.of_methods(kind, kind.tools)
+        self._own_tools = Toolset.of_methods(kind, kind.tools)
+        self._schemas = contain_call(
+            lambda: sorted(kind.tool_schemas(task), key=schema_name),
+            f"tool_schemas of environment {name}", TaskEnvironmentError,
+        )  # fmt: skip
+        self.dependency = environment_of(task) or Dependency(DependencyKind.ENVIRONMENT, name)
+        """What is down in an OutageError of the environment."""
         self._instance: Environment | None = None
         self._tools: PythonSession | None = None
 
     @property
     def schemas(self) -> Sequence[Schema]:
         """Return the function schemas of its tools, sorted by name."""
-        return self._toolset.schemas
+        return self._schemas
 
     @property
     def instance(self) -> Environment:
@@ -62,9 +104,9 @@ class EnvironmentSession:
     async def open(self) -> None:
         """Make the instance and call ``setup``. Raises TaskEnvironmentError if one raises or is too slow."""
         self._instance = await self._method("__init__", self._kind, self._task)
-        self._tools = PythonSession(
-            self.name, self._toolset, call_timeout=self._call_timeout, instance=self._instance
-        )
+        limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
+        longest = max(limits, default=self._call_timeout)
+        self._tools = PythonSession(self.name, self._own_tools, call_timeout=longest, instance=self._instance)
         await self._method("setup", self.instance.setup)
 
     async def list(self) -> Sequence[Schema]:
@@ -72,10 +114,17 @@ class EnvironmentSession:
         return self.schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        """Call a tool. An exception and a timeout are errors in the reply."""
+        """Call a tool. An exception and a timeout are errors in the reply. Raises OutageError."""
         if self._tools is None:
             raise TaskEnvironmentError(f"environment {self.name} is not open")
-        return await self._tools.call(tool, arguments)
+        own = self._tools
+        with self._naming_outages():
+            if tool in self._kind.tools:
+                return await own.call(tool, arguments)
+            return await reply_within(self._call_timeout, lambda: self._call(tool, arguments), tool)
+
+    async def _call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
+        return Reply(text=str(await run_function(self.instance.call_tool, tool, arguments)))
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
@@ -117,11 +166,21 @@ class EnvironmentSession:
             )
 
     async def _method(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await contain_within(
-            self._call_timeout, lambda: run_function(function, *arguments),
-            f"{method} of environment {self.name}", TaskEnvironmentError,
-            hint="raise --tool_timeout_seconds",
-        )  # fmt: skip
+        own = {} if self._instance is None else self._instance.call_seconds
+        with self._naming_outages():
+            return await contain_within(
+                own.get(method, self._call_timeout), lambda: run_function(function, *arguments),
+                f"{method} of environment {self.name}", TaskEnvironmentError,
+                hint="raise --tool_timeout_seconds",
+            )  # fmt: skip
+
+    @contextmanager
+    def _naming_outages(self) -> Iterator[None]:
+        try:
+            yield
+        except OutageError as error:
+            error.outage = error.outage or self.dependency
+            raise
 
 
 @scorer("environment")

@@ -1,4 +1,4 @@
-"""Generate the tasks of an address ``env:NAME?n=1000&seed=1`` and read them like a task file."""
+"""Read the tasks of any source: a file, a folder, ``hf://NAME``, or an environment that generates them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from urllib.parse import parse_qsl
 from pydantic import Field
 
 from agentrl.documents.task_file import ReadResult, read_tasks
+from agentrl.documents.task_folders import open_files
+from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
+from agentrl.environments.harbor.source import is_harbor, open_harbor
 from agentrl.errors import AgentRLError, TaskFileError, nearest
+from agentrl.scoring.answers import require_readable
 from agentrl.user_code import describe
 from agentrl.validation import Settings, read_config
 
@@ -73,15 +77,32 @@ def is_address(path: str | Path) -> bool:
 
 def read_task_source(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
-    skip_bad_lines: bool = False,
+    skip_bad_lines: bool = False, rows: TaskRows | None = None,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
 ) -> ReadResult:  # fmt: skip
-    """Read a task file, or generate the tasks of an environment; see ``read_tasks``."""
+    """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad."""
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
         skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=generate(str(path), split) if is_address(path) else None,
+        source=open_source(str(path), split), rows=rows, check=lambda task, _: require_readable(task),
     )  # fmt: skip
+
+
+def open_source(text: str, split: str) -> TaskSource:
+    """Open a task file, a folder of data or of Harbor tasks, ``hf://NAME`` or ``env:NAME?…``, for ``split``.
+
+    Raises TaskFileError, and ConfigError for what this machine cannot run or read.
+    """
+    if is_address(text):
+        return generate(text, split)
+    if is_harbor(text):
+        return open_harbor(text)
+    wanted = "train" if split == "train" else "eval"
+    if text.startswith("hf://"):
+        from agentrl.documents.task_hub import open_hub
+
+        return open_hub(text, wanted)
+    return open_files(text, wanted)
 
 
 def generate(text: str, split: str) -> TaskSource:

@@ -18,7 +18,7 @@ from agentrl.documents.status import StopReason
 from agentrl.errors import ENGINES, EngineError, HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import Prepared, prepare
-from agentrl.harness.result import compare, score_files
+from agentrl.harness.result import score_files
 from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
 from agentrl.rollout.agent_io import Endpoint, Outcome
@@ -26,6 +26,7 @@ from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
+from agentrl.tools.sandbox.changes import compare
 
 TASK_FILE: Final = "task.json"
 QUESTION_FILE: Final = "task.txt"
@@ -54,7 +55,7 @@ class CommandAgent:
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
-        kind = ContainerSession if config.isolation == "docker" else HarnessSession
+        kind = ContainerSession if config.in_container else HarnessSession
         async with kind(prepared) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)
@@ -169,7 +170,7 @@ def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
 
 async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tuple[str, ...]) -> None:
     """Let the Record show the run and what it changed."""
-    changes = await asyncio.to_thread(compare, session.before, session.archive)
+    changes = await asyncio.to_thread(compare, session.before, session.archive, WORKSPACE)
     rollout.harness_run = HarnessRun(
         run=run, changed_files=changes.files, changes=changes.count, diff=hide(changes.diff, secrets)
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import TaskConfig, ToolConfig
-from agentrl.documents.task_file import read_tasks
-from agentrl.environments.tasks import is_address
+from agentrl.documents.task_rows import TaskRows
+from agentrl.environments.tasks import is_address, read_task_source
 from agentrl.errors import ConfigError, ModelError
 from agentrl.extras import require
 from agentrl.processes import free_port, run_child
@@ -63,7 +63,8 @@ def default_servers(configs: Configs, *, is_demo: bool) -> Sequence[McpSpec] | N
     configured = tools.mcp_servers_file or tools.mcp_manager_url or tools.tool_config_path
     if configured or path is None or is_address(path):
         return None
-    read = read_tasks(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines)
+    rows = TaskRows.parse(tasks.task_preset, tasks.task_fields)
+    read = read_task_source(path, shuffle=False, skip_bad_lines=tasks.skip_bad_lines, rows=rows)
     own = {name.strip().rpartition(":")[2] for name in tools.tools.split(",")}
     named = {tool for task in read.tasks for tool in task.tools or ()} - own
     if not named and not is_demo:

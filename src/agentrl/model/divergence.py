@@ -28,14 +28,19 @@ def reverse_kl(
     """Return Σ π·(log π − log π_teacher) of each token in nats, float32[T], with gradient; 0 without ids.
 
     The outcomes are the teacher's likeliest ids and, as one, all others: by the log-sum inequality at most
-    the KL over the whole vocabulary. hidden [N, H] and ``logprobs`` float32[T] (of ``target_ids``) carry
+    the KL over the whole vocabulary. An id beyond the head's rows, of a teacher with more padding, is one of
+    the others. hidden [N, H] and ``logprobs`` float32[T] (of ``target_ids``) carry
     gradients; the rest is as for ``token_logprobs``. A logit is projected for the ids of ``top`` and for the
     target alone: their difference and the target's logprob give the logprob of an id. ``head`` is whole.
     """
     device = hidden.device
-    row = torch.from_numpy(np.repeat(np.arange(len(top)), top.ids.counts)).to(device)
-    ids = torch.from_numpy(top.ids.ids).to(device)
-    wanted = torch.from_numpy(top.logprobs.astype(np.float32)).to(device)
+    known = top.ids.ids < len(head.weight)
+    row, ids, wanted = (
+        torch.from_numpy(values[known]).to(device)
+        for values in (
+            np.repeat(np.arange(len(top)), top.ids.counts), top.ids.ids, top.logprobs.astype(np.float32),
+        )
+    )  # fmt: skip
     divisor = temperature.to(device)
     normalizer = _logits(hidden, head, parent, target_ids, divisor) - logprobs
     found = _logits(hidden, head, parent[row], ids, divisor[row]) - normalizer[row]

@@ -165,7 +165,8 @@ async def multi_turn(rollout: Rollout) -> Outcome:
 
     The environment sees each message without its reasoning, and its answer is the next user message. In an
     environment with several roles, the answer also says which of them moves next (``Rollout.player``). Tool
-    calls are run as by ``react``. The final answer is the last message.
+    calls are run as by ``react``, and end the trajectory if the environment ``is_done`` then. The final
+    answer is the last message.
     """
     player = rollout.player(None if rollout.environment is None else rollout.environment.first_role)
     while rollout.turns < rollout.max_turns:
@@ -179,6 +180,8 @@ async def multi_turn(rollout: Rollout) -> Outcome:
                 return Outcome(StopReason.LENGTH_LIMIT)
         elif turn.tool_calls or turn.error is not None:
             await player.call_tools(turn)
+            if rollout.environment is not None and rollout.environment.is_done:
+                return Outcome(StopReason.ANSWERED, turn.content)
         else:
             observation = await rollout.step(turn, player)
             if observation.done:
@@ -212,9 +215,13 @@ async def run_agent(
     if isinstance(agent, AgentClass):
         instance = contain_call(agent.kind, f"the class of agent {name}", TrajectoryError)
     run: Agent = instance.run if isinstance(agent, AgentClass) else agent
+    limit = None if rollout.environment is None else rollout.environment.agent_seconds
     token = CURRENT.set(rollout)
     try:
-        outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+        async with rollout.time_limit(limit):
+            outcome = await contain(lambda: run(rollout), f"agent {name}", FailureError)
+    except TimeoutError:
+        outcome = Outcome(StopReason.TIME_LIMIT)
     except ContextFullError:
         outcome = Outcome(StopReason.LENGTH_LIMIT)
     except TurnsLimitError:

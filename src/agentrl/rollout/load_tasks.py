@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, SamplingConfig, TaskConfig
+from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import ReadResult
+from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.base import ENVIRONMENTS
 from agentrl.environments.tasks import read_task_source
-from agentrl.errors import AgentRLError, ConfigError, ToolServerError, TrajectoryError
+from agentrl.errors import AgentRLError, ConfigError, ScorerError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
 from agentrl.registry import allow_imports, paths_among
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.scoring.advantages import ESTIMATORS
-from agentrl.scoring.answers import check_schema
+from agentrl.scoring.answers import check_schema, number, unparsed
 from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.judge import JUDGES
+from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import SCORERS
 from agentrl.tools.pool import ToolPool
 
@@ -37,8 +42,8 @@ logger = logging.getLogger(__name__)
 async def read_task_file(
     run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
 ) -> ReadResult:
-    """Read a task file or ``env:NAME?…`` for ``split``. Raises TaskFileError."""
-    return await asyncio.to_thread(
+    """Read the tasks of any source for ``split``. Raises TaskFileError."""
+    result = await asyncio.to_thread(
         read_task_source,
         path,
         split=split,
@@ -46,9 +51,46 @@ async def read_task_file(
         shuffle=tasks.shuffle_tasks,
         num_generations=num_generations,
         skip_bad_lines=tasks.skip_bad_lines,
+        rows=TaskRows.parse(tasks.task_preset, tasks.task_fields),
         known_scorers=SCORERS.names(),
         known_agents=AGENTS.names(),
     )
+    return replace(result, warnings=(*result.warnings, *await unparsed_answers(result.tasks)))
+
+
+async def unparsed_answers(tasks: Sequence[Task]) -> list[str]:
+    """Return a warning about the answers of scorer ``math`` that math-verify cannot parse.
+
+    Plain numbers are not parsed; of the other answers at most ``_PARSED`` are, spread over the tasks.
+    """
+    wanted = {}
+    for task in (tasks[index] for index in range(0, len(tasks), max(1, len(tasks) // _PARSED))):
+        if (
+            "math" in scorer_weights(task.scorer)
+            and isinstance(task.answer, str)
+            and number(task.answer) is None
+        ):
+            wanted[task.task_id] = task.answer
+    if not wanted or find_spec("math_verify") is None:
+        return []
+    try:
+        async with asyncio.timeout(_PARSE_SECONDS):
+            bad = await run_in_process(unparsed, tuple(wanted.values()))
+    except (TimeoutError, ScorerError) as error:
+        return [
+            f"math-verify could not parse {len(wanted)} answers: {clean(str(error) or 'it took too long')}"
+        ]
+    named = [
+        f"{task} ({answer[:40]!r})"
+        for (task, answer), is_bad in zip(wanted.items(), bad, strict=True)
+        if is_bad
+    ]
+    if not named:
+        return []
+    return [
+        f"math-verify cannot parse {len(named)} of {len(wanted)} answers examined, so only the same text"
+        f" scores 1: {', '.join(named[:3])}"
+    ]
 
 
 async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
@@ -59,6 +101,8 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
     This process may import the Python paths in the file from now on; so may the other processes of the run,
     if this user may write the run's list.
     """
+    if result.reading is not None:
+        logger.info("%s", result.reading)
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded, _ = await store_tasks(store, result, append=False)
@@ -129,6 +173,8 @@ def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
 
 
 _REACH_SECONDS = 5.0
+_PARSED = 200
+_PARSE_SECONDS = 60.0
 _SHOWN = 10
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.errors import ENGINES, Dependency, DependencyKind, FailureError, ToolServerError, tool_server
+from agentrl.errors import (
+    ENGINES,
+    Dependency,
+    DependencyKind,
+    FailureError,
+    ServerFullError,
+    SessionLostError,
+    ToolServerError,
+    tool_server,
+)
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
 from agentrl.store.admission import Needs
 from agentrl.tools.pool import ToolPool
@@ -23,33 +33,50 @@ T = TypeVar("T")
 OWN_FAILURES = 3
 """Failures of one call, each after the dependency served others, that fail the trajectory's attempt."""
 
+LOST_SESSIONS = 10
+"""Lost sessions of one slot in one process that fail an attempt: its own actions may end the server."""
+
 _QUEUE_SECONDS = 5.0
 """Time for trajectories that wait for a score to probe a judge before new ones may."""
 
 
 class Clock:
-    """The time limit of a trajectory; it stands still while the trajectory is held."""
+    """The time limits of a trajectory; they stand still while the trajectory is held."""
 
     def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
+        self._limits = [limit]
         self._holds = 0
-        self._left = 0.0
+        self._left: list[tuple[asyncio.Timeout, float]] = []
+
+    @asynccontextmanager
+    async def limit(self, seconds: float | None) -> AsyncIterator[None]:
+        """Raise TimeoutError if the block takes longer; None is no limit of its own."""
+        async with asyncio.timeout(seconds) as limit:
+            self._limits.append(limit)
+            try:
+                yield
+            finally:
+                self._limits.remove(limit)
+                self._left = [(held, left) for held, left in self._left if held is not limit]
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""
         loop = asyncio.get_running_loop()
-        ends = self._limit.when()
-        if ends is not None and not self._holds:
-            self._left = ends - loop.time()
-            self._limit.reschedule(None)
+        if not self._holds:
+            ends = [(limit, limit.when()) for limit in self._limits]
+            self._left = [(limit, end - loop.time()) for limit, end in ends if end is not None]
+            for limit, _ in self._left:
+                limit.reschedule(None)
         self._holds += 1
         try:
             yield
         finally:
             self._holds -= 1
-            if not self._holds and not self._limit.expired():
-                self._limit.reschedule(loop.time() + self._left)
+            if not self._holds:
+                for limit, left in self._left:
+                    if not limit.expired():
+                        limit.reschedule(loop.time() + left)
 
 
 @dataclass(slots=True)
@@ -75,6 +102,8 @@ class Outages:
         """Scorer → the dependencies whose outages it has reported."""
         self._probers: dict[Dependency, str] = {}
         """Dependency → the trajectory that was chosen last to probe it."""
+        self._lost: Counter[str] = Counter()
+        """Slot → its sessions that were lost."""
 
     @property
     def open(self) -> list[Breaker]:
@@ -119,8 +148,9 @@ class Outages:
     async def hold(self, call: Callable[[], Awaitable[T]], clock: Clock) -> T:
         """Return the result of ``call``; while it fails because of an outage, wait and repeat it.
 
-        Raises the error after ``wait_seconds``. It is raised without ``outage``, so that it counts as an
-        attempt, if the dependency serves others and this call still fails: then the trajectory is to blame.
+        Raises the error after ``wait_seconds``, and a SessionLostError at once. It is raised without
+        ``outage``, so that it counts as an attempt, if the dependency serves others and this call still
+        fails: then the trajectory is to blame, unless the server is full.
         """
         deadline = time.monotonic() + self._wait_seconds
         blame: dict[Dependency, _Blame] = {}
@@ -133,7 +163,10 @@ class Outages:
                     raise
                 breaker = self._breaker(dependency)
                 breaker.failed(error.message, error.retry_after)
-                if self._is_own(blame.setdefault(dependency, _Blame(breaker.served)), breaker):
+                if isinstance(error, SessionLostError):
+                    raise
+                own = self._is_own(blame.setdefault(dependency, _Blame(breaker.served)), breaker)
+                if own and not isinstance(error, ServerFullError):
                     error.outage = None
                     raise
                 if time.monotonic() >= deadline:
@@ -145,6 +178,11 @@ class Outages:
                     self.succeeded(dependency)
                 return result
 
+    def loses_too_often(self, slot: str) -> bool:
+        """Record that the trajectory of a slot lost its session; return whether the slot is to blame."""
+        self._lost[slot] += 1
+        return self._lost[slot] >= LOST_SESSIONS
+
     def blocks_claims(self, running: int) -> bool:
         """Return whether nothing may be claimed: the engines are down, and it is not time to probe them.
 
@@ -154,7 +192,7 @@ class Outages:
         return breaker is not None and breaker.is_open and (running > 0 or not breaker.probe_is_due)
 
     def needs_down(self, record_id: str | None = None, *, of_new: bool = False) -> Needs:
-        """Return the tool servers and scorers that are down; not those that the caller may probe now.
+        """Return what is down of tool servers, environments and scorers; not what the caller may probe now.
 
         ``record_id`` is a trajectory that may have been chosen to probe. ``of_new`` trajectories leave judges
         to those that wait for a score, and probe only if none does.
@@ -169,9 +207,13 @@ class Outages:
         }
         servers = frozenset(item.name for item in down if item.kind is DependencyKind.TOOL)
         scorers = frozenset(scorer for scorer, needs in self._scorers.items() if needs & down)
-        return Needs(servers, scorers, self.known_servers)
+        environments = frozenset(item.name for item in down if item.kind is DependencyKind.ENVIRONMENT)
+        return Needs(servers, scorers, self.known_servers, environments)
 
-    def begin_probes(self, record_id: str, servers: tuple[str, ...] | None, scorer: str) -> None:
+    def begin_probes(
+        self, record_id: str, servers: tuple[str, ...] | None, scorer: str,
+        environment: Dependency | None = None,
+    ) -> None:  # fmt: skip
         """Record that a trajectory of a task with these needs probes what is down; ``servers`` None: all."""
         needs = self._scorers.get(scorer, set())
         for breaker in self.open:
@@ -179,7 +221,9 @@ class Outages:
             is_tool = dependency.kind is DependencyKind.TOOL and (
                 servers is None or dependency.name in servers
             )
-            if (is_tool or dependency == ENGINES or dependency in needs) and breaker.probe_is_due:
+            if (
+                is_tool or dependency in (ENGINES, environment) or dependency in needs
+            ) and breaker.probe_is_due:  # fmt: skip
                 breaker.begin_probe()
                 self._probers[dependency] = record_id
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ from agentrl.user_code import contain, describe
 if TYPE_CHECKING:
     from agentrl.store.images import Images
 
+TimeLimit = Callable[[float | None], AbstractAsyncContextManager[Any]]
+"""Raises TimeoutError after so many seconds; None is no limit."""
+
 
 class Rollout(Role):
     """One trajectory as its agent sees it.
@@ -65,6 +69,7 @@ class Rollout(Role):
         gateway: Gateway | None = None,
         hold: Hold,
         images: Images,
+        time_limit: TimeLimit = asyncio.timeout,
     ) -> None:
         """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
 
@@ -99,6 +104,8 @@ class Rollout(Role):
         self._uses_gateway = False
         self._environment = environment
         self._hold = hold
+        self.time_limit = time_limit
+        """Bounds a block of the trajectory; the clock stands still while the trajectory is held."""
         self.loop = asyncio.get_running_loop()
         """The event loop that the trajectory runs in."""
 
@@ -277,9 +284,15 @@ class Rollout(Role):
 
     async def collect_tool_rewards(self) -> None:
         """Set ``tool_rewards`` to the rewards that the tools give. Raises ToolServerError."""
-        self.tool_rewards = await contain(
-            self._shared.tools.rewards, "the rewards of the tools", ToolServerError
-        )
+        try:
+            self.tool_rewards = await contain(
+                self._shared.tools.rewards, "the rewards of the tools", ToolServerError
+            )
+        finally:
+            left = None if self._environment is None else self._environment.instance.left
+            if left is not None:
+                run = left.run if self.harness_run is None else self.harness_run.run
+                self.harness_run = replace(left, run=run)
 
     @property
     def environment(self) -> Environment | None:
@@ -291,14 +304,15 @@ class Rollout(Role):
 
         Appends the answer as a user message to this conversation, to ``role``'s, or to that of the role which
         the environment names, unless it ends the trajectory. Raises TaskEnvironmentError if the environment
-        raises, and TrajectoryError if the task has none that answers messages.
+        raises, and TrajectoryError if the task has none that answers messages. While what the environment
+        reaches is down, the call waits and is repeated.
         """
         session = self._environment
         if session is None or not session.instance.answers_messages():
             raise TrajectoryError(
                 "no environment answers messages", hint="use an agent for tools, such as --agent_name react"
             )
-        observation = await session.step(turn.content)
+        observation = await self._hold(lambda: session.step(turn.content))
         if not observation.done:
             reader = role or self if observation.role is None else self.player(observation.role)
             reader.append_messages([{"role": "user", "content": observation.text}])

@@ -7,11 +7,12 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
+from agentrl.environments.session import environment_of, full_environments
 from agentrl.errors import StoreUnavailableError
 from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.finalizer import GroupFinalizer
@@ -21,7 +22,7 @@ from agentrl.rollout.load_tasks import require_tools
 from agentrl.rollout.outages import LateServers
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
-from agentrl.store.admission import GroupLimit
+from agentrl.store.admission import GroupLimit, Needs
 from agentrl.store.selection import Selection
 
 if TYPE_CHECKING:
@@ -186,12 +187,18 @@ class Sampler:
                 max_groups_open=await self._limit() if opens else 0,
                 max_attempts=self._config.claims.max_attempts,
                 selection=self._config.selection,
-                without=self._outages.needs_down(of_new=True),
+                without=self._not_now(),
             )
         except StoreUnavailableError:
             if stop.is_set():
                 return None
             raise
+
+    def _not_now(self) -> Needs:
+        """Return what is down, and the environments that run as many trajectories as they may."""
+        down = self._outages.needs_down(of_new=True)
+        full = full_environments(claim.task for claim in self._held.claims)
+        return replace(down, environments=down.environments | full) if full else down
 
     def _miss(self) -> None:
         if self._misses == 0:
@@ -212,7 +219,8 @@ class Sampler:
 
     def _start(self, claim: Claim) -> None:
         self._has_claimed = True
-        self._outages.begin_probes(claim.record_id, claim.task.tools, claim.task.scorer)
+        task = claim.task
+        self._outages.begin_probes(claim.record_id, task.tools, task.scorer, environment_of(task))
         self._held.start(claim, self._worker.run(claim))
         if self._tails is not None:
             self._tails.begin(claim)

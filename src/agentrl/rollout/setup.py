@@ -18,6 +18,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EngineConfig,
     GatewayConfig,
     GroupConfig,
@@ -30,6 +31,7 @@ from agentrl.config.schema import (
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
+from agentrl.environments.harbor.machine import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.router import EngineRouter, LiveEngines
@@ -128,8 +130,9 @@ async def live_engines(
 def require_extensions(configs: Configs) -> None:
     """Raise ConfigError for an extension that the flags name and that cannot be found.
 
-    Call it before the run stores its flags.
+    Call it before the run stores its flags, and before tasks are read: it says what runs their containers.
     """
+    use_containers(configs[ContainerConfig])
     agent = configs[AgentConfig]
     check_agent(agent.agent_name, agent_cfg_path(None, agent.agent_cfg_path))
     CONTEXT_MANAGERS.get(agent.new_context)

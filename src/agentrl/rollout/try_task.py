@@ -15,10 +15,12 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
     ClaimConfig,
+    ContainerConfig,
     EngineConfig,
     ModelConfig,
     RunConfig,
     SamplingConfig,
+    TaskConfig,
 )
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, unpack_ids
@@ -27,9 +29,12 @@ from agentrl.documents.status import ServiceStatus
 from agentrl.documents.task import CONTENT, Claim, Slot, Task, scorer_weights, task_key
 from agentrl.documents.task_json import image_sources, make_task, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
+from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import TaskSource
+from agentrl.environments.harbor.machine import use_containers
+from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.session import open_environment
-from agentrl.environments.tasks import generate, is_address
+from agentrl.environments.tasks import is_address, open_source
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
@@ -98,9 +103,12 @@ async def try_task(
     TaskFileError for tasks that cannot be tried. The trial has a database of its own, which is dropped at the
     end; if no server is named, the embedded one is started and left running. Raises StoreError without one.
     """
+    use_containers(configs[ContainerConfig])
     async with AsyncExitStack() as stack:
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
-        task, images = await _task(wanted, line, run)
+        flags = configs[TaskConfig]
+        rows = TaskRows.parse(flags.task_preset, flags.task_fields)
+        task, images = await _task(wanted, line, run, rows)
         _require_usable(configs, task)
         configs = _trial_configs(configs, await model_folder(run, configs))
         await asyncio.to_thread(_start_server, configs[RunConfig])
@@ -136,6 +144,14 @@ async def try_task(
     return 0 if whole.record.score is not None else 1
 
 
+async def run_solutions(configs: Configs, wanted: str, *, line: int | None) -> int:
+    """Check Harbor tasks by their solutions, and print the rewards. Returns 1 if a solution does not help."""
+    use_containers(configs[ContainerConfig])
+    source = await asyncio.to_thread(open_source, wanted, _ID)
+    at_once = configs[SamplingConfig].max_concurrent_samples_per_process
+    return await check_solutions(source, line, at_once=at_once)
+
+
 def _start_server(run: RunConfig) -> None:
     """Start the embedded server, unless it runs or ``run`` names another."""
     if run.db_connection_string is None and not EmbeddedMongo(run.mongo_dir).status().running:
@@ -145,7 +161,7 @@ def _start_server(run: RunConfig) -> None:
 
 async def _run(stack: AsyncExitStack, configs: Configs, wanted: str, has_engine: bool) -> Store | None:
     """Open the run's store if the task, the engine or the model comes from it."""
-    of_run = not _is_json(wanted) and not is_address(wanted) and not _is_file(wanted)
+    of_run = not _is_json(wanted) and not _is_source(wanted)
     if not of_run and has_engine and configs[ModelConfig].model_name_or_path is not None:
         return None
     run = await stack.enter_async_context(await open_existing(configs[RunConfig]))
@@ -154,18 +170,18 @@ async def _run(stack: AsyncExitStack, configs: Configs, wanted: str, has_engine:
     return run
 
 
-async def _task(wanted: str, line: int | None, run: Store | None) -> tuple[Task, Sequence[Image]]:
+async def _task(
+    wanted: str, line: int | None, run: Store | None, rows: TaskRows
+) -> tuple[Task, Sequence[Image]]:
     """Return the task and its images."""
     if _is_json(wanted):
         try:
-            item = {"id": _ID, **parse(wanted.encode("utf-8", "surrogatepass"))}
+            item, _ = rows.read({"id": _ID, **parse(wanted.encode("utf-8", "surrogatepass"))}, 0)
             return make_task(item, _ID, 0, 1), read_images(image_sources(item), None)
         except BadTaskError as error:
             raise TaskFileError(f"this is not a task: {error}", hint="see docs/tasks.md") from error
-    if is_address(wanted):
-        return await asyncio.to_thread(lambda: _task_of_file(generate(wanted, _ID), line))
-    if _is_file(wanted):
-        return await asyncio.to_thread(lambda: _task_of_file(TaskSource(Path(wanted)), line))
+    if _is_source(wanted):
+        return await asyncio.to_thread(lambda: _task_of_file(open_source(wanted, _ID), line, rows))
     if run is None:
         raise ConfigError(f"{wanted!r} is neither JSON nor a file", hint="give one of them")
     for key in (wanted, task_key("train", 0, wanted)):
@@ -183,27 +199,30 @@ def _is_json(wanted: str) -> bool:
     return wanted.lstrip().startswith("{")
 
 
-def _is_file(wanted: str) -> bool:
+def _is_source(wanted: str) -> bool:
+    """Return whether this is the path or the address of tasks, rather than the id of one."""
+    if is_address(wanted) or wanted.startswith("hf://"):
+        return True
     try:
-        return Path(wanted).is_file()
+        return Path(wanted).exists() or Path(wanted.rpartition(":")[0] or wanted).is_dir()
     except (OSError, ValueError):
         return False
 
 
-def _task_of_file(source: TaskSource, line: int | None) -> tuple[Task, Sequence[Image]]:
-    path = source.path
+def _task_of_file(source: TaskSource, line: int | None, rows: TaskRows) -> tuple[Task, Sequence[Image]]:
     for item in source.items():
         if line is not None and item.line != line:
             continue
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            task = make_task(item.value, _ID, 0, 1, path.parent)
-            return task, read_images(image_sources(item.value), path.parent)
+            value, _ = rows.read(item.value, item.number)
+            task = make_task(value, _ID, 0, 1, source.folder)
+            return task, read_images(image_sources(value), source.folder)
         except BadTaskError as error:
-            raise TaskFileError(f"{path}:{item.line}: {error}", hint="correct this line") from error
+            raise TaskFileError(f"{source.where(item.line)}: {error}", hint="correct this line") from error
     where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
-    raise TaskFileError(f"{path}: {where}", hint="give --line N of a task")
+    raise TaskFileError(f"{source.path}: {where}", hint="give --line N of a task")
 
 
 def _require_usable(configs: Configs, task: Task) -> None:

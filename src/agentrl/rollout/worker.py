@@ -22,6 +22,7 @@ from agentrl.errors import (
     FailureError,
     LeaseLostError,
     ScorerError,
+    SessionLostError,
     StoreDeniedError,
     StoreError,
     StoreUnavailableError,
@@ -118,7 +119,10 @@ class Worker:
                 await self._fail(claim, "timeout", f"the trajectory took longer than {limit:g} s")
             except FailureError as error:
                 span.fail(error.kind, str(error))
-                if error.outage is None:
+                lost = isinstance(error, SessionLostError)
+                if error.outage is None or (
+                    lost and self.outages.loses_too_often(claim.record_id.rpartition("/")[0])
+                ):
                     await self._fail(claim, error.kind, error)
                 else:
                     await self._give_back(claim, error)
@@ -159,6 +163,8 @@ class Worker:
             session = await hold(
                 lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
             )
+            if environment is not None:
+                self.outages.succeeded(environment.dependency)
             tools = HeldTools(session, self.outages, clock)
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(
@@ -181,6 +187,7 @@ class Worker:
                 gateway=self.gateway,
                 images=self.store.images,
                 hold=hold,
+                time_limit=clock.limit,
             )
             outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
         await self.store.records.advance(

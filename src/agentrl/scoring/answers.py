@@ -10,9 +10,13 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
 from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.status import CallStatus
+from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task_messages import BadTaskError, kind_of
+from agentrl.documents.task_rows import last_braced
 from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
@@ -42,8 +46,8 @@ def extract_answer(text: str, schema: str) -> str | None:
     check_schema(schema)
     spoken = split_reasoning(text).rest
     if schema == "boxed":
-        boxed = _last_braced(spoken, "\\boxed")
-        return boxed if boxed is not None else _last_braced(spoken, "\\fbox")
+        boxed = last_braced(spoken, "\\boxed")
+        return boxed if boxed is not None else last_braced(spoken, "\\fbox")
     if schema == "####":
         hashes = _HASHES.findall(spoken)
         return hashes[-1].rstrip(".,") if hashes else None
@@ -52,17 +56,44 @@ def extract_answer(text: str, schema: str) -> str | None:
     return matches[-1].strip() if matches else None
 
 
-def _last_braced(text: str, command: str) -> str | None:
-    """Return the content of the last complete ``command{…}``."""
-    for match in reversed(list(re.finditer(re.escape(command) + r"\s*\{", text))):
-        depth, start = 1, match.end()
-        for at in range(start, len(text)):
-            escaped = text[at - 1] == "\\" and text[at - 2] != "\\"
-            if not escaped and text[at] in "{}":
-                depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start:at].strip()
-    return None
+def _marked(answer: str, schema: str) -> str:
+    """Return ``answer`` as a model would mark it."""
+    if schema == "boxed":
+        return f"\\boxed{{{answer}}}"
+    return f"#### {answer}" if schema == "####" else f"<{schema}>{answer}</{schema}>"
+
+
+def require_readable(task: Task) -> None:
+    """Raise BadTaskError if a model that gives the task's own answer would not score 1.
+
+    Checks the scorers ``exact``, ``f1`` and ``math``; a task without an answer passes.
+    """
+    likenesses = {"exact": same, "f1": word_f1, "math": same}
+    answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
+    golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
+    for name in likenesses.keys() & scorer_weights(task.scorer).keys() if golds else ():
+        problems = [_unreadable(gold, task.answer_schema, name, likenesses[name]) for gold in golds]
+        if all(problems):
+            raise BadTaskError(f"scorer {name} cannot read the answer: {problems[0]}")
+
+
+def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str], float]) -> str | None:
+    """Return why a reference answer does not score 1 against itself; None if it does."""
+    if isinstance(gold, (dict, list)):
+        return f"it is {kind_of(gold)}, and text or a number is compared"
+    text = str(gold)
+    if not text.strip():
+        return "it is empty"
+    if name == "f1" and not normalized(text):
+        return f"{text[:80]!r} has no words but articles"
+    try:
+        given = extract_answer(_marked(text, schema), schema)
+    except ConfigError:
+        return None  # the schema is refused by name
+    if given is not None and likeness(given, text) == 1:
+        return None
+    read = "nothing" if given is None else repr(given[:80])
+    return f"of {_marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
 
 
 def word_f1(predicted: str, gold: str) -> float:
@@ -152,6 +183,13 @@ def equal(golds: tuple[str, ...], answer: str) -> bool:
 
     target = read(answer)
     return bool(target) and any(verify(read(gold), target, timeout_seconds=MATH_SECONDS) for gold in golds)
+
+
+def unparsed(golds: tuple[str, ...]) -> list[bool]:
+    """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
+    from math_verify import parse
+
+    return [not parse(f"\\boxed{{{gold}}}", parsing_timeout=MATH_SECONDS) for gold in golds]
 
 
 @scorer("format")

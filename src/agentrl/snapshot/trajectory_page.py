@@ -26,6 +26,7 @@ from agentrl.store.views.rows import TrajectoryRow
 _TRAINED_SPLITS = ("train", "try")
 """Splits whose trajectories are trained, and that of ``agentrl try``, whose task would be."""
 _FILES = 20
+_FILE_CHARACTERS = 400
 _ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -222,7 +223,8 @@ def _reported_reward(record: Record) -> Iterator[RenderableType]:
 
 def _harness(harness: HarnessRun) -> Iterator[RenderableType]:
     """Yield what the harness of a trajectory did. Its output is cleaned of control characters."""
-    yield from _command("harness", harness.run)
+    if harness.run is not None:
+        yield from _command("harness", harness.run)
     names = ", ".join(excerpt(name, 80) for name in harness.changed_files[:_FILES])
     more = f" and {harness.changes - _FILES} more" if harness.changes > _FILES else ""
     yield plain(f"{harness.changes} files changed{': ' if names else ''}{names}{more}")
@@ -230,6 +232,8 @@ def _harness(harness: HarnessRun) -> Iterator[RenderableType]:
         yield _indented(plain(harness.diff.rstrip("\n")))
     if harness.scoring is not None:
         yield from _command("score command", harness.scoring)
+    for name, text in harness.files.items():
+        yield plain(f"{excerpt(name, 80)}: {excerpt(text, _FILE_CHARACTERS)}")
 
 
 def _command(title: str, run: CommandRun) -> Iterator[RenderableType]:

@@ -24,7 +24,7 @@ _TRANSIENT = "TransientTransactionError"
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Tool servers and scorers that are down.
+    """Tool servers, scorers and environments that are down, or whose sessions are all in use.
 
     A task needs the servers in its ``tools``, or every server without them.
     """
@@ -34,6 +34,8 @@ class Needs:
     known: frozenset[str] | None = None
     """If not None, a task that names any other server needs something of these too: a manager is down, and
     nobody knows the names of its servers."""
+    environments: frozenset[str] = frozenset()
+    """Names of environments, and the addresses in a task's ``meta.server``."""
 
     @property
     def excluded(self) -> Json:
@@ -45,6 +47,9 @@ class Needs:
             needed.append({"tools": {"$elemMatch": {"$nin": sorted(self.known)}}})
         if self.scorers:
             needed.append({"scorer": {"$in": sorted(self.scorers)}})
+        if self.environments:
+            names = {"$in": sorted(self.environments)}
+            needed += [{"environment": names}, {"meta.server": names}]
         return {"$nor": needed} if needed else {}
 
 

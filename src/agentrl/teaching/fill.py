@@ -23,6 +23,7 @@ from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker, report_outages
 from agentrl.rollout.held_claims import bounded, owner_name, wait_for_any
 from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.names import COLUMN
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 2.0
-"""Interval between looks for work while nothing waits, or while the teacher is down."""
+"""Longest interval between looks for work while nothing waits, or while the teacher is down."""
 _AT_ONCE = 16
 """Largest number of Records that are claimed together."""
 _WHY_CHARS = 500
@@ -51,6 +52,8 @@ class Filler:
     filled: int = 0
     """Number of Records that this process filled."""
     _running: dict[asyncio.Task[bool], ColumnClaim] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after a change of columns."""
 
     def __post_init__(self) -> None:
         self._owner = owner_name()
@@ -59,22 +62,30 @@ class Filler:
     async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
         """Fill until ``stop``, or with ``until_empty`` until no Record waits; then hand back what is held."""
         reports = asyncio.create_task(report_outages(self.store, self._down, self._owner))
+        watch = asyncio.create_task(self._watch())
         try:
             while not stop.is_set():
+                self._changed.clear()
                 claimed = await self._claim()
                 self._collect()
                 if not claimed and not self._running and until_empty and not await self._waiting():
                     return
                 if not claimed or len(self._running) >= self.concurrency:
-                    await wait_for_any(stop, tasks=list(self._running), timeout=POLL_SECONDS)
+                    await wait_for_any(stop, self._changed, tasks=list(self._running), timeout=POLL_SECONDS)
         finally:
             reports.cancel()
+            watch.cancel()
             self._breaker.close()
             held = list(self._running.values())
             for task in self._running:
                 task.cancel()
-            await asyncio.gather(*self._running, reports, return_exceptions=True)
+            await asyncio.gather(*self._running, reports, watch, return_exceptions=True)
             await bounded(self._release(held))
+
+    async def _watch(self) -> None:
+        while True:
+            if await self.store.wait_for_change(COLUMN, timeout=POLL_SECONDS):
+                self._changed.set()
 
     def _down(self) -> list[Breaker]:
         return [self._breaker] if self._breaker.is_open else []

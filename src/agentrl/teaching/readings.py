@@ -15,7 +15,7 @@ from agentrl.documents.column import TopLogprobs
 from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
 from agentrl.documents.task import Task
 from agentrl.teaching.alignment import align, token_ends
-from agentrl.teaching.engines import Scored, TeacherEngine
+from agentrl.teaching.engines import TeacherEngine
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,13 @@ class Teaching:
                 values.append(np.full(len(output), np.nan, np.float32))
                 rows += nothing
             elif self.tokenizers is None:
-                scored = await self._score([*prompt, *output], len(prompt))
+                scored = await self.engine.score([*prompt, *output], len(prompt), self.top_logprobs)
                 values.append(scored.logprobs)
                 rows += scored.top or nothing
             else:
                 values.append(await self._aligned(prompt, output))
                 rows += nothing
         return np.concatenate(values), TopLogprobs.of(rows) if any(rows) else None
-
-    async def _score(self, ids: Sequence[int], first: int) -> Scored:
-        return await self.engine.score(ids, first, self.top_logprobs)
 
     async def _aligned(self, prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.float32]:
         """Score an answer as text: its last token is the end of a turn for both."""
@@ -72,7 +69,7 @@ class Teaching:
         end = [_end_of_turn(self.teacher)] if ends_turn else []
         if not [*ids, *end]:
             return np.full(len(output), np.nan, np.float32)
-        scored = await self._score([*prompt, *ids, *end], len(prompt))
+        scored = await self.engine.score([*prompt, *ids, *end], len(prompt), 0)
         values = align(
             token_ends(student, spoken), token_ends(teacher, ids), scored.logprobs[: len(ids)].tolist()
         )

@@ -75,7 +75,6 @@ def test_all_fields_and_the_rest_in_meta(tmp_path: Path) -> None:
         ('{"id": "x"}', "query is missing"),
         ('{"id": "x", "query": ""}', "query is ''; it must be text that is not empty"),
         ('{"id": "x", "query": 3}', "query is 3; it must be text"),
-        ('{"query": "?"}', "id is missing"),
         ('{"id": true, "query": "?"}', "id is True; it must be text or a whole number"),
         ('{"id": "x", "query": "?", "tools": "calc"}', "tools is 'calc'; it must be a list"),
         ('{"id": "x", "query": "?", "tools": [1]}', "tools[0] is 1; it must be text"),

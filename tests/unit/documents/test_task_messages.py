@@ -77,40 +77,6 @@ def test_a_whole_conversation_asks_its_first_question() -> None:
     assert task.meta["messages"][-1] == ANSWER
 
 
-def test_a_row_of_verl_is_a_task() -> None:
-    row = {
-        "data_source": "openai/gsm8k", "prompt": [USER], "ability": "math", "agent_name": "react",
-        "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 7},
-    }  # fmt: skip
-    task = make_task(row, "train", 0, 2)
-    assert (task.task_id, task.query, task.answer, task.agent_name) == (
-        "openai/gsm8k/7", "1+1?", "2", "react",
-    )  # fmt: skip
-    assert task.meta["reward_model"]["style"] == "rule"
-
-
-@pytest.mark.parametrize(
-    ("question", "truth", "schema", "scorer", "answer"),
-    [
-        ('1+1? Output the final answer after "####".', "2", "####", "math", "2"),
-        ("1+1? Put it in \\boxed{}.", "\\frac{4}{2}", "boxed", "math", "\\frac{4}{2}"),
-        ("1+1?", "One and one is two.\n#### 2", "answer", "agentcpm", "2"),
-    ],
-)
-def test_a_row_of_verl_or_chatlearn_says_how_answers_are_marked(
-    question: str, truth: str, schema: str, scorer: str, answer: str
-) -> None:
-    row = {
-        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": question}],
-        "reward_model": {"ground_truth": truth}, "extra_info": {"index": 7},
-    }  # fmt: skip
-    task = make_task(row, "train", 0, 2)
-    assert (task.answer_schema, task.scorer, task.answer) == (schema, scorer, answer)
-    own = make_task({**row, "scorer": "exact", "answer_schema": "answer"}, "train", 0, 2)
-    assert (own.answer_schema, own.scorer) == ("answer", "exact")
-    assert make_task({"id": 1, "query": question}, "train", 0, 2).answer_schema == "answer"
-
-
 def test_the_query_at_the_end_of_the_messages_is_asked_once() -> None:
     task = task_of(query="1+1?", messages=[SYSTEM, USER])
     assert (task.messages, task.query) == ((), "1+1?")

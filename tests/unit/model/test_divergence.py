@@ -66,3 +66,15 @@ def test_with_some_ids_it_is_a_lower_bound(count: int) -> None:
 def test_a_token_without_ids_has_none() -> None:
     hidden, head, teacher = setting()
     assert ours(hidden, head, teacher, 0).tolist() == [0.0] * TOKENS
+
+
+def test_an_id_that_the_student_has_no_row_for_is_one_of_the_others() -> None:
+    hidden, head, _ = setting()
+    logprobs, _ = token_logprobs(hidden, head, PARENT, TARGET, temperature=TEMPERATURE)
+    found = [
+        reverse_kl(
+            hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, TopLogprobs.of([{2: -0.5, **more}] * TOKENS)
+        )
+        for more in ({}, {VOCABULARY: -1.5, VOCABULARY + 4: -3.0})
+    ]
+    assert torch.equal(*found)

@@ -9,12 +9,23 @@ from collections.abc import Callable
 import pytest
 from waiting import until
 
-from agentrl.errors import ENGINES, FailureError, ScorerError, ToolServerError, judge, tool_server
+from agentrl.errors import (
+    ENGINES,
+    Dependency,
+    DependencyKind,
+    FailureError,
+    ScorerError,
+    ServerFullError,
+    SessionLostError,
+    ToolServerError,
+    judge,
+    tool_server,
+)
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.limits import Limits
 from agentrl.rollout import breaker as breaker_module
 from agentrl.rollout.breaker import LONGEST_PAUSE_SECONDS, OPEN_AFTER, Breaker
-from agentrl.rollout.outages import OWN_FAILURES, Clock, Outages
+from agentrl.rollout.outages import LOST_SESSIONS, OWN_FAILURES, Clock, Outages
 
 SEARCH = tool_server("search")
 
@@ -173,6 +184,40 @@ async def test_an_error_without_an_outage_passes_at_once() -> None:
 
     with pytest.raises(FailureError, match="too long"):
         await hold(Outages(), refuse)
+
+
+async def test_a_lost_session_ends_its_trajectory_at_once_and_often_lost_ones_are_its_own_fault() -> None:
+    server = Dependency(DependencyKind.ENVIRONMENT, "http://a")
+
+    async def lose() -> None:
+        error = SessionLostError("closed")
+        error.outage = server
+        raise error
+
+    outages = Outages()
+    for _ in range(OPEN_AFTER):
+        with pytest.raises(SessionLostError) as caught:
+            await hold(outages, lose)
+        assert caught.value.outage == server
+    assert outages.needs_down().environments == {"http://a"}
+    assert [outages.loses_too_often("train/0/a/0") for _ in range(LOST_SESSIONS)][-2:] == [False, True]
+    outages.close()
+
+
+async def test_a_full_server_is_asked_again_and_no_trajectory_is_to_blame() -> None:
+    server = Dependency(DependencyKind.ENVIRONMENT, "http://a")
+    outages, refusals = Outages(), iter(range(OWN_FAILURES + 2))
+
+    async def ask() -> str:
+        if next(refusals, None) is None:
+            return "seat"
+        outages.succeeded(server)
+        error = ServerFullError("no free session", sessions=2)
+        error.outage = server
+        raise error
+
+    assert await hold(outages, ask) == "seat"
+    assert outages.open == []
 
 
 async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,17 @@ def test_tasks_that_need_what_is_down_are_left_out() -> None:
     assert found(tasks, Needs(known=frozenset({"search"})).excluded) == ["any", "none", "search"]
 
 
+def test_tasks_of_an_environment_that_is_down_or_full_are_left_out() -> None:
+    tasks: list[dict[str, object]] = [
+        {"_id": "none", "environment": None, "meta": {}},
+        {"_id": "game", "environment": "game", "meta": {}},
+        {"_id": "a", "environment": "openenv", "meta": {"server": "http://a"}},
+        {"_id": "b", "environment": "openenv", "meta": {"server": "http://b"}},
+    ]
+    assert found(tasks, Needs(environments=frozenset({"http://a"})).excluded) == ["b", "game", "none"]
+    assert found(tasks, Needs(environments=frozenset({"game", "http://b"})).excluded) == ["a", "none"]
+
+
 @pytest.mark.parametrize("limit", [GroupLimit(2), GroupLimit(2, after_step=3), GroupLimit(0)])
 def test_a_limit_of_groups_allows_what_its_query_does(limit: GroupLimit) -> None:
     tasks = [

@@ -14,11 +14,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from agentrl.tools.sandbox import linux, namespaces
-from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants
+from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants, memory_of
+from agentrl.tools.sandbox.rootfs import ContainerRun, Held, hold
 
 _POLL_SECONDS: Final = 0.05
 _SLOW_POLL_SECONDS: Final = 0.5
@@ -100,8 +102,8 @@ def main() -> None:
         os.close(connections[0])
 
 
-def _serve(connection: socket.socket) -> NoReturn:
-    """Run the job of one connection, and answer on it."""
+def _serve(connection: socket.socket, held: Held | None = None) -> NoReturn:
+    """Run the job of one connection, in a container that is ``held``, and answer on it."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -110,7 +112,10 @@ def _serve(connection: socket.socket) -> NoReturn:
         size = int.from_bytes(_receive(connection, LENGTH_BYTES), "big")
         job = Job(**json.loads(_receive(connection, size)))
         try:
-            result = supervise(job, connection.fileno())
+            if job.holds:
+                hold(job, connection, _serve)
+                os._exit(0)
+            result = supervise(job, connection.fileno(), held)
         except OSError as error:
             result = {"error": str(error)}
         connection.sendall(json.dumps(result).encode())
@@ -129,24 +134,24 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return received
 
 
-def supervise(job: Job, connection: int) -> dict[str, Any]:
+def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, Any]:
     """Run the program to its end and return what ``Execution`` holds. Raises OSError if it cannot start.
 
     The program is killed when the sampler closes ``connection``.
     """
     limits = job.limits
     forwarder, channel = (None, None)
-    if job.namespaces and job.gateway is not None:
+    if job.namespaces and job.gateway is not None and held is None:
         forwarder, channel = namespaces.start_forwarder((job.gateway[0], job.gateway[1]))
     out_read, out_write = os.pipe()
     error_read, error_write = os.pipe()
-    streams = Streams(stdin=_input(job.stdin), stdout=out_write, stderr=error_write)
+    streams = Streams(stdin=_input(job), stdout=_output(job, out_write), stderr=error_write)
     stdout, stderr = (Output.of(int(limits["output_bytes"]), job.shown_bytes) for _ in range(2))
     captures = [Capture(out_read, stdout), Capture(error_read, stderr)]
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
-    run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
+    run = _start(job, streams, channel, held)
     ended: dict[str, Any] = {}
     exceeded: str | None = "connection"
     peak = 0
@@ -175,8 +180,16 @@ def supervise(job: Job, connection: int) -> dict[str, Any]:
         "exceeded": exceeded,
         "seconds": time.monotonic() - started,
         "memory_mb": peak / (1 << 20),
-        "kept": (exceeded is None or bool(job.command)) and bool(ended.get("kept", False)),
+        "kept": held is None and (exceeded is None or bool(job.command)) and bool(ended.get("kept", False)),
     }
+
+
+def _start(
+    job: Job, streams: Streams, channel: socket.socket | None, held: Held | None
+) -> _NamespaceRun | PlainRun | ContainerRun:
+    if held is not None:
+        return ContainerRun(job, streams, held)
+    return _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
 
 
 class _NamespaceRun:
@@ -201,6 +214,10 @@ class _NamespaceRun:
     def waits_on(self) -> int:
         """Return the descriptor that becomes readable at the end."""
         return self._read
+
+    def processes(self) -> Iterator[int]:
+        """Yield what counts towards the memory."""
+        return descendants(self.pid)
 
     def over_files(self) -> bool:
         """Return whether a command has filled its directory, a file system of limited size."""
@@ -233,7 +250,7 @@ class _NamespaceRun:
 
 
 def _watch(
-    run: _NamespaceRun | PlainRun,
+    run: _NamespaceRun | PlainRun | ContainerRun,
     captures: list[Capture],
     started: float,
     job: Job,
@@ -254,7 +271,7 @@ def _watch(
                 return "output", peak
         if run.waits_on in readable:
             return None, peak
-        peak = max(peak, sum(map(_memory, descendants(run.pid))))
+        peak = max(peak, sum(map(memory_of, run.processes())))
         if peak > memory:
             return "memory", peak
         if run.over_files():
@@ -263,23 +280,23 @@ def _watch(
             return "time", peak
 
 
-def _memory(pid: int) -> int:
-    """Return the anonymous and shared memory of a process, in bytes."""
-    pages = 0
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
-        for line in status:
-            if line.startswith(("RssAnon:", "RssShmem:")):
-                pages += int(line.split()[1])
-    return pages << 10
-
-
-def _input(text: str) -> int:
-    """Return a descriptor to read ``text`` from."""
+def _input(job: Job) -> int:
+    """Return a descriptor of the program's standard input."""
+    if "in" in job.copies[:1]:
+        return os.open(job.directory, os.O_RDONLY)
     descriptor = os.memfd_create("stdin")
     with os.fdopen(os.dup(descriptor), "wb") as target:
-        target.write(text.encode("utf-8", "surrogatepass"))
+        target.write(job.stdin.encode(job.stdin_encoding, "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _output(job: Job, pipe: int) -> int:
+    """Return the descriptor of the program's standard output: ``pipe``, or an archive."""
+    if "out" not in job.copies[:1]:
+        return pipe
+    os.close(pipe)
+    return os.open(job.directory, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
 
 def main_attached() -> None:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -82,6 +82,16 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
+def setns(descriptor: int) -> None:
+    """Move this process into the namespace of a descriptor. Raises OSError."""
+    _check(_libc.setns(ctypes.c_int(descriptor), ctypes.c_int(0)), "setns")
+
+
+def set_hostname(name: str) -> None:
+    """Name the machine of this process's namespace. Raises OSError."""
+    _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name.encode()))), "sethostname")
+
+
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Call mount(2). Raises OSError."""
     done = _libc.mount(
@@ -125,14 +135,21 @@ def detach(target: str) -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability, for this process and all that it starts. Raises OSError."""
+    keep_capabilities(())
+
+
+def keep_capabilities(kept: Collection[int], *, by_programs: Collection[int] = ()) -> None:
+    """Give up capabilities but ``kept``; programs that are started keep ``by_programs``. Raises OSError."""
     for capability in range(64):
         try:
-            prctl(PR_CAPBSET_DROP, capability)
+            if capability not in by_programs:
+                prctl(PR_CAPBSET_DROP, capability)
         except OSError:  # past the last one, or never held
             continue
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+    low, high = (sum(1 << one % 32 for one in kept if one // 32 == half) for half in range(2))
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(sets)), "capset")
 
 
 def _check(result: int, what: str) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -154,7 +155,7 @@ class LocalSandbox:
                 code=code, stdin=stdin, python=self._python, visible=self._visible, directory=folder,
                 namespaces=namespaces, keep_files=True, limits=self._limits.as_dict(),
             )  # fmt: skip
-            return await launch(job, self._limits)
+            return await launch(job, self._limits.seconds)
 
     async def close(self) -> None:
         """Delete the directory. Idempotent."""
@@ -170,14 +171,16 @@ def _slot() -> asyncio.Semaphore:
     return _running[loop]
 
 
-async def launch(job: Job, limits: SandboxLimits) -> Execution:
-    """Run one program, and keep its files; end it on cancellation and after a hard time limit."""
-    reader, writer = await asyncio.open_connection(sock=LAUNCHER.connect())
+async def launch(
+    job: Job, seconds: float, connect: Callable[[], socket.socket] = LAUNCHER.connect
+) -> Execution:
+    """Run one program, and keep its files; end it on cancellation, and some time after ``seconds``."""
+    reader, writer = await asyncio.open_connection(sock=connect())
     try:
-        async with asyncio.timeout(limits.seconds + _GRACE_SECONDS):
+        async with asyncio.timeout(seconds + _GRACE_SECONDS):
             writer.write(encode_job(job))
             await writer.drain()
-            answer = _answer(await reader.read())
+            answer = read_answer(await reader.read())
         if answer.pop("kept"):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(os.path.join(job.directory, "files.new"), os.path.join(job.directory, "files.tar"))
@@ -202,7 +205,8 @@ async def _disconnect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         await writer.wait_closed()
 
 
-def _answer(out: bytes) -> dict[str, Any]:
+def read_answer(out: bytes) -> dict[str, Any]:
+    """Return what the launcher has answered. Raises ToolServerError."""
     try:
         answer: dict[str, Any] = json.loads(out)
     except ValueError as error:
@@ -244,7 +248,7 @@ def namespace_problem() -> str | None:
             with LAUNCHER.connect() as connection:
                 connection.settimeout(_GRACE_SECONDS)
                 connection.sendall(encode_job(job))
-                answer = _answer(b"".join(iter(lambda: connection.recv(65536), b"")))
+                answer = read_answer(b"".join(iter(lambda: connection.recv(65536), b"")))
             problem = None if answer["exit_code"] == 0 else answer["stderr"]
         except (OSError, ToolServerError) as error:
             problem = str(error)

@@ -32,7 +32,7 @@ WORK: Final = "/sandbox"
 """A folder that no host has: what the program may read keeps its path, and may not lie inside."""
 _INSIDE_USER: Final = 1000
 _HOST_USER_OF_ROOT: Final = 65534
-_ALL: Final = (
+ALL: Final = (
     linux.CLONE_NEWUSER
     | linux.CLONE_NEWNS
     | linux.CLONE_NEWPID
@@ -93,7 +93,7 @@ def _outer(
 ) -> None:
     """Create the namespaces, start their first process and wait for it."""
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.network == "host" else _ALL)
+    linux.unshare(ALL & ~linux.CLONE_NEWNET if job.network == "host" else ALL)
     if job.command and job.network != "host":
         loopback_up()
     if channel is not None and job.gateway is not None:

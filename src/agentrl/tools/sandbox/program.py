@@ -22,7 +22,7 @@ SYSTEM: Final = (
     "/etc/localtime",
 )  # fmt: skip
 """What every program may read."""
-_DESCRIPTORS: Final = 256
+DESCRIPTORS: Final = 256
 """Above the descriptors of a launcher, which has about ten."""
 DEVICES: Final = ("full", "null", "random", "urandom", "zero")
 _FIRST_USER: Final = 2_000_000_000
@@ -62,6 +62,15 @@ class Job:
     """The address outside; the port is the same inside."""
     shown_bytes: int | None = None
     """Bytes to return of each output: its begin and its end. None returns all up to the limit."""
+    stdin_encoding: str = "utf-8"
+    holds: bool = False
+    """Start a container over the root file system in ``directory``, and hold it (``rootfs``)."""
+    user: str = "0"
+    """Of a program in a container: a name, or ``UID[:GID]``."""
+    is_privileged: bool = True
+    """Whether root keeps capabilities in its container."""
+    copies: tuple[str, ...] = ()
+    """Instead of a program: ``in`` or ``out``, and a folder there; the archive is ``directory``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +96,7 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     os.setsid()
     for target, source in enumerate((streams.stdin, streams.stdout, streams.stderr)):
         os.dup2(source, target)
-    for descriptor in range(3, _DESCRIPTORS):
+    for descriptor in range(3, DESCRIPTORS):
         with contextlib.suppress(OSError):
             os.set_inheritable(descriptor, False)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -99,7 +108,10 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     os.chdir(os.path.join(directory, job.cwd))
-    _limit(job, user)
+    processes = int(job.limits["processes"])
+    if not job.namespaces and user is None:
+        processes += _processes_of_user()  # the limit counts all processes of the user there
+    limit_resources(job, processes)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if job.namespaces or user is not None:
         linux.drop_capabilities()
@@ -134,16 +146,14 @@ def write_main(job: Job, directory: str, user: int | None) -> None:
         os.chown(path, user, user)
 
 
-def _limit(job: Job, user: int | None) -> None:
+def limit_resources(job: Job, processes: int) -> None:
+    """Set the limits of this process, and of each that it starts."""
     limits = job.limits
     memory = int(limits["memory_mb"]) << 20
-    processes = int(limits["processes"])
-    if not job.namespaces and user is None:
-        processes += _processes_of_user()  # the limit counts all processes of the user there
     bounds = {
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_CPU: int(limits["cpu_seconds"]),
+        resource.RLIMIT_CPU: int(limits["cpu_seconds"] or resource.RLIM_INFINITY),
         resource.RLIMIT_FSIZE: int(limits["disk_mb"]) << 20,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
@@ -151,13 +161,15 @@ def _limit(job: Job, user: int | None) -> None:
         resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_SIGPENDING: 256,
     }
-    if job.command:
+    if job.command or job.copies:
         del bounds[resource.RLIMIT_AS]  # interpreters such as Node reserve far more than they use
     os.nice(5)
     for kind, bound in bounds.items():
         _, hard = resource.getrlimit(kind)
         soft = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
-        margin = int(kind == resource.RLIMIT_CPU)  # a soft limit of its own makes the signal SIGXCPU
+        margin = int(
+            kind == resource.RLIMIT_CPU and bound > 0
+        )  # a soft limit of its own makes the signal SIGXCPU
         resource.setrlimit(kind, (soft, soft + margin if hard == resource.RLIM_INFINITY else soft))
 
 
@@ -188,14 +200,14 @@ def save(descriptor: int, directory: str, job: Job) -> bool:
     try:
         with os.fdopen(descriptor, "wb") as target:
             with tarfile.open(fileobj=target, mode="w", format=tarfile.GNU_FORMAT) as archive:
-                archive.add(directory, arcname=".", filter=_plain)
+                archive.add(directory, arcname=".", filter=plain)
             target.flush()
     except (OSError, ValueError, tarfile.TarError, RecursionError):
         return False
     return True
 
 
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     """Keep folders, files and links; drop pipes and sockets."""
     return member if member.isdir() or member.isreg() or member.issym() or member.islnk() else None
 
@@ -243,6 +255,10 @@ class PlainRun:
         """Return the descriptor that becomes readable at the end."""
         return self._descriptor
 
+    def processes(self) -> Iterator[int]:
+        """Yield what counts towards the memory."""
+        return descendants(self.pid)
+
     def over_files(self) -> bool:
         """Return whether the directory has too many files, or too large ones."""
         count = size = 0
@@ -281,6 +297,16 @@ class PlainRun:
         kept = save(os.open(after, flags, 0o600), self._directory, self._job)
         shutil.rmtree(self._directory, ignore_errors=True)
         return kept
+
+
+def memory_of(pid: int) -> int:
+    """Return the anonymous and shared memory of a process, in bytes."""
+    pages = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        for line in status:
+            if line.startswith(("RssAnon:", "RssShmem:")):
+                pages += int(line.split()[1])
+    return pages << 10
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -1,0 +1,2 @@
+#!/bin/bash
+redis-cli -h store get answer > /app/answer.txt

@@ -1,0 +1,98 @@
+"""Open the tasks of a data set of the Hugging Face hub: ``hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT]``.
+
+Only data files are downloaded, into the hub's cache; no code of a repository is run. Without network the
+cache is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import httpx2
+
+from agentrl.documents.task_folders import find_files
+from agentrl.documents.task_source import TaskSource
+from agentrl.documents.task_tables import open_tables
+from agentrl.errors import TaskFileError
+from agentrl.extras import require
+
+logger = logging.getLogger(__name__)
+
+HUB: Final = "hf://"
+_ADDRESS = re.compile(r"hf://([\w.-]+(?:/[\w.-]+)?)(?:/([^@:]+))?(?:@([^:]+))?(?::(.+))?")
+_SECONDS = 30.0
+
+
+def open_hub(text: str, wanted: str) -> TaskSource:
+    """Download a split, ``wanted`` unless the address names one, and open it. Raises TaskFileError.
+
+    Its tasks may not name Python code: others write them.
+    """
+    address = _ADDRESS.fullmatch(text)
+    if address is None:
+        raise TaskFileError(
+            f"{text}: this is no address of a data set",
+            hint="write hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], such as hf://openai/gsm8k/main:train",
+        )
+    require("huggingface_hub", text)
+    name, config, revision, split = address.groups()
+    sha, names = _listing(text, name, revision)
+    readme = [item for item in names if item == "README.md"]
+    folder = _download(text, name, sha, readme) if readme else Path()
+    found = find_files(names, lambda item: (folder / item).read_text(encoding="utf-8"), text)
+    files = found.files(config, split, wanted)
+    folder = _download(text, name, sha, files)
+    missing = [item for item in files if not (folder / item).is_file()]
+    if missing:
+        raise TaskFileError(
+            f"{text}: the file {missing[0]} is not in the cache", hint="load it with network once"
+        )
+    pinned = "" if revision else f"; {HUB}{name}{'/' + config if config else ''}@{sha[:10]} stays with it"
+    logger.info("%s is revision %s%s", text, sha[:10], pinned)
+    source = open_tables([folder / item for item in files], Path(text), folder=folder)
+    source.is_trusted = False
+    return source
+
+
+def _listing(text: str, name: str, revision: str | None) -> tuple[str, Sequence[str]]:
+    """Return the commit of a revision and the files of the repository."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        info = HfApi().dataset_info(name, revision=revision, timeout=_SECONDS)
+    except HfHubHTTPError as error:
+        raise _refused(text, error) from error
+    except (OfflineModeIsEnabled, OSError, httpx2.TransportError):
+        folder = _download(text, name, revision, None)
+        names = [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
+        logger.warning("%s: the hub cannot be reached; its cache is read", text)
+        return folder.name, names
+    return str(info.sha), sorted(item.rfilename for item in info.siblings or ())
+
+
+def _download(text: str, name: str, revision: str | None, files: Sequence[str] | None) -> Path:
+    """Return the folder of a revision in the cache, with ``files``; None downloads nothing."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                name, repo_type="dataset", revision=revision, etag_timeout=_SECONDS,
+                allow_patterns=None if files is None else list(files), local_files_only=files is None,
+            )
+        )  # fmt: skip
+    except (OSError, ValueError, httpx2.TransportError) as error:
+        raise _refused(text, error) from error
+
+
+def _refused(text: str, error: Exception) -> TaskFileError:
+    reason = " ".join(str(error).split())[:300]
+    return TaskFileError(
+        f"{text} cannot be downloaded: {reason}",
+        hint="check the name and the revision; a private or gated data set needs HF_TOKEN",
+    )

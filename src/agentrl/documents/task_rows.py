@@ -1,0 +1,269 @@
+"""Read the rows of other systems as tasks: presets, known by a row's fields, and ``--task_fields``.
+
+A preset adds the fields of a task to a row, and keeps the row's other fields, which become ``Task.meta``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from agentrl.documents.task_json import ANSWER, ID, QUERY, aliases_of, nearest_field
+from agentrl.documents.task_messages import BadTaskError
+from agentrl.errors import ConfigError
+
+Row = dict[str, Any]
+
+_GSM8K = re.compile(r"####\s*-?\$?[0-9][0-9.,]*\s*$")
+_MARKS = {"\\boxed": "boxed", "####": "####"}
+_BOXED = {"scorer": "math", "answer_schema": "boxed"}
+
+
+def last_braced(text: str, command: str) -> str | None:
+    """Return the content of the last complete ``command{…}``, stripped."""
+    for match in reversed(list(re.finditer(re.escape(command) + r"\s*\{", text))):
+        depth, start = 1, match.end()
+        for at in range(start, len(text)):
+            escaped = text[at - 1] == "\\" and text[at - 2] != "\\"
+            if not escaped and text[at] in "{}":
+                depth += 1 if text[at] == "{" else -1
+            if depth == 0:
+                return text[start:at].strip()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One kind of row: how it is known, how it is read, and a line that says so."""
+
+    fits: Callable[[Row], bool]
+    read: Callable[[Row], Row]
+    """Returns the task's fields for a row; None removes a field. A row's own scorer stays."""
+    says: str
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _has(row: Mapping[str, Any], *names: str) -> bool:
+    return _first(row, names) is not None
+
+
+def _is_task(row: Row) -> bool:
+    return _has(row, *ID) and _has(row, *ANSWER, "scorer", "environment")
+
+
+def _inside(row: Mapping[str, Any], holder: str, name: str) -> Any:
+    value = row.get(holder)
+    return value.get(name) if isinstance(value, dict) else None
+
+
+def _aside(row: Row, *names: str) -> Row:
+    """Return the change that moves these fields into ``meta``."""
+    moved = {name: row[name] for name in names if row.get(name) is not None}
+    meta = row.get("meta")
+    return (
+        {**dict.fromkeys(moved), "meta": {**moved, **(meta if isinstance(meta, dict) else {})}}
+        if moved
+        else {}
+    )
+
+
+def _texts(messages: Any) -> Iterator[str]:
+    """Yield the text of the messages that are not the assistant's."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") in ("system", "user"):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            yield from (str(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+def _original(row: Row) -> Row:
+    given: Row = {}
+    if not _has(row, *ANSWER):
+        raw = row["raw"] if isinstance(row.get("raw"), dict) else {}
+        given["answer"] = _first(raw, ("expected_answer", "answer"))
+    if not _has(row, *QUERY, "messages", "prompt"):
+        messages = _inside(row, "raw", "messages")
+        said = [item for item in messages if isinstance(item, dict)] if isinstance(messages, list) else []
+        given["query"] = next((item.get("content") for item in said if item.get("role") == "user"), None)
+    return given
+
+
+def _verl(row: Row) -> Row:
+    given: Row = {}
+    index, source = _inside(row, "extra_info", "index"), row.get("data_source")
+    if not _has(row, *ID) and isinstance(index, (int, str)) and not isinstance(index, bool):
+        given["id"] = f"{source}/{index}" if isinstance(source, str) else str(index)
+    if not _has(row, *ANSWER):
+        given["answer"] = _inside(row, "reward_model", "ground_truth")
+    asked = _first(row, QUERY)
+    texts = (
+        [row.get("system_prompt"), asked] if asked else [*_texts(row.get("messages") or row.get("prompt"))]
+    )
+    text = "\n".join(str(text) for text in texts if text)
+    mark = next((schema for mark, schema in _MARKS.items() if mark in text), None)
+    if mark is not None and _has(row, "data_source", "reward_model"):
+        given |= (
+            {"answer_schema": mark} if _has(row, "environment") else {"answer_schema": mark, "scorer": "math"}
+        )
+    return given
+
+
+def _gsm8k(row: Row) -> Row:
+    return dict(_BOXED)
+
+
+def _math(row: Row) -> Row:
+    answer = _first(row, ANSWER)
+    solution = row.get("solution")
+    if answer is None and isinstance(solution, str):
+        answer = last_braced(solution, "\\boxed")
+        if answer is None:
+            raise BadTaskError("there is no answer, and the solution has no \\boxed{…}")
+    given = {
+        **_aside(row, "messages"),
+        "query": row.get("problem"),
+        "problem": None,
+        "answer": answer,
+        **_BOXED,
+    }
+    return given | ({} if _has(row, *ID) else {"id": _first(row, ("unique_id", "uuid"))})
+
+
+def _trl(row: Row) -> Row:
+    given = _aside(row, *QUERY)
+    if isinstance(row.get("prompt"), str):
+        given |= {"query": row["prompt"], "prompt": None}
+    answer = _first(row, (*ANSWER, "ground_truth", "solution"))
+    if isinstance(answer, str) and not _has(row, *ANSWER):
+        boxed = last_braced(answer, "\\boxed")
+        answer = answer.strip().strip("$").strip() if boxed is None else boxed
+    if answer is not None:
+        given |= {"answer": answer, **({} if _has(row, "environment") else _BOXED)}
+    return given
+
+
+def _messages(row: Row) -> Row:
+    return {"answer": _first(row, (*ANSWER, "reference_answer", "ground_truth"))}
+
+
+PRESETS: Final[Mapping[str, Preset]] = {
+    "original": Preset(
+        lambda row: isinstance(row.get("raw"), dict) and not (_has(row, *QUERY) and _has(row, *ANSWER)),
+        _original, "query ← raw.messages, answer ← raw.expected_answer",
+    ),
+    "chatlearn": Preset(
+        lambda row: _has(row, "data_source", "reward_model") and _has(row, "agent_cfg_path"), _verl,
+        "query ← prompt, answer ← reward_model.ground_truth, id ← data_source/extra_info.index",
+    ),
+    "verl": Preset(
+        lambda row: _has(row, "data_source", "reward_model")
+        or _inside(row, "extra_info", "index") is not None,
+        _verl, "query ← prompt, answer ← reward_model.ground_truth, id ← data_source/extra_info.index",
+    ),
+    "trl": Preset(
+        lambda row: _has(row, "prompt") and not _has(row, "query", "messages")
+        and (isinstance(row["prompt"], str) or not _is_task(row)),
+        _trl, "query ← prompt, answer ← answer, ground_truth or solution",
+    ),
+    "gsm8k": Preset(
+        lambda row: not _is_task(row) and isinstance(row.get("question"), str)
+        and isinstance(row.get("answer"), str) and _GSM8K.search(row["answer"]) is not None,
+        _gsm8k, "query ← question, answer ← the number behind #### in answer",
+    ),
+    "math": Preset(
+        lambda row: isinstance(row.get("problem"), str) and not _has(row, *QUERY)
+        and (_has(row, "solution", *ANSWER)),
+        _math, "query ← problem, answer ← answer, or \\boxed{…} in solution, id ← unique_id or uuid",
+    ),
+    "messages": Preset(
+        lambda row: _has(row, "messages") and not _has(row, *QUERY) and not _is_task(row), _messages,
+        "query ← the last user message of messages, answer ← answer, reference_answer or ground_truth",
+    ),
+}  # fmt: skip
+"""Rows of other systems. A row is read by the first preset that fits; docs/tasks.md has the table."""
+
+TASK: Final = "task"
+"""The name of rows that are tasks already."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRows:
+    """How rows become tasks: ``preset`` is auto, none or a preset's name."""
+
+    preset: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Field of the task → column of the row, or the path to it with dots."""
+    constants: Mapping[str, str] = field(default_factory=dict)
+    """Field of the task → its value in every row."""
+
+    @classmethod
+    def parse(cls, preset: str, fields: str) -> TaskRows:
+        """Return what ``--task_preset`` and ``--task_fields`` say. Raises ConfigError."""
+        hint = "write query=COLUMN,answer=COLUMN,scorer:=math: a column behind =, a value behind :="
+        columns: dict[str, str] = {}
+        constants: dict[str, str] = {}
+        for part in filter(None, map(str.strip, fields.split(","))):
+            name, _, value = part.partition("=")
+            kept, name = (constants, name[:-1]) if name.endswith(":") else (columns, name)
+            name, value = name.strip(), value.strip()
+            if not name or not value or name in columns or name in constants:
+                problem = "is given twice" if name in columns or name in constants else "is not FIELD=COLUMN"
+                raise ConfigError(f"--task_fields: {part!r} {problem}", hint=hint)
+            if (meant := nearest_field(name)) is not None:
+                raise ConfigError(
+                    f"--task_fields: a task has no field {name!r}", hint=f"did you mean {meant}?"
+                )
+            kept[name] = value
+        return cls(preset, columns, constants)
+
+    def read(self, row: Any, number: int) -> tuple[Any, str]:
+        """Return the task's JSON of the row with this number, from 0, and the preset that read it.
+
+        A task without an id gets its number. Raises BadTaskError.
+        """
+        if not isinstance(row, dict):
+            return row, TASK
+        name = self.preset if self.preset in PRESETS else TASK
+        if self.preset == "auto":
+            name = next((name for name, preset in PRESETS.items() if preset.fits(row)), TASK)
+        given = PRESETS[name].read(row) if name in PRESETS else {}
+        kept = {key for key in _BOXED if row.get(key) is not None}
+        task = {
+            key: value for key, value in {**row, **given}.items() if key not in given or value is not None
+        }
+        task |= {key: row[key] for key in kept}
+        mapped = {key: column_of(row, path) for key, path in self.columns.items()} | dict(self.constants)
+        for path in self.columns.values():
+            task.pop(path, None)
+        for key, value in mapped.items():
+            aliases = [alias for alias in aliases_of(key) if alias != key]
+            task |= _aside(task, *aliases)
+            value = [value] if key == "images" and isinstance(value, str) else value
+            task = {name: item for name, item in task.items() if name not in aliases} | {key: value}
+        if not _has(task, *ID):
+            task["id"] = str(number)
+        return task, name
+
+    def says(self, name: str) -> str:
+        """Return how rows of preset ``name`` are read, in one line."""
+        own = [f"{key} ← {path}" for key, path in self.columns.items()]
+        own += [f"{key} = {value}" for key, value in self.constants.items()]
+        return ", ".join([*([PRESETS[name].says] if name in PRESETS else []), *own])
+
+
+def column_of(row: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a column, or of a path such as ``reward_model.ground_truth``; None without one."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        if isinstance(value, list) and name.isdigit() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            value = value.get(name) if isinstance(value, dict) else None
+    return value

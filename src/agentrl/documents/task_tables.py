@@ -1,0 +1,207 @@
+"""Read Parquet, CSV, TSV, Arrow and Feather files as task files: each row becomes a line of JSON."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import datetime
+import decimal
+import io
+import json
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+from agentrl.documents.task_json import MAX_LINE_BYTES, parse
+from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_source import Places, TaskSource, open_binary
+from agentrl.errors import TaskFileError
+from agentrl.extras import require
+
+_BATCH = 256
+"""Rows that are converted at a time."""
+_MAGIC = {b"PAR1": "parquet", b"ARRO": "arrow", b"FEA1": "arrow"}
+_SUFFIXES = {
+    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".csv": "csv", ".tsv": "csv",
+    ".jsonl": "json", ".ndjson": "json", ".json": "json",
+}  # fmt: skip
+_IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
+_JSON_CELLS: Final = frozenset({
+    "messages", "prompt", "aug_answers", "images", "tools", "scorer", "meta", "tags", "raw", "reward_model",
+    "extra_info",
+})  # fmt: skip
+"""Columns of a CSV file whose cells may hold a JSON list or object."""
+
+
+def kind_of_file(path: Path) -> str:
+    """Return ``parquet``, ``arrow``, ``csv`` or ``json`` by a file's first bytes and its name."""
+    by_name = kind_of_name(path.name)
+    if by_name == "csv" or not path.is_file():
+        return by_name or "json"
+    try:
+        with path.open("rb") as file:
+            return _MAGIC.get(file.read(4)) or ("arrow" if by_name == "arrow" else "json")
+    except OSError:
+        return "json"  # opening it says why it cannot be read
+
+
+def kind_of_name(name: str) -> str | None:
+    """Return the kind of a data file by its name; None for other files."""
+    return _SUFFIXES.get(Path(name.lower().removesuffix(".gz")).suffix)
+
+
+def open_tables(files: Sequence[Path], path: Path, folder: Path | None = None) -> TaskSource:
+    """Convert files into one temporary task file, a row a line, in their order.
+
+    Errors name file and row, from 1. Memory does not grow with the files. Raises TaskFileError for a file
+    that cannot be read, and ConfigError without pyarrow.
+    """
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  TaskSource closes it
+    places = Places()
+    line = 0
+    try:
+        for file in files:
+            places.begin(line, file)
+            for row in _rows(file):
+                line += 1
+                if isinstance(row, BadTaskError):
+                    places.bad[line] = row
+                    row = b"null"
+                copy.write(row + b"\n")
+    except BaseException:
+        copy.close()
+        raise
+    copy.seek(0)
+    return TaskSource(path, cast("Any", copy), places=places, folder=folder)
+
+
+def _rows(file: Path) -> Iterator[bytes | BadTaskError]:
+    """Yield the JSON of each row, or why it has none."""
+    kind = kind_of_file(file)
+    if kind == "json":
+        yield from _json_rows(TaskSource(file))
+        return
+    if kind != "csv":
+        require("pyarrow", f"the task file {file}")
+    try:
+        yield from _csv_rows(file) if kind == "csv" else _arrow_rows(file, kind)
+    except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
+        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
+        raise TaskFileError(
+            f"the task file {file} cannot be read: {reason[:300]}", hint=f"give an intact {kind} file"
+        ) from error
+
+
+def _json_rows(source: TaskSource) -> Iterator[bytes | BadTaskError]:
+    for item in source.items():
+        is_bad = isinstance(item.value, BadTaskError)
+        yield item.value if is_bad else source.read(item.offset, item.length).replace(b"\n", b" ")
+
+
+def _arrow_rows(file: Path, kind: str) -> Iterator[bytes | BadTaskError]:
+    import pyarrow
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        with pyarrow.parquet.ParquetFile(file, pre_buffer=False) as table:
+            _require_unique(file, table.schema_arrow.names)
+            for batch in table.iter_batches(batch_size=_BATCH):
+                yield from _batch_rows(batch)
+        return
+    with pyarrow.memory_map(str(file)) as content:
+        is_file = content.read(6) == b"ARROW1"
+        content.seek(0)
+        reader = pyarrow.ipc.open_file(content) if is_file else pyarrow.ipc.open_stream(content)
+        _require_unique(file, reader.schema.names)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for whole in batches:
+            for start in range(0, whole.num_rows, _BATCH):
+                yield from _batch_rows(whole.slice(start, _BATCH))
+
+
+def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
+    try:
+        rows = batch.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, KeyError) as error:  # UnicodeDecodeError, nanoseconds, a map with a key twice
+        if batch.num_rows > 1:
+            for index in range(batch.num_rows):
+                yield from _batch_rows(batch.slice(index, 1))
+        else:
+            yield BadTaskError(f"a value cannot be converted: {error}")
+        return
+    for row in rows:
+        try:
+            yield json.dumps(_plain(row, ""), ensure_ascii=False).encode()
+        except BadTaskError as error:
+            yield error
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a value of a table as JSON has it, without nulls in structs. Raises BadTaskError."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, dict):
+        if value.keys() <= {"bytes", "path"} and isinstance(value.get("bytes"), bytes):
+            return _data_url(value["bytes"], where)
+        prefix = f"{where}." if where else ""
+        return {str(key): _plain(item, f"{prefix}{key}") for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, (decimal.Decimal, uuid.UUID)):
+        return str(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise BadTaskError(f"{where}: {len(value):,} bytes that are not UTF-8 text") from None
+    raise BadTaskError(f"{where}: a value of type {type(value).__name__}")
+
+
+def _data_url(content: bytes, where: str) -> str:
+    """Return an image of the type that the library ``datasets`` writes, ``{bytes, path}``, as a URL."""
+    kind = next((kind for magic, kind in _IMAGES.items() if content.startswith(magic)), None)
+    if kind is None:
+        raise BadTaskError(f"{where}: {len(content):,} bytes that are neither PNG, JPEG, GIF nor WebP")
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _csv_rows(file: Path) -> Iterator[bytes | BadTaskError]:
+    """Yield the rows below the header. Cells are text, and an empty cell is a missing field."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    tab = "\t" if ".tsv" in file.name.lower() else ","
+    with open_binary(file) as binary:
+        text = io.TextIOWrapper(binary, "utf-8-sig", errors="surrogateescape", newline="")
+        reader = csv.reader(text, delimiter=tab, strict=True)
+        header = next(reader, [])
+        _require_unique(file, header)
+        for cells in reader:
+            if len(cells) != len(header):
+                if cells:
+                    yield BadTaskError(f"{len(cells)} cells, and the header has {len(header)}")
+                continue
+            row = {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True) if cell}
+            yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+def _cell(name: str, cell: str) -> Any:
+    if name == "max_turns" and cell.isdecimal():
+        return int(cell)
+    if name in _JSON_CELLS and cell.lstrip()[:1] in ("[", "{"):
+        try:
+            return parse(cell.encode("utf-8", "surrogateescape"))
+        except BadTaskError:
+            return cell
+    return cell
+
+
+def _require_unique(file: Path, names: Sequence[str]) -> None:
+    twice = next((name for name in names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise TaskFileError(f"the task file {file} has two columns {twice!r}", hint="rename one of them")

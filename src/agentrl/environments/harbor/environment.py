@@ -1,0 +1,239 @@
+"""Environment ``harbor``: a task of Harbor's format in a container, scored by the tests of its folder.
+
+    agentrl tasks load DIR --run_name …
+
+DIR is the folder of a task, of a data set, or a git bundle of either. ``tests/`` and ``solution/`` do not
+reach the container while the agent works: the tests are copied into it when the agent has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from agentrl.containers.base import Container, FilesTooLargeError
+from agentrl.documents.base import replace_surrogates
+from agentrl.documents.record import HarnessRun
+from agentrl.documents.task import Task
+from agentrl.environments.base import Environment, environment
+from agentrl.environments.harbor.folder import HarborTask, ImageOf, process_folder
+from agentrl.environments.harbor.machine import (
+    archive_of,
+    back_end,
+    copies_of,
+    needs_copies,
+    secrets,
+    variables,
+)
+from agentrl.environments.harbor.source import NAME, open_task
+from agentrl.environments.harbor.task_toml import HealthCheck
+from agentrl.environments.harbor.verifier import (
+    ARTIFACTS,
+    OUTPUT_BYTES,
+    ROOT,
+    Verdict,
+    control,
+    prepare_logs,
+    verify,
+)
+from agentrl.errors import TaskEnvironmentError
+from agentrl.tools.sandbox.changes import compare
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.tool import output_text
+
+_BASH_SECONDS: Final = 60.0
+_LONGEST_BASH_SECONDS: Final = 3600.0
+_SHOWN_BYTES: Final = 32 << 10
+_SPARE_SECONDS: Final = 120.0
+_SNAPSHOT_BYTES: Final = 8 << 20
+"""Largest working directory whose changes are shown."""
+_SOLUTION: Final = "/solution"
+_FROM: Final = "/tmp/.agentrl-artifact"
+
+
+@environment(NAME)
+class Harbor(Environment):
+    """A container with the tool ``bash``; the tests of the task give the reward."""
+
+    tools = ("bash",)
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._harbor: HarborTask = open_task(task.meta)
+        toml = self._harbor.toml
+        check = toml.environment.healthcheck
+        check_seconds = 0.0 if check is None else check.seconds
+        build = toml.environment.build_timeout_sec + _SPARE_SECONDS
+        self.call_seconds = {
+            "setup": build + check_seconds,
+            "bash": _LONGEST_BASH_SECONDS + _SPARE_SECONDS,
+            "reward": toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate),
+        }
+        self.agent_seconds = toml.agent.timeout_sec
+        self.container: Container = back_end(self._harbor, self._harbor.image)
+        self._shell = "/bin/sh"
+        self._scratch = Path(tempfile.mkdtemp(dir=process_folder()))
+        self._before: Path | None = None
+
+    async def setup(self) -> None:
+        """Start the container and wait until it is healthy."""
+        await self._start(self.container, self._harbor.image)
+        has_bash = await self.container.run(["/bin/sh", "-c", "command -v bash"], seconds=_SPARE_SECONDS)
+        self._shell = has_bash.stdout.strip() if has_bash.succeeded else self._shell
+        self._before = await self._snapshot("before.tar")
+
+    async def bash(self, command: str, seconds: float = _BASH_SECONDS) -> str:
+        """Run a command line in the container and return what it prints.
+
+        Files and processes in the background stay; variables and the working directory do not. A command is
+        stopped after `seconds`.
+        """
+        if not 0 < seconds <= _LONGEST_BASH_SECONDS:
+            raise ValueError(f"seconds is {seconds:g}; give a number up to {_LONGEST_BASH_SECONDS:g}")
+        return output_text(await self.run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
+
+    async def run(self, command: list[str], *, seconds: float) -> Execution:
+        """Run a command of the agent, as the agent's user."""
+        return await self.container.run(
+            command, seconds=seconds, user=self._harbor.toml.agent.user, output_bytes=OUTPUT_BYTES,
+            shown_bytes=_SHOWN_BYTES,
+        )  # fmt: skip
+
+    async def solve(self) -> Execution:
+        """Run the task's own solution instead of an agent. Raises TaskEnvironmentError without one."""
+        folder, toml = self._harbor.solution, self._harbor.toml
+        if folder is None:
+            raise TaskEnvironmentError(
+                f"Harbor task {self._harbor.name} has no solution/solve.sh", hint="only its tests can be run"
+            )
+        archive = await asyncio.to_thread(archive_of, folder, self._harbor.digest)
+        await self.container.copy(archive, into=_SOLUTION)
+        await control(self.container, f"chmod +x {_SOLUTION}/solve.sh")
+        own = {"DEBIAN_FRONTEND": "noninteractive", **variables(toml.solution.env, "solution.env")}
+        return await self.container.run(
+            [f"{_SOLUTION}/solve.sh"], seconds=toml.agent.timeout_sec or _LONGEST_BASH_SECONDS,
+            environment=own, user=toml.agent.user, output_bytes=OUTPUT_BYTES, shown_bytes=_SHOWN_BYTES,
+        )  # fmt: skip
+
+    async def reward(self) -> float:
+        """Run the tests. Raises TaskEnvironmentError if they give no reward, which is no reward of 0."""
+        changed, count, diff = await self._changes()
+        verdict = await (self._verify_apart() if self._harbor.toml.verifier.is_separate else self._verify())
+        run = verdict.run
+        self.left = HarnessRun(
+            run=None, changed_files=changed, changes=count, diff=_hidden(diff),
+            scoring=replace(run, stdout=_hidden(run.stdout), stderr=_hidden(run.stderr)),
+            files={str(replace_surrogates(name)): _hidden(text) for name, text in verdict.files.items()},
+        )  # fmt: skip
+        return verdict.reward
+
+    async def teardown(self) -> None:
+        """Remove the container."""
+        await self.container.stop()
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+
+    async def _start(self, container: Container, image: ImageOf) -> None:
+        where = f"Harbor task {self._harbor.name}"
+        await asyncio.to_thread(container.check, container.spec, where)
+        await container.start()
+        if needs_copies(self._harbor, image) and image.build is not None:
+            archive = await asyncio.to_thread(copies_of, image.build, self._harbor.digest)
+            await container.copy(archive, into="/")
+        await prepare_logs(container)
+        if image.table.healthcheck is not None:
+            await _wait_until_healthy(container, image.table.healthcheck)
+
+    async def _verify(self, container: Container | None = None) -> Verdict:
+        task = self._harbor
+        tests = None
+        if not task.tests_in_image:
+            tests = await asyncio.to_thread(archive_of, task.folder / "tests", task.digest)
+        return await verify(
+            container or self.container, tests, self._scratch, seconds=task.toml.verifier.timeout_sec,
+            user=task.toml.verifier.user, variables=variables(task.toml.verifier.env, "verifier.env"),
+        )  # fmt: skip
+
+    async def _verify_apart(self) -> Verdict:
+        """Run the tests in a container of their own, which gets only the artifacts of the agent's."""
+        task = self._harbor
+        if task.verifier_image is None:
+            raise TaskEnvironmentError(f"Harbor task {task.name} has no image for its verifier")
+        for hook in task.toml.verifier.collect:
+            await self.container.run(["/bin/sh", "-c", hook.command], seconds=hook.timeout_sec)
+        container = back_end(task, task.verifier_image, is_verifier=True)
+        try:
+            await self._start(container, task.verifier_image)
+            for path in (ARTIFACTS, *(artifact.source for artifact in task.toml.artifacts)):
+                await self._carry(posixpath.normpath(path), container)
+            return await self._verify(container)
+        finally:
+            await asyncio.shield(container.stop())
+
+    async def _carry(self, path: str, container: Container) -> None:
+        """Copy a file or folder of the agent's container to the same place of another, if it exists."""
+        archive, target = self._scratch / "artifact.tar", path
+        try:
+            is_folder = await self.container.run(["test", "-d", path], seconds=_SPARE_SECONDS)
+            if is_folder.succeeded:
+                await self.container.copy(archive, out_of=path)
+            else:
+                line = f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/'
+                stage = ["/bin/sh", "-c", line, "sh", path]
+                await self.container.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
+                target = posixpath.dirname(path)
+                await self.container.copy(archive, out_of=_FROM)
+        except FileNotFoundError:
+            return
+        await container.copy(archive, into=target)
+
+    async def _snapshot(self, name: str) -> Path | None:
+        """Archive the working directory; None for the root, and for one that is large."""
+        folder = self.container.spec.workdir
+        if folder is None or posixpath.normpath(folder) == "/":
+            return None
+        archive = self._scratch / name
+        try:
+            await self.container.copy(archive, out_of=folder, limit=_SNAPSHOT_BYTES)
+        except (FileNotFoundError, FilesTooLargeError):
+            return None
+        return archive
+
+    async def _changes(self) -> tuple[tuple[str, ...], int, str]:
+        """Return how the agent changed the working directory: the first files, their number, and a diff."""
+        after = None if self._before is None else await self._snapshot("after.tar")
+        if self._before is None or after is None:
+            return (), 0, ""
+        changes = await asyncio.to_thread(compare, self._before, after)
+        return changes.files, changes.count, changes.diff
+
+
+def _hidden(text: str) -> str:
+    """Return the text without the values of ``--task_variables``."""
+    for secret in secrets():
+        text = text.replace(secret, "***")
+    return text
+
+
+async def _wait_until_healthy(container: Container, check: HealthCheck) -> None:
+    """Repeat the health check until it succeeds. Raises TaskEnvironmentError after its retries."""
+    grace = time.monotonic() + check.start_period_sec
+    failures = 0
+    while True:
+        done = await container.run(["/bin/sh", "-c", check.command], seconds=check.timeout_sec)
+        if done.succeeded:
+            return
+        is_starting = time.monotonic() < grace
+        failures += not is_starting
+        if failures >= check.retries:
+            raise TaskEnvironmentError(
+                f"the health check `{check.command}` failed {failures} times:"
+                f" {(done.stderr or done.stdout).strip()[-300:] or f'exit code {done.exit_code}'}",
+                hint="see environment.healthcheck in task.toml",
+            )
+        await asyncio.sleep(check.start_interval_sec if is_starting else check.interval_sec)

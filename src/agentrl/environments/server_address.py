@@ -1,0 +1,63 @@
+"""Read the address of an environment's server, and ask it for its description when tasks are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from agentrl.documents.base import excerpt
+from agentrl.errors import TaskFileError
+
+CONNECT_SECONDS = 15.0
+_EXCERPT = 200
+
+
+def is_local(url: str) -> bool:
+    """Return whether ``url`` is on this machine, which no proxy reaches."""
+    host = urlsplit(url).hostname or ""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def server_url(given: str, name: str) -> str:
+    """Return an ``http(s)://`` address without a slash at its end. Raises TaskFileError."""
+    parts = urlsplit(given)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        problem = f"url={given!r} is no http:// or https:// address" if given else "url= is missing"
+        raise TaskFileError(f"env:{name}: {problem}", hint=f"env:{name}?url=http://127.0.0.1:8000")
+    return given.rstrip("/")
+
+
+def get_json(url: str, what: str, token: Mapping[str, str] | None = None) -> Any:
+    """Return the JSON of a page of ``what``. Raises TaskFileError if there is none."""
+    import httpx
+
+    try:
+        answer = httpx.get(
+            url, timeout=CONNECT_SECONDS, follow_redirects=True, headers=token, trust_env=not is_local(url)
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise TaskFileError(
+            f"{what} cannot be reached: GET {url}: {type(error).__name__}: {error}",
+            hint="start the server, or correct url=",
+        ) from error
+    try:
+        found = answer.json() if answer.status_code == httpx.codes.OK else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise TaskFileError(
+            f"{url} is no page of {what}: it answered {answer.status_code} {excerpt(answer.text, _EXCERPT)}",
+            hint="url= is the address of the server, without a path such as /reset",
+        )
+    return found
+
+
+def count(options: Mapping[str, str], option: str, name: str) -> int | None:
+    """Return a number from 1 on; None if it is not given. Raises TaskFileError."""
+    text = options.get(option)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise TaskFileError(f"env:{name}: {option}={text} is no number from 1 on")
+    return int(text)

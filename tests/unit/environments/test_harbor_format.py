@@ -1,0 +1,147 @@
+"""The format of Harbor tasks: what is read, and the exact reason of each refusal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agentrl.documents.task_messages import BadTaskError
+from agentrl.environments.harbor.dockerfile import read_dockerfile
+from agentrl.environments.harbor.folder import pack_copies, read_task_folder
+from agentrl.environments.harbor.source import is_harbor
+from agentrl.environments.harbor.task_toml import filled, read_task_toml
+from agentrl.environments.harbor.verifier import _rewards
+
+
+def write_task(folder: Path, toml: str = "", *, dockerfile: str | None = "FROM base\n") -> Path:
+    """A complete task."""
+    for name in ("environment", "tests", "solution"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text(toml)
+    (folder / "instruction.md").write_text("<!-- a canary -->\n\nDo it.\n")
+    (folder / "tests/test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
+    if dockerfile is not None:
+        (folder / "environment/Dockerfile").write_text(dockerfile)
+    return folder
+
+
+def test_both_spellings_of_the_version_and_old_sizes_are_read() -> None:
+    old = read_task_toml(
+        'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false'
+    )
+    new = read_task_toml(
+        'schema_version = "1.4"\n[environment]\nmemory_mb = 2048\nnetwork_mode = "no-network"'
+    )
+    assert old.environment.memory == new.environment.memory_mb == 2048
+    assert old.environment.storage == 512
+    assert not old.network("agent")
+    assert not new.network("verifier")
+    assert read_task_toml("unknown = 1\n[agent]\ntimeout_sec = 5\nnew_key = 2").agent.timeout_sec == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('schema_version = "9.0"', "has the schema version '9.0'; this AgentRL reads 1.0 to 1.4"),
+        ("a = ", "task.toml is not TOML"),
+        ("[agent]\ntimeout_sec = 'x'", "agent.timeout_sec is 'x'; it must be a number"),
+        ('[environment]\nmemory = "much"', "environment.memory is 'much'; it must be a size such as '2G'"),
+        ('[environment]\nos = "windows"', "environment.os is 'windows'; only linux runs here"),
+        ("[environment]\ngpus = 1", "asks for accelerators"),
+        ('[[environment.mcp_servers]]\nname = "x"', "mcp_servers are not started here"),
+        ('[agent]\nnetwork_mode = "allowlist"', "agent.network_mode is 'allowlist'"),
+        ('[[steps]]\nname = "one"', "the task has 1 steps"),
+        ('[verifier]\nenvironment_mode = "shared"\n[verifier.environment]', "describes another container"),
+        ('[[verifier.collect]]\ncommand = "x"\nservice = "db"', "names the service 'db'"),
+        ('[[artifacts]]\nsource = "/x"\nservice = "db"', "names the service 'db'"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(text: str, said: str) -> None:
+    with pytest.raises(BadTaskError, match=r"task\.toml") as refused:
+        read_task_toml(text)
+    assert said in str(refused.value)
+
+
+def test_a_folder_is_read_without_its_canary_and_its_digest_is_of_all_files(tmp_path: Path) -> None:
+    first = read_task_folder(write_task(tmp_path / "one", '[task]\nname = "org/one"'))
+    assert (first.name, first.instruction) == ("org/one", "Do it.")
+    same = read_task_folder(write_task(tmp_path / "two", '[task]\nname = "org/one"'))
+    assert first.digest == same.digest
+    os.chmod(tmp_path / "two/tests/test.sh", 0o755)
+    assert read_task_folder(tmp_path / "two").digest != first.digest
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "said"),
+    [
+        ("tests/test.sh", None, "there is no tests/test.sh"),
+        ("instruction.md", " \n", "there is no instruction.md with text"),
+        (
+            "environment/Dockerfile",
+            None,
+            "there is no environment/Dockerfile, and task.toml names no docker_image",
+        ),
+        ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml starts several containers"),
+        ("trajectory.json", "{}", "begins with the conversation in trajectory.json"),
+    ],
+)
+def test_a_folder_that_lacks_a_file_or_has_one_too_many_is_refused(
+    path: str, text: str | None, said: str, tmp_path: Path
+) -> None:
+    folder = write_task(tmp_path / "task")
+    if text is None:
+        (folder / path).unlink()
+    else:
+        (folder / path).write_text(text)
+    with pytest.raises(BadTaskError, match=said.replace(".", r"\.")):
+        read_task_folder(folder)
+
+
+def test_a_dockerfile_says_where_commands_run_and_what_only_a_builder_can_do(tmp_path: Path) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(
+        'FROM --platform=x base AS first \nENV A=1 \\\n  # comment\n  B="two words"\nENV C three\n'
+        "WORKDIR /srv\nWORKDIR app\nCOPY a b ./\nCOPY etc /etc\nCMD run\n"
+    )
+    found = read_dockerfile(path)
+    assert (found.base, found.workdir, found.needs_build) == ("base", "/srv/app", None)
+    assert found.environment == {"A": "1", "B": "two words", "C": "three"}
+    assert found.copies == [(("a", "b"), "/srv/app/"), (("etc",), "/etc")]
+    path.write_text("FROM base\nCOPY --from=x a b\nRUN make\n")
+    assert read_dockerfile(path).needs_build == "line 2: COPY --from=x a b"
+    path.write_text("FROM base\nCOPY ../secret x\n")
+    with pytest.raises(BadTaskError, match="which its folder does not hold"):
+        pack_copies(read_dockerfile(path), tmp_path, tmp_path / "out.tar")
+
+
+def test_variables_of_this_machine_are_read_only_where_they_are_allowed() -> None:
+    given = {"A": "plain", "B": "${X}", "C": "${Y:-default}"}
+    assert filled(given, "env", {"X": "1"}) == {"A": "plain", "B": "1", "C": "default"}
+    with pytest.raises(BadTaskError, match=r"env\.B is '\$\{X\}', a variable of this machine that tasks"):
+        filled(given, "env", {})
+
+
+def test_rewards_are_finite_numbers() -> None:
+    assert _rewards({"reward.txt": "0.5\n"}) == {"reward": 0.5}
+    assert _rewards({"reward.json": '{"a": 1, "b": 0}', "reward.txt": "x"}) == {"a": 1.0, "b": 0.0}
+    assert _rewards({"reward.json": "1"}) == {"reward": 1.0}
+    for files in (
+        {},
+        {"reward.txt": ""},
+        {"reward.txt": "nan"},
+        {"reward.json": "{}"},
+        {"reward.json": '{"a": "1"}'},
+    ):
+        assert isinstance(_rewards(files), str)
+
+
+def test_folders_of_tasks_and_bundles_are_told_from_other_paths(tmp_path: Path) -> None:
+    assert not is_harbor(tmp_path)
+    write_task(tmp_path / "set/one")
+    assert is_harbor(tmp_path)
+    assert is_harbor(tmp_path / "set/one")
+    (tmp_path / "x.bundle").write_bytes(b"# v2 git bundle\n")
+    assert is_harbor(tmp_path / "x.bundle")
+    assert not is_harbor(tmp_path / "missing")
