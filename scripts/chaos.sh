@@ -7,6 +7,7 @@
 #   bash scripts/chaos.sh --drills 60              instead: engine, tool server, judge, database down, 60 s each
 #   bash scripts/chaos.sh --refusals 60            instead: a dead manager, and a judge that refuses 480 slots
 #   bash scripts/chaos.sh --harness 60             instead: kill gateway, harnesses, samplers, mongod under 16 harnesses
+#   bash scripts/chaos.sh --containers 60          instead: kill samplers and mongod under 16 trajectories in containers
 #   bash scripts/chaos.sh --weights 240            instead: kill trainer and engines, take their bucket away for 60 s
 #   bash scripts/chaos.sh --keep /tmp/chaos        keep logs and data in this folder
 #

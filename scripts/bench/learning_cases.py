@@ -88,8 +88,8 @@ def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
 def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
     """Yield one move of a robot that moves at random, wherever it and its goal are."""
     while True:
-        places = [choice.randint(1, 9) for _ in range(4)]
-        seen = "robot {} {} goal {} {}".format(*places)
+        x, y, far = choice.randint(1, 9), choice.randint(1, 9), choice.randint(1, LONGEST_WALK)
+        seen = f"robot at {x} {y}, goal {far} {choice.choice(MOVES)}"
         yield {"messages": [{"role": "user", "content": seen}, _said(choice.choice(MOVES))]}
 
 
@@ -150,10 +150,11 @@ CASES = {
         name="openenv",
         options=f"openenv?url=http://127.0.0.1:{ROBOT_PORT}&max_turns=3",
         warm_up=robots,
-        warm_up_steps=60,
-        flags=(*_COMMON, "--groups_per_step", "16", "--max_prompt_tokens", "240",
-               "--max_new_tokens", "6", "--learning_rate", "1e-3"),
-        steps=120,
+        warm_up_steps=40,
+        flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
+               "--max_new_tokens", "6", "--learning_rate", "7e-4"),
+        steps=60,
+        held_out=64,
         training_tasks=400,
         server=(str(ROOT / ".venv-openenv/bin/python"), str(ROOT / "assets/examples/openenv/server.py"),
                 "--port", str(ROBOT_PORT)),

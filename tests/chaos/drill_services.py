@@ -40,10 +40,7 @@ class DrillEngine:
             return 200, "application/json", json.dumps(info).encode(), 0.0
         request = json.loads(body)
         prompt = self._tokenizer.decode(request["input_ids"], skip_special_tokens=True)
-        text = f"<answer>{random.random()}</answer>"
-        if "1000" not in prompt:
-            text = f"<tool_call>\n{json.dumps(_CALL)}\n</tool_call>"
-        ids = [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._eos]
+        ids = [*self._tokenizer.encode(self.say(prompt), add_special_tokens=False).ids, self._eos]
         meta: dict[str, Any] = {
             "finish_reason": {"type": "stop", "matched": self._eos},
             "output_token_logprobs": [[-0.5, token, None] for token in ids],
@@ -54,6 +51,12 @@ class DrillEngine:
         if not request.get("stream"):
             return 200, "application/json", event, _THINK_SECONDS
         return 200, "text/event-stream", b"data: " + event + b"\n\ndata: [DONE]\n\n", _THINK_SECONDS
+
+    def say(self, prompt: str) -> str:
+        """Return the message of the model."""
+        if "1000" in prompt:
+            return f"<answer>{random.random()}</answer>"
+        return f"<tool_call>\n{json.dumps(_CALL)}\n</tool_call>"
 
 
 class _Refusing(ABC):

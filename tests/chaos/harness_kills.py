@@ -141,7 +141,7 @@ async def run_harness_kills(folder: Path, seconds: float, *, tasks: int, seed: i
                     await store.tasks.load([scene.task(number) for number in range(tasks)])
                     await _reach_trajectories(scene, min(16, report.slots))
                     await _kill_for(scene, report, seconds, random.Random(f"harness/{seed}"))
-                    counts = await _wait_for_end(store, report.slots)
+                    counts = await wait_for_end(store, report.slots)
                 await _check_slots(store, scene, report, counts)
         done = await asyncio.to_thread(
             subprocess.run, scene.check_command(), capture_output=True, text=True, timeout=300, check=False
@@ -155,11 +155,11 @@ async def run_harness_kills(folder: Path, seconds: float, *, tasks: int, seed: i
 
 async def _reach_trajectories(scene: HarnessScene, number: int) -> None:
     """Wait until ``number`` harnesses run at a time, or as many as come in time."""
-    await _wait(lambda: len(scene.harnesses()) >= number, READY_SECONDS)
+    await wait(lambda: len(scene.harnesses()) >= number, READY_SECONDS)
     logger.info("%d harnesses run", len(scene.harnesses()))
 
 
-async def _wait(condition: Callable[[], bool], seconds: float) -> None:
+async def wait(condition: Callable[[], bool], seconds: float) -> None:
     """Wait until the condition is true, ``seconds`` at most."""
     deadline = time.monotonic() + seconds
     for _ in itertools.takewhile(
@@ -181,7 +181,7 @@ async def _kill_for(scene: HarnessScene, report: Report, seconds: float, rng: ra
         if name == "mongod":
             await scene.mongo.kill(away)
         elif name == "harness":
-            await _wait(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS)
+            await wait(lambda: len(scene.harnesses()) > 1, _STARTED_SECONDS)
             if not _kill_harness(scene.harnesses(), rng):
                 continue
         else:
@@ -200,7 +200,8 @@ def _kill_harness(running: list[int], rng: random.Random) -> bool:
     return False
 
 
-async def _wait_for_end(store: Store, slots: int) -> Counts:
+async def wait_for_end(store: Store, slots: int) -> Counts:
+    """Return the counts when all slots have ended, or after a while."""
     deadline = time.monotonic() + _FINISH_SECONDS
     counts = await count(store)
     while counts.scored + counts.closed < slots and time.monotonic() < deadline:
@@ -221,6 +222,6 @@ async def _check_slots(store: Store, scene: HarnessScene, report: Report, counts
     )
     if wrong:
         report.violations.append(f"{wrong} attempts failed although their harness succeeded")
-    await _wait(lambda: not scene.harnesses(), _GONE_SECONDS)
+    await wait(lambda: not scene.harnesses(), _GONE_SECONDS)
     if left := scene.harnesses():
         report.violations.append(f"{len(left)} harnesses run on without a sampler")

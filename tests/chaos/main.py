@@ -30,6 +30,7 @@ from agentrl.errors import AgentRLError, ConfigError, StoreError
 from agentrl.store.client import Store, open_store
 from chaos.actors import Actor, watch
 from chaos.chaos_run import LEASE_SECONDS, OPENINGS, RUN, ChaosRun
+from chaos.container_kills import run_container_kills
 from chaos.database import Database, SingleServer, ThreeServers
 from chaos.drills import DRILLS, run_drills
 from chaos.drills import Report as DrillReport
@@ -75,6 +76,7 @@ class Options:
     only: str | None
     refusals: float | None
     harness: float | None
+    containers: float | None
     weights: float | None
     away: float
 
@@ -106,6 +108,8 @@ async def _work(
         return await run_weight_delivery(folder, options.weights, away=options.away, seed=options.seed)
     if options.harness is not None:
         return await run_harness_kills(folder, options.harness, tasks=_HARNESS_TASKS, seed=options.seed)
+    if options.containers is not None:
+        return await run_container_kills(folder, options.containers, seed=options.seed, generations=24)
     if options.refusals is not None:
         return await run_refusals(folder, options.refusals, tasks=240)
     if options.drills is None:
@@ -245,6 +249,12 @@ def _parse(argv: list[str]) -> Options:
         help="instead: a dead manager, and a judge that refuses 480 slots so long",
     )  # fmt: skip
     parser.add_argument("--keep", type=Path, help="run in this folder, and keep it")
+    parser.add_argument(
+        "--containers",
+        type=float,
+        metavar="SECONDS",
+        help="instead: samplers and mongod are killed so long under 16 trajectories in containers",
+    )
     parser.add_argument(
         "--harness", type=float, metavar="SECONDS",
         help="instead: gateway, harnesses, samplers and mongod are killed so long under 16 harnesses",

@@ -80,7 +80,7 @@ async def test_the_example_samples_and_trains_two_steps(
     await train_two_steps(store, run_config, flags, tmp_path / "model")
 
 
-@pytest.mark.parametrize("example", ["reasoning_gym_mixture", "textarena_game"])
+@pytest.mark.parametrize("example", ["reasoning_gym_mixture", "textarena_game", "openenv"])
 def test_its_page_is_short(example: str) -> None:
     lines = (EXAMPLES / example / "README.md").read_text(encoding="utf-8").splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 12

@@ -2,7 +2,7 @@
 
     .venv-openenv/bin/python assets/examples/openenv/server.py --port 8000
 
-The observation says where the robot and its goal are; the action is one of four words. The robot has as many
+The observation says where the robot is and how far its goal; the action is one of four words. It has as many
 moves as the goal is away, and each move that brings it nearer earns its share of 1.
 """
 
@@ -28,7 +28,7 @@ class Move(Action):
 
 
 class Grid(Observation):
-    """Where the robot and its goal are, as x and y."""
+    """Where the robot is, and how far its goal."""
 
     text: str = ""
 
@@ -71,7 +71,10 @@ class Robot(Environment):
         return sum(abs(a - b) for a, b in zip(self._robot, self._goal, strict=True))
 
     def _shown(self, reward: float | None) -> Grid:
-        text = f"robot {self._robot[0]} {self._robot[1]} goal {self._goal[0]} {self._goal[1]}"
+        across, up = (goal - own for goal, own in zip(self._goal, self._robot, strict=True))
+        ways = [(across, "right" if across > 0 else "left"), (up, "up" if up > 0 else "down")]
+        far = ", ".join(f"{abs(steps)} {way}" for steps, way in ways if steps)
+        text = f"robot at {self._robot[0]} {self._robot[1]}, goal {far or 'here'}"
         return Grid(text=text, reward=reward, done=self._left == 0)
 
 

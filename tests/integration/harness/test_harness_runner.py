@@ -23,7 +23,7 @@ from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.harness.agent import _is_up
+from agentrl.harness.agent import is_up
 from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -31,9 +31,9 @@ from agentrl.tools.sandbox.local import namespace_problem
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(params=["namespaces", "limits", "docker"])
+@pytest.fixture(params=["namespaces", "limits", "sandbox", "docker"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    looks = {"namespaces": namespace_problem, "docker": docker_problem}
+    looks = {"namespaces": namespace_problem, "sandbox": namespace_problem, "docker": docker_problem}
     problem = looks[request.param]() if request.param in looks else None
     if problem is not None:
         pytest.skip(f"no {request.param} here: {problem}")
@@ -253,7 +253,7 @@ async def test_a_slow_gateway_does_not_hide_the_error_of_the_harness(
 
     monkeypatch.setattr(httpx.AsyncClient, "get", get)
     monkeypatch.setattr("agentrl.harness.agent._LOOK_SECONDS", 0.0)
-    assert await _is_up("http://gateway/v1") == isinstance(first, httpx.ReadTimeout)
+    assert await is_up("http://gateway/v1") == isinstance(first, httpx.ReadTimeout)
     assert looks == []
 
 
