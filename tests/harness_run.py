@@ -12,6 +12,7 @@ import docker_here
 import yaml
 from gateway_run import answerer_of, gateway_task
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
+from rootfs_here import rootfs_with_python
 
 from agentrl.config.agent import GatewayConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig
@@ -39,7 +40,12 @@ EOF
 
 
 def write_harness(folder: Path, command: Any, name: str = "harness.yml", **keys: Any) -> Path:
-    """Write the YAML file of a harness; one in Docker runs ``docker_here.IMAGE`` on the host's network."""
+    """Write the YAML file of a harness; one in Docker runs ``docker_here.IMAGE`` on the host's network.
+
+    One in the sandbox's containers runs on ``rootfs_here.rootfs_with_python()``.
+    """
+    if keys.get("isolation") == "sandbox":
+        keys = {"rootfs": str(rootfs_with_python()), **keys}
     if keys.get("isolation") == "docker":
         keys = {"image": docker_here.IMAGE, "network": "host", **keys}
     path = folder / name

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 from agentrl.tools.sandbox.local import namespace_problem
@@ -41,6 +44,11 @@ PROGRAMS = (
         "touch",
         "true",
         "wc",
+        "yes",
+        "tr",
+        "truncate",
+        "seq",
+        "readlink",
     ),
 )
 
@@ -55,11 +63,13 @@ def make_rootfs(folder: Path, *more: str) -> Path:
     for name in ("bin", "etc", "tmp", "root", "usr"):
         (folder / name).mkdir(parents=True)
     (folder / "usr/bin").symlink_to("/bin")
+    (folder / "dev").mkdir()
+    (folder / "dev/null").touch()  # of stand-ins, which have no devices
     (folder / "etc/passwd").write_text(
         "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n"
     )
     for name in (*PROGRAMS, *more):
-        program = shutil.which(name)
+        program = shutil.which(name, path="/usr/bin:/bin")
         if program is not None:
             shutil.copy(program, folder / "bin" / name)
             _copy_libraries(program, folder)
@@ -73,3 +83,19 @@ def _copy_libraries(program: str, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.exists():
             shutil.copy(library, target)
+
+
+@cache
+def rootfs_with_python() -> Path:
+    """Return a root file system that also has the system's Python, Git and what scripts of tests call."""
+    folder = Path(tempfile.mkdtemp(prefix="rootfs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    make_rootfs(
+        folder / "root", "python3", "git", "setsid", "mkfifo", "cmp", "find", "basename", "dirname", "nohup"
+    )
+    for library in Path("/usr/lib").glob("python3.*"):
+        unwanted = shutil.ignore_patterns(
+            "test", "__pycache__", "idlelib", "lib2to3", "config-*", "dist-packages"
+        )
+        shutil.copytree(library, folder / "root" / str(library)[1:], symlinks=True, ignore=unwanted)
+    return folder / "root"

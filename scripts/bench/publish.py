@@ -55,12 +55,13 @@ def measure(way: str, model: str, options: argparse.Namespace, uri: str) -> dict
 
 
 def rows(model: str, way: str, found: dict[str, Any], baseline: dict[str, Any]) -> list[Row]:
-    """Return the lines of one way: bytes, seconds that the trainer waits, seconds until it is served."""
+    """Return the lines of one way: bytes, and seconds of the trainer's wait, until published, and served."""
     name = f"{model} {way}"
     is_delta = way == "delta"
     size, whole = found["bytes"], baseline["bytes"]
-    waits, served = (statistics.median(found[key]) for key in ("waits", "served"))
-    base_waits, base_served = (statistics.median(baseline[key]) for key in ("waits", "served"))
+    keys = ("waits", "published", "served")
+    waits, published, served = (statistics.median(found[key]) for key in keys)
+    base_waits, base_published, base_served = (statistics.median(baseline[key]) for key in keys)
     return [
         Row(
             what=f"{name}: bytes of a version", ours=_mb(size), baseline=_mb(whole), ratio=size / whole,
@@ -69,6 +70,10 @@ def rows(model: str, way: str, found: dict[str, Any], baseline: dict[str, Any]) 
         Row(
             what=f"{name}: the trainer waits", ours=f"{waits:.2f} s", baseline=f"{base_waits:.2f} s",
             ratio=waits / base_waits, more=False,
+        ),
+        Row(
+            what=f"{name}: from the step's end until published", ours=f"{published:.2f} s",
+            baseline=f"{base_published:.2f} s", ratio=published / base_published, more=False,
         ),
         Row(
             what=f"{name}: from the step's end until served", ours=f"{served:.2f} s",

@@ -169,7 +169,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
     small = wanted["model"] != "1B"
     precision = Precision(torch.float32 if small else torch.bfloat16, torch.bfloat16)
     build = partial(build_trainer, configs, weights=None, total_steps=None, precision=precision)
-    found: dict[str, Any] = {"waits": [], "served": []}
+    found: dict[str, Any] = {"waits": [], "published": [], "served": []}
     async with begun(configs) as (store, lease):
         with serving(configs, folder, FLAGS[way][:2] if "--weight_sync" in FLAGS[way] else ()) as process:
             controller = lead(single_process(), build)
@@ -182,7 +182,7 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
             served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):
                 change((p for p in controller.policy.model.parameters() if p.requires_grad), step)
-                progress.step, began = step, time.perf_counter()
+                progress.step, began, begun_at = step, time.perf_counter(), now()
                 if way == "baseline":
                     await publish_now(store, controller, progress, folder)
                 else:
@@ -190,13 +190,16 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
                     await publisher.wait_for_bound()
                 waited = time.perf_counter() - began
                 served = await until_served(store, served, process)
+                until = time.perf_counter() - began
                 if step > 1:  # the first one also loads libraries
+                    newest = await store.policy_versions.latest()
+                    assert newest is not None
+                    assert newest.published_at is not None
                     found["waits"].append(waited)
-                    found["served"].append(time.perf_counter() - began)
+                    found["published"].append((newest.published_at - begun_at).total_seconds())
+                    found["served"].append(until)
                 # A step of training takes longer than this, and the engine's host ends its work meanwhile.
                 await asyncio.sleep(_BETWEEN_SECONDS)
-            newest = await store.policy_versions.latest()
-            assert newest is not None
             # A version in the trainer's memory has no files; engines get all of its tensors.
             found["bytes"] = newest.bytes or 2 * controller.policy.model.num_parameters()
             await publisher.end()

@@ -1,4 +1,4 @@
-"""``agentrl tasks load`` and ``agentrl tasks list``: load the tasks of a run, and count them."""
+"""``agentrl tasks load``, ``check`` and ``list``: load tasks, check a source, count what is loaded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.cli.tasks_check import check
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
-from agentrl.config.schema import ContainerConfig, JsonFlags, RunConfig, TaskConfig, flag
+from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
 from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.tasks import read_task_source
@@ -33,16 +34,18 @@ class LoadFlags:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``load`` or ``list``."""
+    """Run ``load``, ``check`` or ``list``."""
     arguments = _parser().parse_args(argv)
-    return asyncio.run(_load(arguments) if arguments.action == "load" else _list(arguments))
+    return asyncio.run({"load": _load, "check": check, "list": _list}[arguments.action](arguments))
 
 
 def _parser() -> CommandParser:
     database = CommandParser(add_help=False)
     database.add_flags(RunConfig, "run_name", required=True)
     database.add_flags(RunConfig, *DATABASE_FLAGS)
-    parser = CommandParser(prog="agentrl tasks", description="The tasks of a run.")
+    parser = CommandParser(
+        prog="agentrl tasks", description="The tasks of a run, and of a source before they are loaded."
+    )
     actions = parser.add_subparsers(dest="action", required=True, parser_class=CommandParser)
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
     load.add_argument("file", help=SOURCE)
@@ -50,6 +53,14 @@ def _parser() -> CommandParser:
     load.add_flags(TaskConfig, "num_generations", "skip_bad_lines", "task_fields", "task_preset")
     load.add_flags(RunConfig, "seed")
     load.add_flags(ContainerConfig)
+    checked = actions.add_parser(
+        "check", help="say what is in the tasks of a source; exit code 1: it would not load"
+    )
+    checked.add_argument("file", help=SOURCE)
+    checked.add_flags(TaskConfig, "eval_file", "task_fields", "task_preset")
+    checked.add_flags(ModelConfig, "model_name_or_path")
+    checked.add_flags(ContainerConfig)
+    checked.add_flags(JsonFlags)
     counts = actions.add_parser("list", parents=[database], help="count the run's tasks by split and state")
     counts.add_flags(JsonFlags)
     return parser

@@ -8,7 +8,7 @@ from typing import Final, cast
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "mongo": ("agentrl.cli.mongo", "the embedded MongoDB: up, status, down"),
-    "tasks": ("agentrl.cli.tasks", "load a JSONL file of tasks; list what is loaded"),
+    "tasks": ("agentrl.cli.tasks", "check tasks of any source, load them into a run, list what is loaded"),
     "tools": ("agentrl.cli.tools", "a manager of tool servers: a node for each trajectory"),
     "db": ("agentrl.cli.db", "the database of a run: check, copy, prune, rescore, reopen"),
     "runs": ("agentrl.cli.runs", "the runs of a server: list, tag, note, rename, delete"),
@@ -44,8 +44,8 @@ EXAMPLES: Final[dict[str, tuple[str, str]]] = {
         "agentrl mongo status --mongo_dir /data/mongo",
     ),
     "agentrl tasks": (
+        "agentrl tasks check train.parquet --eval_file test.parquet",
         "agentrl tasks load tasks.jsonl --run_name math",
-        "agentrl tasks list --run_name math",
     ),
     "agentrl tools": (
         "agentrl tools manager --mcp_servers_file servers.yml",

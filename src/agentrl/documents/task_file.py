@@ -150,7 +150,7 @@ def read_tasks(
         except BadTaskError as error:
             reading.bad.append(f"{where}: {error}")
     reading.require_columns(path)
-    if reading.bad and not skip_bad_lines:
+    if reading.bad and not (skip_bad_lines and len(tasks)):
         raise _bad_lines(path, reading.bad, len(tasks))
     if not len(tasks):
         raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')

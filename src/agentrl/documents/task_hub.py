@@ -40,17 +40,17 @@ def open_hub(text: str, wanted: str) -> TaskSource:
         )
     require("huggingface_hub", text)
     name, config, revision, split = address.groups()
-    sha, names = _listing(text, name, revision)
-    readme = [item for item in names if item == "README.md"]
-    folder = _download(text, name, sha, readme) if readme else Path()
+    folder = _download(text, name, revision, ["README.md"])
+    names = _listing(text, name, folder)
     found = find_files(names, lambda item: (folder / item).read_text(encoding="utf-8"), text)
     files = found.files(config, split, wanted)
-    folder = _download(text, name, sha, files)
+    folder = _download(text, name, folder.name, files)
     missing = [item for item in files if not (folder / item).is_file()]
     if missing:
         raise TaskFileError(
             f"{text}: the file {missing[0]} is not in the cache", hint="load it with network once"
         )
+    sha = folder.name
     pinned = "" if revision else f"; {HUB}{name}{'/' + config if config else ''}@{sha[:10]} stays with it"
     logger.info("%s is revision %s%s", text, sha[:10], pinned)
     source = open_tables([folder / item for item in files], Path(text), folder=folder)
@@ -58,34 +58,35 @@ def open_hub(text: str, wanted: str) -> TaskSource:
     return source
 
 
-def _listing(text: str, name: str, revision: str | None) -> tuple[str, Sequence[str]]:
-    """Return the commit of a revision and the files of the repository."""
+def _listing(text: str, name: str, folder: Path) -> Sequence[str]:
+    """Return the files of the commit in ``folder``: of the repository, or of the cache without network."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        info = HfApi().dataset_info(name, revision=revision, timeout=_SECONDS)
+        info = HfApi().dataset_info(name, revision=folder.name, timeout=_SECONDS)
     except HfHubHTTPError as error:
         raise _refused(text, error) from error
-    except (OfflineModeIsEnabled, OSError, httpx2.TransportError):
-        folder = _download(text, name, revision, None)
-        names = [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
+    except (OSError, httpx2.TransportError):
         logger.warning("%s: the hub cannot be reached; its cache is read", text)
-        return folder.name, names
-    return str(info.sha), sorted(item.rfilename for item in info.siblings or ())
+        return [item.relative_to(folder).as_posix() for item in sorted(folder.rglob("*")) if item.is_file()]
+    return sorted(item.rfilename for item in info.siblings or ())
 
 
-def _download(text: str, name: str, revision: str | None, files: Sequence[str] | None) -> Path:
-    """Return the folder of a revision in the cache, with ``files``; None downloads nothing."""
+def _download(text: str, name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download files of a revision; return its folder in the cache, which is named by the commit."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                name, repo_type="dataset", revision=revision, etag_timeout=_SECONDS,
-                allow_patterns=None if files is None else list(files), local_files_only=files is None,
+                name,
+                repo_type="dataset",
+                revision=revision,
+                etag_timeout=_SECONDS,
+                allow_patterns=list(files),
             )
-        )  # fmt: skip
+        )
     except (OSError, ValueError, httpx2.TransportError) as error:
         raise _refused(text, error) from error
 

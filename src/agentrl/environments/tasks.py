@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,11 @@ from urllib.parse import parse_qsl
 
 from pydantic import Field
 
+from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult, read_tasks
 from agentrl.documents.task_folders import open_files
 from agentrl.documents.task_rows import TaskRows
-from agentrl.documents.task_source import TaskSource
+from agentrl.documents.task_source import Item, TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
 from agentrl.environments.harbor.source import is_harbor, open_harbor
 from agentrl.errors import AgentRLError, TaskFileError, nearest
@@ -79,12 +80,21 @@ def read_task_source(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
     skip_bad_lines: bool = False, rows: TaskRows | None = None,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
+    look: Callable[[Task, Item], None] = lambda task, item: None,
 ) -> ReadResult:  # fmt: skip
-    """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad."""
+    """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad.
+
+    ``look`` gets each task that is not bad, in the order of the source.
+    """
+
+    def check(task: Task, item: Item) -> None:
+        require_readable(task)
+        look(task, item)
+
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
         skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=open_source(str(path), split), rows=rows, check=lambda task, _: require_readable(task),
+        source=open_source(str(path), split), rows=rows, check=check,
     )  # fmt: skip
 
 

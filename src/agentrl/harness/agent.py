@@ -61,7 +61,7 @@ class CommandAgent:
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
-        kind = ContainerSession if config.isolation == "docker" else HarnessSession
+        kind = ContainerSession if config.in_container else HarnessSession
         async with kind(prepared) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)

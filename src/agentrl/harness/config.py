@@ -10,12 +10,17 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, ValidationInfo
 
+from agentrl.containers.base import ContainerSpec
 from agentrl.documents.record import Ending
 from agentrl.settings_file import read_settings
-from agentrl.tools.sandbox.limits import Isolation, SandboxLimits
+from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.tools.sandbox.namespaces import WORK
 from agentrl.validation import BesideFile, PlainText, Positive, PositiveWhole, Settings, Text, wrong
 
 _RESERVED: Final = "AGENTRL_"
+CONTAINER_USER: Final = "1000:1000"
+_SPARE_SECONDS: Final = 1800.0
+"""Time that a container outlives its command, for copies."""
 
 
 def _command(value: Any) -> str | tuple[str, ...]:
@@ -150,11 +155,14 @@ class HarnessConfig(Settings):
     files: Mapping[Below, PlainText] = field(default_factory=dict)
     path: Folders = ()
     visible: Folders = ()
-    isolation: Isolation = "auto"
+    isolation: Text = "auto"
+    """``auto``, ``namespaces``, ``limits``, or the name of a container back end."""
     image: Text | None = None
-    """The image of ``isolation: docker``."""
-    network: Annotated[Text, AfterValidator(_network)] = ""
-    """``gateway``, ``host``, or a network of Docker."""
+    rootfs: BesideFile | None = None
+    container: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the container back end."""
+    network: Annotated[Text, AfterValidator(_network)] = "gateway"
+    """``gateway``, ``host``, or another one that the container back end knows."""
     limits: HarnessLimits = field(default_factory=HarnessLimits)
     score: Score = "scorer"
     answer: Answer = "message"
@@ -165,22 +173,32 @@ class HarnessConfig(Settings):
     """The file itself."""
 
     def __post_init__(self) -> None:
-        is_docker = self.isolation == "docker"
-        if is_docker != (self.image is not None):
-            raise wrong("named with isolation: docker, and only with it", "image")
-        if is_docker:
+        if self.in_container:
             for name in ("path", "visible"):
                 if getattr(self, name):
-                    raise wrong("left out with isolation: docker: put programs into the image", name)
-            for name in self.environment:
-                if name.startswith("DOCKER_"):
-                    raise wrong("given another name: the client of Docker reads it", "environment", name)
-            if self.network in ("", "gateway"):
-                raise wrong("host, or a network of Docker in which --gateway_url is reachable", "network")
-        elif self.network not in ("", "gateway", "host"):
+                    raise wrong("left out with a container: put programs into the image", name)
+            return
+        for name in ("image", "rootfs", "container"):
+            if getattr(self, name):
+                raise wrong(f"left out with isolation: {self.isolation}, which starts no container", name)
+        if self.network not in ("gateway", "host"):
             raise wrong("gateway or host", "network")
-        elif not self.network:
-            object.__setattr__(self, "network", "gateway")
+
+    @property
+    def in_container(self) -> bool:
+        """Return whether commands run in containers."""
+        return self.isolation not in ("auto", "namespaces", "limits")
+
+    def container_spec(self, *, network: str, gateway: tuple[str, int] | None = None) -> ContainerSpec:
+        """Return what the container of one command is made of."""
+        limits = self.limits
+        return ContainerSpec(
+            name="harness", image=self.image, rootfs=None if self.rootfs is None else str(self.rootfs),
+            user=CONTAINER_USER, writable=(WORK, "/tmp", "/var/tmp"), network=network, gateway=gateway,
+            memory_mb=limits.memory_mb, storage_mb=limits.disk_mb, files=limits.files,
+            processes=limits.processes, open_files=limits.open_files, cpu_seconds=limits.cpu_seconds,
+            seconds=limits.seconds + _SPARE_SECONDS, options=self.container,
+        )  # fmt: skip
 
     @property
     def failing(self) -> frozenset[Ending]:

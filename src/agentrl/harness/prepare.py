@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agentrl.containers.base import CONTAINERS
 from agentrl.errors import ConfigError
 from agentrl.harness.config import HarnessConfig, ScoreCommand
 from agentrl.harness.workspace import build_base, keep_until_exit
-from agentrl.tools.sandbox.docker import require_image
 
 _ETC: Final = ("/etc/ssl", "/etc/ca-certificates", "/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf")
 """What clients of HTTP servers read."""
@@ -59,9 +59,13 @@ def prepare(path: Path | None) -> Prepared:
 
 
 def _prepare(config: HarnessConfig) -> Prepared:
-    own, visible = ([], []) if config.image is not None else _programs(config)
-    if config.image is not None:
-        require_image(config.image, str(config.source))
+    own, visible = ([], []) if config.in_container else _programs(config)
+    if config.in_container:
+        try:
+            kind = CONTAINERS.get(config.isolation)
+        except ConfigError as error:
+            raise ConfigError(f"{config.source}: isolation: {error.message}", hint=error.hint) from error
+        kind.check(config.container_spec(network=config.network), str(config.source))
     missing = [name for name in config.pass_environment if name not in os.environ]
     if missing:
         raise ConfigError(

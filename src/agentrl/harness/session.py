@@ -1,4 +1,4 @@
-"""Run the commands of one trajectory on one working directory: in this machine's sandbox, or in Docker."""
+"""Run the commands of one trajectory on one working directory: in the sandbox, or in containers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ import signal
 import tarfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
+from agentrl.containers.base import CONTAINERS, FilesTooLargeError
 from agentrl.documents.record import CommandRun
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.harness.config import Command, HarnessConfig, HarnessLimits
+from agentrl.harness.config import Command
 from agentrl.harness.prepare import SYSTEM_PATH, Prepared, arguments_of
-from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, make_readable, pack, unpack
+from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, keep
 from agentrl.processes import process_tree
-from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, DockerClient, container_name, control, limit_arguments
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, uses_namespaces
 from agentrl.tools.sandbox.namespaces import LOOPBACK, WORK
@@ -38,13 +37,8 @@ SHOWN_BYTES: Final = 64 << 10
 """Bytes of each output that are kept."""
 _MARKER: Final = "AGENTRL_HARNESS"
 _HTTP_PORT: Final = 80
-T = TypeVar("T")
-
-_USER: Final = 1000
-"""The user of the container where the sampler is root."""
-_BLOCK: Final = 512
-_GUARDED: Final = 'exec 3<&0; (cat <&3 >/dev/null; kill -9 -1) & "$@" </dev/null 3<&-; exit $?'
-"""The first process of a container: it ends the others when its standard input, the client, ends."""
+_HEADERS: Final = 64 << 20
+"""Of the archive that a container packs, beside the contents of files."""
 
 
 class Session(ABC):
@@ -140,15 +134,8 @@ class HarnessSession(Session):
         """Return the URL of the gateway as commands reach it. Raises ConfigError for one that is not HTTP."""
         if not self._has_own_network:
             return url
-        parts = urlsplit(url)
-        if parts.scheme != "http":
-            raise ConfigError(
-                f"{self._prepared.config.source}: network is 'gateway', and the gateway is at"
-                f" {parts.scheme}://{parts.netloc}",
-                hint="use network: host, or a gateway with an http:// URL",
-            )
-        self._gateway = (str(parts.hostname), parts.port or _HTTP_PORT)
-        return parts._replace(netloc=f"{LOOPBACK}:{self._gateway[1]}").geturl()
+        self._gateway, url = forwarded(url, self._prepared.config.source)
+        return url
 
     @property
     def _has_own_network(self) -> bool:
@@ -186,19 +173,13 @@ class HarnessSession(Session):
                 os.kill(pid, signal.SIGKILL)
 
 
-def hide(text: str, secrets: Sequence[str]) -> str:
-    """Return the text without the values of secrets."""
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 class ContainerSession(Session):
-    """The working directory of one trajectory, which Docker mounts into a container for each command."""
+    """The files of one trajectory, which are copied into a new container for each command."""
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(prepared)
-        self._user = _USER if os.getuid() == 0 else os.getuid()
+        self._kind = CONTAINERS.get(prepared.config.isolation)
+        self._gateway: tuple[str, int] | None = None
 
     @property
     def root(self) -> str:
@@ -206,7 +187,10 @@ class ContainerSession(Session):
         return WORK
 
     def reachable(self, url: str) -> str:
-        """Return the URL of the gateway as commands reach it: the one that it advertises."""
+        """Return the URL of the gateway as commands reach it: the one that it advertises, or a loopback."""
+        config = self._prepared.config
+        if config.network == "gateway" and self._kind.forwards_gateway:
+            self._gateway, url = forwarded(url, config.source)
         return url
 
     async def _execute(
@@ -214,72 +198,43 @@ class ContainerSession(Session):
     ) -> Execution:
         """The files of a command that leaves more than ``disk_mb`` or ``files`` are dropped."""
         config = self._prepared.config
-        name = await asyncio.to_thread(container_name, "harness")
-        folder = self._folder / name
-        await _files(unpack, self.archive, folder, self._user)
-        network = config.network if calls_model else "none"
-        words = run_arguments(config, name, folder, self._user, environment, network=network)
-        client = DockerClient(config.limits.output_bytes, SHOWN_BYTES)
-        out_of_memory = False
-        try:
-            await client.run(
-                [*words, *arguments_of(command)], environment, seconds=seconds,
-                over_files=partial(_is_too_large, folder, config.limits),
+        network, gateway = (config.network, self._gateway) if calls_model else ("none", None)
+        folders = {"HOME": f"{WORK}/{HOME}", "TMPDIR": f"{WORK}/{TEMPORARY}"}
+        packed = self._folder / "packed.tar"
+        async with self._kind(config.container_spec(network=network, gateway=gateway)) as container:
+            await container.copy(self.archive, into=WORK)
+            done = await container.run(
+                arguments_of(command), seconds=seconds, environment={**folders, **environment},
+                workdir=f"{WORK}/{WORKSPACE}", output_bytes=config.limits.output_bytes,
+                shown_bytes=SHOWN_BYTES,
             )  # fmt: skip
-            if client.exceeded is None:
-                killed = await control("inspect", "--format", "{{.State.OOMKilled}}", name, may_fail=True)
-                out_of_memory = killed.strip() == b"true"
-        finally:
-            await asyncio.shield(control("rm", "--force", "--volumes", name, may_fail=True))
-        await _files(make_readable, folder)
-        if await _files(_is_too_large, folder, config.limits):
-            client.exceeded = client.exceeded or "files"
-        else:
-            await _files(pack, folder, self.archive)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        return Execution(
-            stdout=client.stdout.text, stderr=client.stderr.text, exit_code=client.code,
-            exceeded="memory" if out_of_memory else client.exceeded, seconds=client.seconds,
-            memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
-        )  # fmt: skip
+            try:
+                await container.copy(packed, out_of=WORK, limit=(config.limits.disk_mb << 21) + _HEADERS)
+                is_kept = await asyncio.to_thread(keep, packed, self.archive, config.limits)
+            except FilesTooLargeError:
+                is_kept = False
+            except (ToolServerError, FileNotFoundError, tarfile.TarError) as error:
+                if done.exceeded is None:  # else a limit may have ended the container
+                    raise ToolServerError(f"the files of the harness cannot be copied: {error}") from error
+                is_kept = True
+        await asyncio.to_thread(packed.unlink, missing_ok=True)
+        return done if is_kept else dataclasses.replace(done, exceeded=done.exceeded or "files")
 
 
-def run_arguments(
-    config: HarnessConfig, name: str, folder: Path, user: int, variables: Mapping[str, str], *, network: str
-) -> list[str]:
-    """Return the arguments of ``docker`` before the command, with the values of ``OWN_TO_DOCKER`` only."""
-    limits = config.limits
-    size = f"size={limits.disk_mb}m,nr_inodes={limits.files},mode=1777,exec"
-    own = {"HOME": f"{WORK}/{HOME}", "TMPDIR": f"{WORK}/{TEMPORARY}"}
-    own |= {name: value for name, value in variables.items() if name in OWN_TO_DOCKER}
-    shown = [*(f"{name}={value}" for name, value in own.items()), *(variables.keys() - own.keys())]
-    named = [word for variable in sorted(shown) for word in ("--env", variable)]
-    return [
-        "run", "--interactive", "--name", name, "--network", network, "--user", f"{user}:{user}",
-        "--tmpfs", f"/tmp:{size}", "--tmpfs", f"/var/tmp:{size}", "--log-driver", "none",
-        *limit_arguments(limits), "--mount", f"type=bind,source={folder},target={WORK}",
-        "--workdir", f"{WORK}/{WORKSPACE}", *named, "--entrypoint", "/bin/sh",
-        str(config.image), "-c", _GUARDED, "sh",
-    ]  # fmt: skip
+def hide(text: str, secrets: Sequence[str]) -> str:
+    """Return the text without the values of secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
 
 
-def _is_too_large(folder: Path, limits: HarnessLimits) -> bool:
-    """Return whether the files of a folder exceed ``disk_mb`` or ``files``."""
-    size = count = 0
-    for parent, folders, files in os.walk(folder):
-        count += len(folders) + len(files)
-        for name in files:
-            with suppress(OSError):
-                status = os.lstat(os.path.join(parent, name))
-                size += max(status.st_size, status.st_blocks * _BLOCK)  # a sparse file is whole in an archive
-        if size > limits.disk_mb << 20 or count > limits.files:
-            return True
-    return False
-
-
-async def _files(work: Callable[..., T], *arguments: Any) -> T:
-    """Do work on the files of a harness in a thread. Raises ToolServerError if it cannot be done."""
-    try:
-        return await asyncio.to_thread(work, *arguments)
-    except (OSError, tarfile.TarError) as error:
-        raise ToolServerError(f"the files of the harness cannot be moved: {error}") from error
+def forwarded(url: str, source: Path) -> tuple[tuple[str, int], str]:
+    """Return the address of the gateway, and its URL where it is forwarded. Raises ConfigError."""
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        raise ConfigError(
+            f"{source}: network is 'gateway', and the gateway is at {parts.scheme}://{parts.netloc}",
+            hint="use network: host, or a gateway with an http:// URL",
+        )
+    address = (str(parts.hostname), parts.port or _HTTP_PORT)
+    return address, parts._replace(netloc=f"{LOOPBACK}:{address[1]}").geturl()

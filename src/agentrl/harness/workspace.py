@@ -17,7 +17,7 @@ from typing import Final
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.errors import ConfigError
-from agentrl.harness.config import HarnessConfig
+from agentrl.harness.config import HarnessConfig, HarnessLimits
 
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
@@ -99,34 +99,29 @@ def restore(archive: Path, before: Path, names: tuple[str, ...]) -> None:
     fresh.replace(archive)
 
 
-def unpack(archive: Path, folder: Path, user: int) -> None:
-    """Write the files of an archive to a new folder, and give them to ``user`` if this process may."""
-    folder.mkdir(mode=0o700)
-    with tarfile.open(archive) as source:
-        source.extractall(folder, filter="tar")
-    if os.getuid() == 0:
-        for parent, folders, files in os.walk(folder):
-            for name in (".", *folders, *files):
-                os.chown(os.path.join(parent, name), user, user, follow_symlinks=False)
+def keep(packed: Path, archive: Path, limits: HarnessLimits) -> bool:
+    """Replace the archive by what a container has packed, which may be anything; False if it is too large.
 
-
-def pack(folder: Path, archive: Path) -> None:
-    """Write the files of a folder to an archive; follow no links, leave out pipes, sockets and devices."""
-    fresh = archive.with_suffix(".packed")
-    with tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
-        for name in sorted(os.listdir(folder)):
-            target.add(folder / name, arcname=name, filter=_owned)
+    Kept are files, folders and links, and all belong to the user. A sparse file counts as whole. Raises
+    tarfile.TarError.
+    """
+    fresh = archive.with_suffix(".kept")
+    size = count = 0
+    with tarfile.open(packed, "r:") as source, tarfile.open(fresh, "w", format=tarfile.GNU_FORMAT) as target:
+        for member in source:
+            member.name = os.path.normpath(member.name)
+            leaves = member.name.startswith(("/", "..")) or member.name == "."
+            if leaves or _owned(member) is None:
+                continue
+            size, count = size + member.size, count + 1
+            if size > limits.disk_mb << 20 or count > limits.files:
+                fresh.unlink()
+                return False
+            member.mode &= 0o777
+            member.type = tarfile.REGTYPE if member.isreg() else member.type
+            target.addfile(member, source.extractfile(member) if member.isreg() else None)
     fresh.replace(archive)
-
-
-def make_readable(folder: Path) -> None:
-    """Let this process read files whose owner may not."""
-    os.chmod(folder, 0o700)
-    for parent, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(parent, name)
-            if not os.path.islink(path):
-                os.chmod(path, os.stat(path).st_mode | (0o700 if name in folders else 0o600))
+    return True
 
 
 def read_file(archive: Path, name: str, limit: int) -> str | None:

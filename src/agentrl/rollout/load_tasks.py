@@ -142,17 +142,23 @@ def _paths(result: ReadResult) -> frozenset[str]:
 
 def require_scorers(names: Mapping[str, Collection[str]]) -> None:
     """Import the scorers that tasks name. Raises ConfigError that names each that cannot be used."""
+    problems = unusable_scorers(names)
+    if problems:
+        raise ConfigError(
+            "the tasks name scorers that cannot be used; nothing is loaded:\n  " + "\n  ".join(problems),
+            hint="correct the names, or make their modules importable: set PYTHONPATH",
+        )
+
+
+def unusable_scorers(names: Mapping[str, Collection[str]]) -> list[str]:
+    """Return why this machine cannot use scorers that tasks name: one text for each."""
     problems = []
     for name in sorted(names.get("scorer", ())):
         try:
             SCORERS.get(name)
         except ConfigError as error:
             problems.append(clean(f"{error.message} ({error.hint})"))
-    if problems:
-        raise ConfigError(
-            "the tasks name scorers that cannot be used; nothing is loaded:\n  " + "\n  ".join(problems),
-            hint="correct the names, or make their modules importable: set PYTHONPATH",
-        )
+    return problems
 
 
 def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:

@@ -189,7 +189,10 @@ def unparsed(golds: tuple[str, ...]) -> list[bool]:
     """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
     from math_verify import parse
 
-    return [not parse(f"\\boxed{{{gold}}}", parsing_timeout=MATH_SECONDS) for gold in golds]
+    read = [parse(f"\\boxed{{{gold}}}", parsing_timeout=MATH_SECONDS) for gold in golds]
+    return [
+        all(isinstance(value, str) for value in values) for values in read
+    ]  # text is what it falls back to
 
 
 @scorer("format")

@@ -115,7 +115,7 @@ def _encode_tensor(
     for number, start in enumerate(range(0, after.size, CHUNK)):
         old, new = before[start : start + CHUNK], after[start : start + CHUNK]
         digest.update(new.data)
-        positions = np.flatnonzero(old != new)
+        positions = np.flatnonzero(old != new).astype(np.uint32)
         count = positions.size
         if not count:
             continue
@@ -123,9 +123,11 @@ def _encode_tensor(
         if 2 * count > new.size:  # a gap takes about a byte then, as much as it saves
             count, width, planes = new.size, 0, _planes(new)
         else:
-            gaps = np.diff(positions, prepend=-1) - 1
-            width = next(size for size in _GAPS[1:] if gaps.max() < 1 << 8 * size)
-            planes = [*_planes(gaps.astype(WORDS[width])), *_planes(new[positions])]
+            gaps = positions.copy()
+            gaps[1:] -= positions[:-1] + 1
+            largest = int(gaps.max())
+            width = next(size for size in _GAPS[1:] if largest < 1 << 8 * size)
+            planes = [*_planes(gaps.astype(WORDS[width])), *_planes(new.take(positions))]
         chunks.append((number, count, width, [compressor.compress(plane) for plane in planes]))
     checksum = TensorChecksum(dtype_code(current), tuple(current.shape), digest.hexdigest())
     return checksum, chunks, changed
@@ -189,7 +191,8 @@ class DeltaFile:
         positions, values = [], []
         for number, chunk in self.chunks(name, like).items():
             at, new = self.read(chunk)
-            positions.append(at + number * CHUNK)
+            at += number * CHUNK
+            positions.append(at)
             values.append(new)
         return np.concatenate(positions), np.concatenate(values)
 
@@ -218,9 +221,10 @@ class DeltaFile:
     def read(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Return the positions in a chunk that change, and their values. PublishError if they do not fit."""
         try:
-            planes, offset, decompressor = [], chunk.offset, zstandard.ZstdDecompressor()
+            planes, offset, decompressor = [], 0, zstandard.ZstdDecompressor()
+            frames = memoryview(self._read(chunk.offset, sum(chunk.sizes)))
             for size in chunk.sizes:
-                frame = self._read(offset, size)
+                frame = frames[offset : offset + size]
                 # The frame names its size itself, and decompressing would allocate that much.
                 if zstandard.frame_content_size(frame) != chunk.changed:
                     raise ValueError(f"a frame does not hold {chunk.changed} bytes")
@@ -232,7 +236,8 @@ class DeltaFile:
         if not chunk.width:
             return np.arange(chunk.length), values
         gaps = _from_planes(planes[: chunk.width], WORDS[chunk.width])
-        positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        positions = np.cumsum(gaps, dtype=np.int64)
+        positions += np.arange(gaps.size)
         if positions[-1] >= chunk.length:
             raise self._damaged(f"it changes element {positions[-1]} of a chunk of {chunk.length}")
         return positions, values

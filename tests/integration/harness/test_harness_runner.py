@@ -31,9 +31,9 @@ from agentrl.tools.sandbox.local import namespace_problem
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(params=["namespaces", "limits", "docker"])
+@pytest.fixture(params=["namespaces", "limits", "sandbox", "docker"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    looks = {"namespaces": namespace_problem, "docker": docker_problem}
+    looks = {"namespaces": namespace_problem, "sandbox": namespace_problem, "docker": docker_problem}
     problem = looks[request.param]() if request.param in looks else None
     if problem is not None:
         pytest.skip(f"no {request.param} here: {problem}")

@@ -125,9 +125,9 @@ OPEN: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.fixture(params=["namespaces", "limits", "docker"])
+@pytest.fixture(params=["namespaces", "limits", "sandbox", "docker"])
 def isolation(request: pytest.FixtureRequest) -> str:
-    looks = {"namespaces": namespace_problem, "docker": docker_problem}
+    looks = {"namespaces": namespace_problem, "sandbox": namespace_problem, "docker": docker_problem}
     problem = looks[request.param]() if request.param in looks else None
     if problem is not None:
         pytest.skip(f"no {request.param} here: {problem}")
@@ -145,7 +145,7 @@ async def score_after(command: str, restore: list[str], folder: Path, isolation:
         folder, command, workspace={"template": "template"}, score=score, isolation=isolation
     )
     prepared = prepare(path)
-    kind = ContainerSession if isolation == "docker" else HarnessSession
+    kind = ContainerSession if isolation in ("sandbox", "docker") else HarnessSession
     async with kind(prepared) as session:
         await session.fill({})
         run = await session.run(command, {}, seconds=20)
@@ -171,7 +171,9 @@ async def scores_after(
 
 
 async def test_no_trick_of_the_list_passes_the_tests(tmp_path: Path, isolation: str) -> None:
-    assert await scores_after(HELD, tmp_path, isolation) == dict.fromkeys(HELD, 0.0)
+    step = 3 if isolation == "sandbox" else 1  # `restore` is the same there; each takes two containers
+    tricks = dict(list(HELD.items())[::step])
+    assert await scores_after(tricks, tmp_path, isolation) == dict.fromkeys(tricks, 0.0)
 
 
 async def test_the_tricks_that_remain_are_those_that_the_page_names(tmp_path: Path, isolation: str) -> None:

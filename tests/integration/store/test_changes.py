@@ -17,6 +17,7 @@ from test_store_claims import make_tasks, take_one
 from test_store_training import make_call
 
 from agentrl.config.schema import RunConfig
+from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics import change_stream
@@ -126,7 +127,7 @@ async def test_a_process_leads_when_its_leader_is_killed_and_polls_when_it_is_fr
         await leader.wait()
 
 
-async def test_a_stream_carries_no_renewal_and_no_model_call(stores: list[Store]) -> None:
+async def test_a_stream_carries_no_renewal_no_model_call_and_no_reserved_version(stores: list[Store]) -> None:
     store, other = stores[:2]
     await store.tasks.load(make_tasks(2))
     claim = await take_one(store, "a")
@@ -140,8 +141,14 @@ async def test_a_stream_carries_no_renewal_and_no_model_call(stores: list[Store]
         await store.claims.heartbeat([claim], 60)
         await store.model_calls.add(claim, make_call(claim, number))
     await take_one(store, "b")
+    version = PolicyVersion(id=1, step=1, location="/weights/v000001", files=(), train_step=None)
+    await store.policy_versions.reserve(version)
+    await store.policy_versions.reserve(version)  # a trainer that starts again replaces it
     assert not await other.wait_for_change(*names, timeout=0.5)
     assert STREAMS.changes == 0
-    await store.tasks.load(make_tasks(3))
+    await store.policy_versions.publish(version)
     assert await other.wait_for_change(*names, timeout=30)
     assert STREAMS.changes == 1
+    await store.tasks.load(make_tasks(3))
+    assert await other.wait_for_change(*names, timeout=30)
+    assert STREAMS.changes == 2

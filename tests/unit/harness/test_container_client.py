@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from agentrl.containers.docker import start_arguments
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.harness.session import run_arguments
-from agentrl.tools.sandbox.docker import OWN_TO_DOCKER, kill_client, start_client
+from agentrl.tools.sandbox.docker import kill_client, start_client, variable_arguments
 
 CONFIG = HarnessConfig(
     source=Path("harness.yml"),
@@ -23,40 +22,29 @@ CONFIG = HarnessConfig(
 )
 
 
-def arguments(**variables: str) -> list[str]:
-    return run_arguments(CONFIG, "name", Path("/files"), 1000, variables, network="models")
-
-
-def environment_of(words: list[str]) -> list[str]:
-    return [value for flag, value in pairwise(words) if flag == "--env"]
-
-
 def test_a_container_has_no_right_and_every_limit() -> None:
-    command = " ".join(arguments())
+    command = " ".join(start_arguments(CONFIG.container_spec(network="models"), "name", "image:1"))
+    size = "size=16m,nr_inodes=99,uid=1000,gid=1000,mode=1777,exec"
     for part in (
         "--network models", "--user 1000:1000", "--read-only", "--cap-drop ALL", "no-new-privileges",
-        "--memory 64m", "--memory-swap 64m", "--pids-limit 8", "nofile=32", "cpu=3", f"fsize={16 << 20}",
-        "core=0", "--tmpfs /tmp:size=16m,nr_inodes=99", "--tmpfs /var/tmp:size=16m", "--log-driver none",
-        "--mount type=bind,source=/files,target=/sandbox",
+        "--memory 64m", "--memory-swap 64m", "--pids-limit 12", "nofile=32", "cpu=3", f"fsize={16 << 20}",
+        "core=0", *(f"--tmpfs {folder}:{size}" for folder in ("/sandbox", "/tmp", "/var/tmp")),
+        "--log-driver none",
     ):  # fmt: skip
         assert part in command
     assert "privileged" not in command.replace("no-new-privileges", "")
 
 
 def test_values_of_variables_are_not_arguments() -> None:
-    words = arguments(AGENTRL_API_KEY="sesame", OPENAI_MODEL="policy")
-    assert "sesame" not in " ".join(words)
-    assert environment_of(words) == [
-        "AGENTRL_API_KEY", "HOME=/sandbox/home", "OPENAI_MODEL", "TMPDIR=/sandbox/tmp",
-    ]  # fmt: skip
+    given = {"AGENTRL_API_KEY": "sesame", "HOME": "/sandbox/home", "PATH": "/bin", "DOCKER_HOST": "x"}
+    words = variable_arguments(given)
+    assert words[1::2] == ["AGENTRL_API_KEY", "DOCKER_HOST=x", "HOME=/sandbox/home", "PATH=/bin"]
 
 
 async def test_variables_of_dockers_client_keep_their_value_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {"PATH": "/opt/bin", "HOME": "/root", "TMPDIR": "/var/tmp", "MODEL": "policy"}
-    assert set(given) - {"MODEL"} == set(OWN_TO_DOCKER)
-    assert environment_of(arguments(**given)) == ["HOME=/root", "MODEL", "PATH=/opt/bin", "TMPDIR=/var/tmp"]
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho $HOME $MODEL\n")
     program.chmod(0o755)

@@ -25,13 +25,11 @@ BAD = {
     "{command: 'true', limits: {seconds: -1}}": ("limits.seconds is -1", "must be above 0"),
     "{command: 'true', limits: {memory_mb: much}}": ("limits.memory_mb is 'much'", "must be a whole number"),
     "{command: 'true', limits: {second: 1}}": ("unknown key 'limits.second'", "did you mean 'seconds'"),
-    "{command: 'true', isolation: vm}": ("isolation is 'vm'", "namespaces"),
-    "{command: 'true', isolation: docker}": ("image is None", "with isolation: docker"),
-    "{command: 'true', image: python}": ("image is 'python'", "only with it"),
-    "{command: 'true', isolation: docker, image: python}": ("network is None", "must be host"),
-    "{command: 'true', isolation: docker, image: a, network: host, environment: {DOCKER_HOST: x}}": (
-        "environment.DOCKER_HOST is 'x'", "another name",
-    ),
+    "{command: 'true', isolation: dokcer}": ("unknown container back end 'dokcer'", "did you mean 'docker'"),
+    "{command: 'true', isolation: docker}": ("the back end 'docker' needs an image", "image: NAME"),
+    "{command: 'true', isolation: sandbox}": ("needs a root file system", "docker export"),
+    "{command: 'true', image: python}": ("image is 'python'", "which starts no container"),
+    "{command: 'true', isolation: docker, image: python}": ("only the gateway", "network: host"),
     "{command: 'true', isolation: docker, image: a, path: [x]}": ("path is ['x']", "into the image"),
     "{command: 'true', isolation: docker, image: python, network: none}": (
         "network is 'none'", "the gateway is reachable",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tarfile
 import tempfile
@@ -15,11 +14,9 @@ from agentrl.harness.config import HarnessConfig, HarnessLimits, Workspace
 from agentrl.harness.workspace import (
     add_files,
     build_base,
-    make_readable,
-    pack,
+    keep,
     read_file,
     restore,
-    unpack,
 )
 
 
@@ -35,41 +32,57 @@ def names(archive: Path) -> set[str]:
         return {member.name for member in source if not member.isdir()}
 
 
-def test_files_go_to_a_folder_and_back_without_links_followed(tmp_path: Path) -> None:
-    archive = archive_of(tmp_path / "a.tar", {"workspace/one.txt": b"1", "workspace/deep/two.txt": b"2"})
-    folder = tmp_path / "folder"
-    unpack(archive, folder, os.getuid())
-    assert (folder / "workspace/deep/two.txt").read_bytes() == b"2"
-    secret = tmp_path / "secret"
-    secret.write_text("of the host")
-    (folder / "workspace/link").symlink_to(secret)
-    os.mkfifo(folder / "workspace/pipe")
-    hidden = folder / "workspace/deep"
-    (hidden / "two.txt").chmod(0)
-    hidden.chmod(0)
-    make_readable(folder)
-    pack(folder, archive)
-    assert names(archive) == {"workspace/one.txt", "workspace/deep/two.txt", "workspace/link"}
-    assert b"of the host" not in archive.read_bytes()
+@pytest.mark.attack
+def test_what_a_container_packs_is_kept_without_what_leaves_it(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar", {"workspace/old": b"1"})
+    packed = tmp_path / "packed.tar"
+    with tarfile.open(packed, "w") as target:
+        for name, kind, link, mode in (
+            ("./workspace/deep", tarfile.DIRTYPE, "", 0),
+            ("./workspace/deep/two.txt", tarfile.REGTYPE, "", 0o6755),
+            ("./workspace/link", tarfile.SYMTYPE, "/etc/shadow", 0),
+            ("./workspace/pipe", tarfile.FIFOTYPE, "", 0), ("./workspace/disk", tarfile.BLKTYPE, "", 0),
+            ("../outside", tarfile.REGTYPE, "", 0),
+            ("/etc/passwd", tarfile.REGTYPE, "", 0), ("workspace/../../up", tarfile.REGTYPE, "", 0),
+        ):  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.mode = kind, link, mode
+            target.addfile(member)
+    assert keep(packed, archive, HarnessLimits())
+    assert names(archive) == {"workspace/deep/two.txt", "workspace/link"}
+    with tarfile.open(archive) as source:
+        kept = {member.name: (member.mode, member.uid) for member in source}
+    assert kept["workspace/deep/two.txt"] == (0o755, 1000)
+    assert kept["workspace/deep"] == (0o700, 1000)
+
+
+@pytest.mark.attack
+def test_what_a_container_packs_is_dropped_above_the_limits(tmp_path: Path) -> None:
+    archive = archive_of(tmp_path / "a.tar", {"workspace/old": b"1"})
+    (tmp_path / "files").mkdir()
+    with (tmp_path / "files/sparse").open("w") as sparse:
+        sparse.truncate(40 << 20)
+    packed = tmp_path / "packed.tar"
+    command = ["tar", "--sparse", "-cf", str(packed), "-C", str(tmp_path / "files"), "."]
+    subprocess.run(command, check=True, timeout=20)
+    assert packed.stat().st_size < 1 << 20
+    assert not keep(packed, archive, HarnessLimits(disk_mb=10))
+    assert keep(packed, tmp_path / "other.tar", HarnessLimits(disk_mb=50))
+    many = archive_of(tmp_path / "many.tar", {f"workspace/{number}": b"" for number in range(20)})
+    assert not keep(many, archive, HarnessLimits(files=19))
+    assert names(archive) == {"workspace/old"}
 
 
 def test_what_is_restored_does_not_leave_through_a_link(tmp_path: Path) -> None:
     before = archive_of(tmp_path / "before.tar", {"workspace/a/tests/check.sh": b"true", "workspace/b": b"1"})
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    folder = tmp_path / "changed"
-    (folder / "workspace").mkdir(parents=True)
-    (folder / "workspace/a").symlink_to(outside)
-    (folder / "workspace/b").write_text("2")
-    archive = tmp_path / "files.tar"
-    pack(folder, archive)
+    archive = archive_of(tmp_path / "files.tar", {"workspace/b": b"2"})
+    with tarfile.open(archive, "a") as target:
+        link = tarfile.TarInfo("workspace/a")
+        link.type, link.linkname = tarfile.SYMTYPE, "/outside"
+        target.addfile(link)
     restore(archive, before, ("a/tests",))
-    target = tmp_path / "again"
-    unpack(archive, target, os.getuid())
-    assert (target / "workspace/a/tests/check.sh").read_bytes() == b"true"
-    assert not (target / "workspace/a").is_symlink()
-    assert (target / "workspace/b").read_text() == "2", "what is not named stays as it was changed"
-    assert list(outside.iterdir()) == []
+    assert names(archive) == {"workspace/a/tests/check.sh", "workspace/b"}
+    assert read_file(archive, "b", 10) == "2", "what is not named stays as it was changed"
 
 
 def git(folder: Path, *words: str, stdin: str = "") -> str:

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
-from agentrl.documents.status import DataStatus, TaskStatus
+from agentrl.documents.status import DataStatus, TaskStatus, VersionStatus
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.names import COLUMN, DATA, STEP, TASK, VERSION
@@ -38,13 +38,15 @@ WATCHED = (TASK, DATA, VERSION, STEP, COLUMN)
 _IGNORED = [TaskStatus.WAITING.value, DataStatus.PLANNED.value]
 """Statuses that do not wake: the process that completes a group finalizes it itself."""
 _RELEVANT = {
+    "fullDocument.status": {"$ne": VersionStatus.RESERVED.value},
     "$or": [
         {"ns.coll": {"$in": [VERSION, STEP]}},
         {"operationType": {"$ne": "update"}},
         {"updateDescription.updatedFields.status": {"$exists": True, "$nin": _IGNORED}},
-    ]
+    ],
 }
-"""Of updates of Tasks, data and columns, only status changes wake; renewed leases do not."""
+"""Of updates of Tasks, data and columns, only status changes wake; renewed leases do not. A reserved version
+does not either: its publication soon does."""
 
 Notify = Callable[[Sequence[str]], Awaitable[None]]
 """Called with the names of changed collections."""

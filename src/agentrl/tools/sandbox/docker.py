@@ -10,29 +10,25 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Final
+from typing import IO, Final
 
-from agentrl.errors import ConfigError, ToolServerError
+from agentrl.errors import ConfigError, Dependency, DependencyKind, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
 from agentrl.tools.sandbox.launcher import Output
 from agentrl.tools.sandbox.limits import Execution, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
-OWN_TO_DOCKER: Final = ("PATH", "HOME", "TMPDIR")
-"""Variables that the client of Docker keeps for itself; their values for the container are arguments."""
 _PREFIX: Final = "agentrl-"
 _CONTROL_SECONDS: Final = 120.0
 """Time limit of a command that starts or removes a container; the first one may pull the image."""
-_LOOK_SECONDS: Final = 0.5
+NO_RIGHTS: Final = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 _PULL_SECONDS: Final = 1800.0
 _GRACE_SECONDS: Final = 10.0
 _SIGNALLED: Final = 128
 """Exit codes above this name a signal."""
-_FAILED: Final = 125
-"""Exit code of a client that could not run the container."""
 _FIRST_PROCESS: Final = (
     "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
 )
@@ -40,6 +36,12 @@ _FIRST_PROCESS: Final = (
 _USER: Final = 65534
 _CHUNK: Final = 65536
 _HINT: Final = "install and start Docker, or choose another isolation"
+_AWAY: Final = (
+    "Cannot connect to the Docker daemon",
+    "error during connect",
+    "failed to connect to the docker",
+)
+"""What the client says of a daemon that is away."""
 
 
 class DockerSandbox:
@@ -125,8 +127,13 @@ class DockerSandbox:
 class DockerClient:
     """One command of Docker's client: its outputs, and the limit that ended it: time, output or files."""
 
-    def __init__(self, output_bytes: int, shown_bytes: int | None = None) -> None:
-        """Each output may have ``output_bytes``; its two ends are kept as ``shown_bytes``, None keeps all."""
+    def __init__(self, output_bytes: int, shown_bytes: int | None = None, *, reads_pid: bool = False) -> None:
+        """Each output may have ``output_bytes``; its two ends are kept as ``shown_bytes``, None keeps all.
+
+        With ``reads_pid`` the first line of standard output is the id of a process, ``pid``.
+        """
+        self.pid: int | None = None
+        self._reads_pid = reads_pid
         self.stdout, self.stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
         self.exceeded: str | None = None
         self.code = -int(signal.SIGKILL)
@@ -139,18 +146,13 @@ class DockerClient:
         variables: Mapping[str, str] | None = None,
         *,
         seconds: float,
-        stdin: bytes | None = None,
-        over_files: Callable[[], bool] | None = None,
+        stdin: bytes = b"",
     ) -> None:
-        """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if Docker itself fails.
-
-        Without ``stdin`` its standard input stays open until then. ``over_files`` says, in a thread, whether
-        the files of the command exceed their limits.
-        """
+        """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if it does not end."""
         started = time.monotonic()
         process = await start_client(words, variables)
         reading = asyncio.create_task(self._exchange(process, stdin), name=f"docker {words[0]}")
-        watching = asyncio.create_task(self._watch(started + seconds, over_files), name="limits of docker")
+        watching = asyncio.create_task(self._watch(started + seconds), name="limits of docker")
         try:
             await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
             if self.exceeded is None:
@@ -163,25 +165,14 @@ class DockerClient:
             await asyncio.gather(watching, reading, return_exceptions=True)
             await kill_client(process)
         self.seconds = time.monotonic() - started
-        if self.code == _FAILED and words[0] == "run":
-            raise ToolServerError(
-                f"docker run failed: {self.stderr.text.strip()[-500:]}", hint="try `docker run` by hand"
-            )
 
-    async def _watch(self, deadline: float, over_files: Callable[[], bool] | None) -> None:
+    async def _watch(self, deadline: float) -> None:
         """Return when a limit is reached."""
-        while self.exceeded is None:
-            left = max(0.0, deadline - time.monotonic())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_over.wait(), min(_LOOK_SECONDS, left))
-            if self.exceeded is not None:
-                return
-            if time.monotonic() >= deadline:
-                self.exceeded = "time"
-            elif over_files is not None and await asyncio.to_thread(over_files):
-                self.exceeded = self.exceeded or "files"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_over.wait(), max(0.0, deadline - time.monotonic()))
+        self.exceeded = self.exceeded or "time"
 
-    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes | None) -> None:
+    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes) -> None:
         outputs = ((process.stdout, self.stdout), (process.stderr, self.stderr))
         await asyncio.gather(
             *(self._read(pipe, output) for pipe, output in outputs), _feed(process.stdin, stdin)
@@ -189,6 +180,9 @@ class DockerClient:
 
     async def _read(self, pipe: asyncio.StreamReader | None, output: Output) -> None:
         """Read to the end, or to the limit, which ends the watch."""
+        if self._reads_pid and pipe is not None and output is self.stdout:
+            line = (await pipe.readline()).strip()
+            self.pid = int(line) if line.isdigit() else None
         while pipe is not None and self.exceeded is None and (chunk := await pipe.read(_CHUNK)):
             if not output.add(chunk):
                 self.exceeded = "output"
@@ -198,8 +192,7 @@ class DockerClient:
 def limit_arguments(limits: SandboxLimits, *, more_processes: int = 0) -> list[str]:
     """Return the arguments of ``docker run`` for a container without rights, whose own files are fixed."""
     return [
-        "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
-        "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
+        *NO_RIGHTS, "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
         "--pids-limit", str(limits.processes + more_processes),
         "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
         "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
@@ -231,23 +224,47 @@ async def control(*words: str, stdin: bytes = b"", may_fail: bool = False) -> by
     finally:
         await kill_client(process)
     if process.returncode != 0 and not may_fail:
-        text = problem.decode("utf-8", "replace").strip()
-        raise ToolServerError(f"docker {words[0]} failed: {text[-500:]}", hint=_HINT)
+        raise docker_failed(words[0], problem.decode("utf-8", "replace"))
     return said
 
 
+def docker_failed(command: str, said: str) -> ToolServerError:
+    """Return the error for a command of Docker that failed: an outage if the daemon is away."""
+    away = Dependency(DependencyKind.CONTAINERS, "docker") if any(text in said for text in _AWAY) else None
+    return ToolServerError(f"docker {command} failed: {said.strip()[-500:]}", hint=_HINT, outage=away)
+
+
 async def start_client(
-    words: Sequence[str], variables: Mapping[str, str] | None = None
+    words: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    *,
+    stdin: int | IO[bytes] = asyncio.subprocess.PIPE,
+    stdout: int | IO[bytes] = asyncio.subprocess.PIPE,
 ) -> asyncio.subprocess.Process:
     """Start the client of Docker, which takes the values of variables from its own environment."""
     docker = shutil.which("docker")
     if docker is None:
         raise ToolServerError("the sandbox needs docker, and there is none on PATH", hint=_HINT)
-    pipe = asyncio.subprocess.PIPE
-    shown = {name: value for name, value in (variables or {}).items() if name not in OWN_TO_DOCKER}
+    shown = {name: value for name, value in (variables or {}).items() if not is_own_to_docker(name)}
     return await asyncio.create_subprocess_exec(
-        docker, *words, env={**os.environ, **shown}, stdin=pipe, stdout=pipe, stderr=pipe
+        docker,
+        *words,
+        env={**os.environ, **shown},
+        stdin=stdin,
+        stdout=stdout,
+        stderr=asyncio.subprocess.PIPE,
     )
+
+
+def is_own_to_docker(name: str) -> bool:
+    """Return whether the client of Docker keeps a variable for itself; a container's value is an argument."""
+    return name in ("PATH", "HOME", "TMPDIR") or name.startswith("DOCKER_")
+
+
+def variable_arguments(variables: Mapping[str, str]) -> list[str]:
+    """Return the arguments that pass ``variables`` on: their names, as values are seen in a process list."""
+    shown = [f"{name}={value}" if is_own_to_docker(name) else name for name, value in variables.items()]
+    return [word for variable in sorted(shown) for word in ("--env", variable)]
 
 
 async def kill_client(process: asyncio.subprocess.Process) -> None:
@@ -255,13 +272,15 @@ async def kill_client(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.communicate(), _GRACE_SECONDS)
 
 
-async def _feed(pipe: asyncio.StreamWriter | None, text: bytes | None) -> None:
+async def _feed(pipe: asyncio.StreamWriter | None, text: bytes) -> None:
     """Write the command's input. A command that does not read it is not an error."""
-    if pipe is not None and text is not None:
+    if pipe is not None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             pipe.write(text)
             await pipe.drain()
@@ -294,20 +313,23 @@ def _remove_containers_of_ended() -> None:
         logger.warning("docker %s took longer than %g s", error.cmd[1], error.timeout)
 
 
-def require_image(image: str, where: str) -> None:
-    """Pull an image that this machine does not have. Raises ConfigError if there is no Docker or no image."""
+def require_image(image: str, where: str, build: str | None = None) -> None:
+    """Pull an image that this machine does not have, or ``build`` it from a folder.
+
+    Raises ConfigError if there is no Docker or no image.
+    """
     if _problem(where, "version", "--format", "{{.Server.Version}}") is not None:
         raise ConfigError(
-            f"{where}: isolation is 'docker', and no Docker daemon answers",
-            hint="start it, let this user reach it, or use isolation: auto",
+            f"{where}: no Docker daemon answers",
+            hint="start it, let this user reach it, or use another isolation",
         )
     if _problem(where, "image", "inspect", image) is None:
         return
-    problem = _problem(where, "pull", "--quiet", image, seconds=_PULL_SECONDS)
+    words = ("pull", "--quiet", image) if build is None else ("build", "--quiet", "--tag", image, build)
+    problem = _problem(where, *words, seconds=_PULL_SECONDS)
     if problem is not None:
-        raise ConfigError(
-            f"{where}: the image {image!r} cannot be pulled: {problem}", hint=f"try `docker pull {image}`"
-        )
+        what = f"the image {image!r} cannot be pulled" if build is None else f"{build} cannot be built"
+        raise ConfigError(f"{where}: {what}: {problem}", hint=f"try `docker {' '.join(words)}`")
 
 
 def _problem(where: str, *words: str, seconds: float = _CONTROL_SECONDS) -> str | None:
@@ -316,8 +338,7 @@ def _problem(where: str, *words: str, seconds: float = _CONTROL_SECONDS) -> str 
         done = _ask(*words, seconds=seconds)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"{where}: isolation is 'docker', and there is no command 'docker'",
-            hint="install Docker, or use isolation: auto",
+            f"{where}: there is no command 'docker'", hint="install Docker, or use another isolation"
         ) from error
     except subprocess.TimeoutExpired:
         return f"no answer within {seconds:g} s"

@@ -138,11 +138,11 @@ def drop_capabilities() -> None:
     keep_capabilities(())
 
 
-def keep_capabilities(kept: Collection[int]) -> None:
-    """Give up every capability but ``kept``, for this process and all that it starts. Raises OSError."""
+def keep_capabilities(kept: Collection[int], *, by_programs: Collection[int] = ()) -> None:
+    """Give up capabilities but ``kept``; programs that are started keep ``by_programs``. Raises OSError."""
     for capability in range(64):
         try:
-            if capability not in kept:
+            if capability not in by_programs:
                 prctl(PR_CAPBSET_DROP, capability)
         except OSError:  # past the last one, or never held
             continue

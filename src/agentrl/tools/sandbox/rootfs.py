@@ -213,10 +213,10 @@ def _build_root(job: Job) -> None:
         _copy_tree("/tmp/lower", "/tmp/files/upper")
         linux.mount("/tmp/files/upper", "/tmp/root", flags=linux.MS_BIND)
     root = "/tmp/root"
-    for name, mode in (("dev", 0o755), ("proc", 0o755), ("tmp", 0o1777), ("root", 0o700)):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{root}/{name}", mode)
-            os.chmod(f"{root}/{name}", mode)
+    for name in ("dev", "proc", "tmp", "var/tmp", "root"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    for name in ("tmp", "var/tmp"):
+        os.chmod(f"{root}/{name}", 0o1777)
     linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
     for name in (*DEVICES, "tty"):
         if os.path.exists(f"/dev/{name}"):
@@ -367,7 +367,9 @@ def _program(job: Job, streams: Streams, status: int) -> None:
     os.umask(0o022)
     become_user(0, 0)
     limit_resources(job, int(job.limits["processes"]))
-    linux.keep_capabilities(_CAPABILITIES)
+    user, group, home = (0, 0, "/") if job.copies else _user(job.user)
+    keeps_rights = job.is_privileged and user == 0
+    linux.keep_capabilities(_CAPABILITIES, by_programs=_CAPABILITIES if keeps_rights else ())
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.install(namespaces=True)
     if job.copies:
@@ -379,8 +381,7 @@ def _program(job: Job, streams: Streams, status: int) -> None:
         os._exit(0)
     if job.cwd != "/":
         os.makedirs(job.cwd, exist_ok=True)
-    user, group, home = _user(job.user)
-    if user or not job.is_privileged:
+    if not keeps_rights:
         become_user(user, group)
         linux.drop_capabilities()
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)

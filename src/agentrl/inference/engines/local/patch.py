@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -40,27 +41,35 @@ class _Place:
     memory: Tensor
     """One-dimensional, as integers: writing to it changes the model."""
     dtype: torch.dtype
-    rows: Tensor
+    rows: NDArray[np.int64]
     """All dimensions but the last count rows. Element j of row i is at ``rows[i] + columns[j]``."""
-    columns: Tensor
+    columns: NDArray[np.int64]
 
-    def offsets(self, positions: Tensor) -> Tensor:
-        """Return where elements are that are counted in row-major order."""
-        row = positions // len(self.columns)
-        return self.rows[row] + self.columns[positions - row * len(self.columns)]
+    def offsets(self, positions: NDArray[np.int64]) -> Tensor:
+        """Return where elements are that are counted in row-major order. NumPy does it faster than torch."""
+        row = positions // self.columns.size
+        found = self.columns.take(positions - row * self.columns.size)
+        found += self.rows.take(row)
+        return torch.from_numpy(found)
 
 
 @dataclass(frozen=True)
 class Patch:
     """New values for some elements of a served model."""
 
-    parts: Sequence[tuple[Tensor, Tensor, Tensor]]
-    """Memory, offsets in it, and values."""
+    tensors: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]]
+    """Memory, offsets in it, and values: for each tensor in the order in which they are written."""
 
     def apply(self) -> None:
         """Change the model. No forward pass may run."""
-        for memory, offsets, values in self.parts:
-            memory[offsets] = values
+
+        @torch.inference_mode()  # a thread's own, and the served weights were made in it
+        def write(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+            for memory, offsets, values in parts:
+                memory[offsets] = values
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(write, self.tensors))
 
 
 Places = Mapping[str, tuple[tuple[int, ...], Sequence[_Place]]]
@@ -74,26 +83,26 @@ def read_patch(places: Places, deltas: Sequence[Path], dtype: torch.dtype | None
     PublishError if a delta is damaged or belongs to another model.
     """
 
-    def read(part: tuple[DeltaFile, str]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        delta, name = part
-        code = str(delta.index[name]["dtype"])
-        kind = torch_dtype(code)
-        if name not in places or (dtype is not None and kind != dtype):
-            raise ModelError(f"{name} is served in another form than it is published in")
-        shape, owners = places[name]
-        like = StoredShape(code, shape, WORDS[kind.itemsize])
-        positions, words = (torch.from_numpy(array) for array in delta.changes(name, like))
-        values, parts = words.view(kind), []
-        for place in owners:
-            held = values.to(place.dtype if kind.is_floating_point else kind).view(place.memory.dtype)
-            device = place.memory.device
-            parts.append((place.memory, place.offsets(positions).to(device), held.to(device)))
+    def read(name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        parts = []
+        for delta in (delta for delta in opened if name in delta.index):
+            code = str(delta.index[name]["dtype"])
+            kind = torch_dtype(code)
+            if name not in places or (dtype is not None and kind != dtype):
+                raise ModelError(f"{name} is served in another form than it is published in")
+            shape, owners = places[name]
+            positions, words = delta.changes(name, StoredShape(code, shape, WORDS[kind.itemsize]))
+            values = torch.from_numpy(words).view(kind)
+            for place in owners:
+                held = values.to(place.dtype if kind.is_floating_point else kind).view(place.memory.dtype)
+                device = place.memory.device
+                parts.append((place.memory, place.offsets(positions).to(device), held.to(device)))
         return parts
 
-    with contextlib.ExitStack() as files, ThreadPoolExecutor(torch.get_num_threads()) as pool:
+    with contextlib.ExitStack() as files:
         opened = [DeltaFile(files.enter_context(path.open("rb")), path) for path in deltas]
-        parts = pool.map(read, [(delta, name) for delta in opened for name in delta.index])
-        return Patch([part for found in parts for part in found])
+        # In one thread: the calls are short, and several would wait for the interpreter's lock.
+        return Patch([read(name) for name in dict.fromkeys(name for delta in opened for name in delta.index)])
 
 
 def find_places(model: Any) -> Places:
@@ -146,11 +155,11 @@ def _place(owner: Tensor | PackedLinear, rows: Tensor, width: int) -> _Place:
     if isinstance(owner, PackedLinear):
         kind = owner.packed.dtype
         lines, columns = _layout((owner.out_features, owner.in_features), kind)
-        return _Place(_memory(owner.packed), kind, lines[rows], columns)
+        return _Place(_memory(owner.packed), kind, lines[rows].numpy(), columns.numpy())
     if not owner.is_contiguous():
         raise ModelError("a served tensor is not contiguous")
     memory = owner.view(-1).view(_INTEGERS[owner.element_size()])
-    return _Place(memory, owner.dtype, rows * width, torch.arange(width))
+    return _Place(memory, owner.dtype, (rows * width).numpy(), np.arange(width))
 
 
 def _memory(packed: Tensor) -> Tensor:

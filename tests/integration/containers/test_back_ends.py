@@ -1,0 +1,120 @@
+"""What every back end does: state, inputs, outputs, limits, copies. Docker is ``fake_docker``."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import fake_docker
+import pytest
+from rootfs_here import make_rootfs, rootfs_problem
+
+from agentrl.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
+from agentrl.tools.sandbox.limits import Execution
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(rootfs_problem() is not None, reason="this machine has no namespaces"),
+]
+BACK_ENDS = ("sandbox", "docker")
+
+
+@pytest.fixture(scope="module")
+def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_rootfs(tmp_path_factory.mktemp("rootfs") / "root")
+
+
+@pytest.fixture(params=BACK_ENDS)
+def spec(
+    request: pytest.FixtureRequest, rootfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ContainerSpec]:
+    """Return the name of a back end and a spec for it."""
+    own: dict[str, Any] = {"image": "image:1"}
+    if request.param == "sandbox":
+        own = {"rootfs": str(rootfs)}
+    if request.param == "docker":
+        fake_docker.install(tmp_path / "docker", rootfs)
+        monkeypatch.setenv("PATH", f"{tmp_path}/docker:/usr/bin:/bin")
+    return request.param, ContainerSpec(name="test", seconds=60, environment={"OF_SPEC": "yes"}, **own)
+
+
+@pytest.fixture
+async def box(spec: tuple[str, ContainerSpec]) -> AsyncIterator[Container]:
+    kind = CONTAINERS.get(spec[0])
+    kind.check(spec[1], "here")
+    async with kind(spec[1]) as started:
+        yield started
+    await started.stop()
+
+
+async def sh(box: Container, line: str, **options: Any) -> Execution:
+    return await box.run(["/bin/sh", "-c", line], **{"seconds": 20, **options})
+
+
+async def test_files_and_processes_stay_between_commands(box: Container) -> None:
+    ticks = "for n in 1 2 3 4 5 6 7 8 9; do echo >> /root/t; sleep 0.1; done"
+    await sh(box, f"echo one > /etc/mine; ({ticks}) >/dev/null 2>&1 &")
+    assert (await sh(box, "cat /etc/mine")).stdout == "one\n"
+    first = int((await sh(box, "sleep 0.2; wc -l < /root/t")).stdout)
+    assert int((await sh(box, "sleep 0.3; wc -l < /root/t")).stdout) > first > 0
+
+
+async def test_a_command_gets_input_variables_and_a_folder(box: Container) -> None:
+    done = await sh(
+        box, "cat; echo $A $OF_SPEC; pwd", environment={"A": "b c"}, workdir="/tmp", stdin=b"x\xc3\xa9\n"
+    )
+    assert done.stdout.splitlines() == ["xé", "b c yes", "/tmp"]
+    large = await sh(box, "wc -c", stdin=b"\xff" * 300_000)
+    assert large.stdout.strip() == "300000"
+    done = await box.run(["/bin/sh", "-c", 'echo "$1"; echo err >&2; exit 7', "sh", "a 'b'"], seconds=20)
+    assert (done.stdout, done.stderr, done.exit_code, done.exceeded) == ("a 'b'\n", "err\n", 7, None)
+    assert (await box.run(["/no/program"], seconds=20)).exit_code in (126, 127)
+
+
+async def test_output_is_limited_and_shortened(box: Container) -> None:
+    line = "while :; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done"
+    assert (await sh(box, line, output_bytes=10_000)).exceeded == "output"
+    done = await sh(box, "for n in 1 2 3 4 5 6 7 8 9 10; do echo line $n; done", shown_bytes=20)
+    assert done.stdout == "line 1\nlin\n[51 bytes left out]\n9\nline 10\n"
+    assert done.stdout_bytes == 71
+
+
+async def test_time_kills_a_command_and_no_other(box: Container) -> None:
+    other = asyncio.create_task(sh(box, "sleep 1.5; echo done"))
+    late = await sh(box, "echo begun; while :; do echo >> /root/ticks; sleep 0.05; done", seconds=0.7)
+    assert (late.exceeded, late.stdout) == ("time", "begun\n")
+    running = asyncio.create_task(sh(box, "while :; do echo >> /root/ticks; sleep 0.05; done"))
+    await asyncio.sleep(0.4)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    ticks = (await sh(box, "wc -l < /root/ticks")).stdout
+    assert int(ticks) > 0
+    assert (await other).stdout == "done\n"
+    assert (await sh(box, "wc -l < /root/ticks")).stdout == ticks
+
+
+async def test_files_are_copied_both_ways(box: Container, tmp_path: Path) -> None:
+    archive = tmp_path / "in.tar"
+    with tarfile.open(archive, "w") as target:
+        for name, mode in (("run.sh", 0o755), ("deep/er", 0o600)):
+            member = tarfile.TarInfo(name)
+            member.mode, member.size = mode, 5
+            target.addfile(member, io.BytesIO(b"hello"))
+    await box.copy(archive, into="/new/tests")
+    assert (
+        await sh(box, "cd /new/tests; cat deep/er; test -x run.sh && ln -s er deep/link")
+    ).stdout == "hello"
+    await box.copy(tmp_path / "out.tar", out_of="/new/tests")
+    with tarfile.open(tmp_path / "out.tar") as source:
+        names = {name.removeprefix("./") for name in source.getnames()} - {"."}
+    assert names == {"deep", "deep/er", "deep/link", "run.sh"}
+    with pytest.raises(FileNotFoundError, match="/nowhere"):
+        await box.copy(tmp_path / "none.tar", out_of="/nowhere")
+    await sh(box, "printf %03000000d 0 > /new/tests/large")
+    with pytest.raises(FilesTooLargeError):
+        await box.copy(tmp_path / "large.tar", out_of="/new/tests", limit=1 << 20)

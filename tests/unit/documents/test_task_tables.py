@@ -1,0 +1,220 @@
+"""Task files of other kinds: the same rows in any of them are the same tasks, and bad rows are named."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.feather
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from agentrl.documents.task_file import ReadResult
+from agentrl.environments.tasks import read_task_source
+from agentrl.errors import TaskFileError
+from agentrl.evaluation.identity import digest_tasks
+
+SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
+
+
+def verl_rows(count: int, split: str = "train") -> list[dict[str, Any]]:
+    """Rows of GSM8K as verl's examples/data_preprocess/gsm8k.py writes them."""
+    return [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Ann has {number} apples and buys 3. How many?{SUFFIX}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(number + 3)},
+            "extra_info": {
+                "split": split, "index": number, "answer": f"{number}+3={number + 3}\n#### {number + 3}",
+                "question": f"Ann has {number} apples and buys 3. How many?",
+            },
+        }
+        for number in range(count)
+    ]  # fmt: skip
+
+
+PLAIN = [
+    {"id": "a", "query": "Ünï, \"quoted\"\nand 漢字?", "answer": "007", "scorer": "exact", "max_turns": 2},
+    {"id": "b", "query": "1.10?", "answer": "1.10", "scorer": "exact", "tools": ["calc", "web"]},
+    {"id": "c", "query": "?", "answer": "x", "scorer": "f1", "meta": {"level": 3}},
+]  # fmt: skip
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Path]:
+    """Write the rows as each kind of file."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    pyarrow.parquet.write_table(table, folder / "rows.parquet", row_group_size=2)
+    pyarrow.feather.write_feather(table, folder / "rows.feather")
+    saved = folder / "saved" / "train"
+    saved.mkdir(parents=True)
+    for number, part in enumerate((table.slice(0, 2), table.slice(2))):
+        with pyarrow.ipc.new_stream(str(saved / f"data-0000{number}-of-00002.arrow"), table.schema) as stream:
+            stream.write_table(part)
+    files = [{"filename": f"data-0000{number}-of-00002.arrow"} for number in range(2)]
+    (saved / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    return {kind: folder / f"rows.{kind}" for kind in ("jsonl", "json", "parquet", "feather")} | {
+        "saved": folder / "saved", "split": saved,
+    }  # fmt: skip
+
+
+def read(path: Path | str, **options: Any) -> ReadResult:
+    return read_task_source(path, shuffle=False, **options)
+
+
+@pytest.mark.parametrize("rows", [verl_rows(600), PLAIN], ids=["verl", "plain"])
+def test_every_kind_of_file_gives_the_same_tasks(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    paths = write(tmp_path, rows)
+    results = {kind: read(path) for kind, path in paths.items()}
+    assert [task.query for task in results["parquet"].tasks] == [
+        task.query for task in results["jsonl"].tasks
+    ]
+    digests = {kind: digest_tasks(result.tasks) for kind, result in results.items()}
+    assert len(set(digests.values())) == 1, digests
+    assert {len(result.tasks) for result in results.values()} == {len(rows)}
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
+def test_csv_gives_the_same_tasks_too(tmp_path: Path, suffix: str) -> None:
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in PLAIN for name in row))
+    writer = csv.DictWriter(text, names, delimiter="\t" if suffix == ".tsv" else ",")
+    writer.writeheader()
+    for row in PLAIN:
+        writer.writerow({
+            key: json.dumps(value) if isinstance(value, (list, dict)) else value for key, value in row.items()
+        })  # fmt: skip
+    content = text.getvalue().encode("utf-8-sig")
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    expected = read(write(tmp_path, PLAIN)["jsonl"]).tasks
+    assert digest_tasks(read(path).tasks) == digest_tasks(expected)
+
+
+def test_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("id,query,answer\na,?,1\nb,?\nc,,1\nd,?,1\n")
+    with pytest.raises(TaskFileError) as caught:
+        read(rows)
+    assert f"{rows}:2: 2 cells, and the header has 3" in caught.value.message
+    assert f"{rows}:3: query is missing" in caught.value.message
+    assert [task.task_id for task in read(rows, skip_bad_lines=True).tasks] == ["a", "d"]
+
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for name, numbers in (("0", [1.0, 2.0]), ("1", [3.0, float("nan")])):
+        table = pyarrow.table(
+            {"id": [f"{name}{at}" for at in numbers], "query": ["?", "?"], "number": numbers}
+        )
+        pyarrow.parquet.write_table(table, folder / f"part-{name}.parquet")
+    with pytest.raises(TaskFileError, match=r"part-1.parquet:2: number: not JSON: NaN") as caught:
+        read(folder)
+    assert "1 of 4 tasks" in caught.value.message
+
+
+def test_values_that_json_lacks_are_converted(tmp_path: Path) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(picture, "PNG")
+    table = pyarrow.table(
+        {
+            "id": ["a"],
+            "query": ["<image>?"],
+            "answer": [decimal.Decimal("1.10")],
+            "when": [datetime.datetime(2026, 1, 2, 3, 4, 5)],
+            "took": [datetime.timedelta(seconds=1.5)],
+            "raw_text": [b"text"],
+            "none": pyarrow.array([None], pyarrow.string()),
+            "pairs": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+            "word": pyarrow.array(["x"]).dictionary_encode(),
+            "images": [[{"bytes": picture.getvalue(), "path": None}]],
+        }
+    )
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, path)
+    result = read(path)
+    task = result.tasks[0]
+    assert (task.answer, len(task.images), len(list(result.images()))) == ("1.10", 1, 1)
+    assert task.meta == {
+        "when": "2026-01-02T03:04:05", "took": 1.5, "raw_text": "text", "pairs": {"a": 1}, "word": "x",
+    }  # fmt: skip
+    pyarrow.parquet.write_table(table.set_column(5, "raw_text", [[b"\xff\xfe"]]), path)
+    with pytest.raises(TaskFileError, match=r"rows\.parquet:1: raw_text: 2 bytes that are not UTF-8 text"):
+        read(path)
+
+
+def test_a_folder_of_data_files_has_splits(tmp_path: Path) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        path = tmp_path / "data" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(count, split)), path)
+    assert len(read(tmp_path).tasks) == 3
+    assert len(read(tmp_path, split="eval").tasks) == 2
+    assert len(read(f"{tmp_path}:test").tasks) == 2
+    with pytest.raises(TaskFileError, match="has no split 'dev'; it has test, train"):
+        read(f"{tmp_path}:dev")
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: held_out\n    path: data/test-*\n---\n"
+    )
+    assert len(read(f"{tmp_path}:held_out").tasks) == 2
+    (tmp_path / "data" / "train.jsonl").write_text("{}")
+    (tmp_path / "README.md").unlink()
+    with pytest.raises(TaskFileError, match="files of several kinds"):
+        read(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(TaskFileError, match="no Parquet, Arrow, CSV or JSON files"):
+        read(empty)
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.csv"])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b'id,query\n"a' if name == "rows.csv" else b"PAR1 and nothing else")
+    with pytest.raises(TaskFileError, match=f"the task file .*{name} cannot be read"):
+        read(path)
+    path.write_text("id,id\n1,2\n")
+    if name == "rows.csv":
+        with pytest.raises(TaskFileError, match="has two columns 'id'"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ({"scorer": "math", "answer_schema": "####", "answer": "x+1"}, "answer_schema #### reads nothing"),
+        ({"scorer": "math", "answer_schema": "boxed", "answer": "\\frac{1}{2"}, "answer_schema boxed reads"),
+        ({"scorer": "exact", "answer": " "}, "scorer exact cannot read the answer: it is empty"),
+        ({"scorer": "exact", "answer": {"a": 1}}, "it is an object, and text or a number is compared"),
+        ({"scorer": "f1", "answer": "The"}, "'The' has no words but articles"),
+        ({"scorer": {"exact": 0.5, "format": 0.5}, "answer": "</answer>"}, "answer_schema answer reads"),
+    ],
+)
+def test_an_answer_that_its_scorer_cannot_read_is_a_bad_line(
+    tmp_path: Path, task: dict[str, Any], reason: str
+) -> None:
+    path = tmp_path / "tasks.jsonl"
+    good = [
+        {"id": 1, "query": "?", "answer": [["x"], "A"], "scorer": "exact"},
+        {"id": 2, "query": "?", "answer": "$72", "scorer": "math", "answer_schema": "####"},
+        {"id": 3, "query": "?", "answer": 1.5, "scorer": "math", "answer_schema": "boxed"},
+        {"id": 4, "query": "?", "scorer": "exact"},
+    ]
+    path.write_text("\n".join(map(json.dumps, [*good, {"id": 9, "query": "?", **task}])))
+    with pytest.raises(TaskFileError) as caught:
+        read(path)
+    assert "1 of 5 tasks" in caught.value.message
+    assert f"{path}:5: " in caught.value.message
+    assert reason in caught.value.message
