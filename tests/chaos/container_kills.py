@@ -145,6 +145,13 @@ async def run_container_kills(
                 if (counts.scored, counts.closed) != (report.slots, 0):
                     report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")
                 await _check_records(store.database, report)
+        next_one = [
+            sys.executable,
+            "-c",
+            "from agentrl.atomic_folder import *; scratch_folder('next').rmdir()",
+        ]
+        own = {**environment(), "TMPDIR": str(scene.scratch)}
+        await asyncio.to_thread(subprocess.run, next_one, check=True, timeout=60, env=own)
         await wait(lambda: not scene.left(), _GONE_SECONDS)
         report.violations += [f"left: {what}" for what in scene.left()]
         done = await asyncio.to_thread(
