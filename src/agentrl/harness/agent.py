@@ -15,7 +15,8 @@ import httpx
 
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
-from agentrl.errors import ENGINES, EngineError, HarnessError
+from agentrl.environments.harbor.environment import Harbor
+from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.result import score_files
@@ -52,6 +53,11 @@ class CommandAgent:
 
     async def run(self, rollout: Rollout) -> Outcome:
         """Run the harness in a working directory of its own. Raises HarnessError for a failed attempt."""
+        if isinstance(rollout.environment, Harbor):
+            raise ConfigError(
+                f"task {rollout.task.task_id} brings a container, and the agent 'command' runs outside of it",
+                hint="use --agent_name react, or an agent of your own that calls rollout.environment.run",
+            )
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
