@@ -11,7 +11,6 @@ import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import urlencode
@@ -29,41 +28,22 @@ from agentrl.containers.base import (
 )
 from agentrl.containers.cluster import Cluster, open_cluster
 from agentrl.containers.docker import CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING
+from agentrl.containers.kubernetes_job import LABEL, job_of, options_of, state_of
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
 from agentrl.tools.sandbox.launcher import Output
 from agentrl.tools.sandbox.limits import Execution
-from agentrl.validation import Positive, Settings, Text, read_config
 
-_LABEL: Final = "agentrl-container"
 _SECONDS: Final = 30.0
 _COPY_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.5
-_KEPT_SECONDS: Final = 60
-"""How long a Job that has ended stays for a look at it."""
 _CHUNK: Final = 1 << 16
 _STDIN, _STDOUT, _STDERR, _STATUS, _CLOSE = b"\0", 1, 2, 3, b"\xff"
 """Channels of ``v5.channel.k8s.io``: the first byte of each message."""
-_WAITING: Final = 'sleep "$1" & wait $!'
 _BEGIN: Final = 'eval "$(head -c "$1")" || exit 1; shift; '
 """Variables come by standard input: what is in the URL stands in the server's audit log."""
 _CANNOT_START: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 _cleaned: set[tuple[str, str]] = set()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KubernetesOptions(Settings):
-    """``options`` of a container of Kubernetes."""
-
-    namespace: Text | None = None
-    """None: that of the service account or of the context."""
-    kubeconfig: Text | None = None
-    """None: the service account in a pod, else ``$KUBECONFIG`` or ``~/.kube/config``."""
-    context: Text | None = None
-    start_seconds: Positive = 600.0
-    """Time for a node and the image."""
-    pod: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the pod's ``spec``, such as ``imagePullSecrets`` and ``nodeSelector``."""
 
 
 @container("kubernetes")
@@ -72,7 +52,7 @@ class KubernetesContainer(Container):
 
     def __init__(self, spec: ContainerSpec) -> None:
         super().__init__(spec)
-        self._options = _options(spec, spec.name)
+        self._options = options_of(spec, spec.name)
         self._cluster: Cluster | None = None
         self._name = self._pod = ""
 
@@ -84,7 +64,7 @@ class KubernetesContainer(Container):
                 f"{where}: the back end 'kubernetes' needs an image",
                 hint="build and push it, then image: NAME",
             )
-        options = _options(spec, where)
+        options = options_of(spec, where)
         cluster = open_cluster(options.kubeconfig, options.context, options.namespace, where)
         try:
             answer = httpx.get(
@@ -119,7 +99,7 @@ class KubernetesContainer(Container):
             pods = (await self._ask("GET", f"{_pods(self._cluster)}?{selector}")).get("items", [])
             for pod in pods:
                 self._pod = pod["metadata"]["name"]
-                phase, said = _state(pod)
+                phase, said = state_of(pod)
                 if phase == "Running":
                     return
                 if phase in ("Failed", "Succeeded") or said in _CANNOT_START:
@@ -236,7 +216,7 @@ class KubernetesContainer(Container):
     async def _ended_by(self) -> str | None:
         """Return the limit that ended the pod, if it has ended. Raises ToolServerError for another end."""
         pod = await self._ask("GET", f"{_pods(self._cluster)}/{self._pod}")
-        phase, said = _state(pod)
+        phase, said = state_of(pod)
         if phase == "Running":
             return None
         if said in ("OOMKilled", "Evicted", "DeadlineExceeded"):
@@ -249,7 +229,7 @@ class KubernetesContainer(Container):
         if cluster is None or (cluster.url, cluster.namespace) in _cleaned:
             return
         _cleaned.add((cluster.url, cluster.namespace))
-        selector = urlencode({"labelSelector": f"app={_LABEL}"})
+        selector = urlencode({"labelSelector": f"app={LABEL}"})
         for job in (await self._ask("GET", f"{_jobs(cluster)}?{selector}")).get("items", []):
             owner = owner_of(job["metadata"]["name"])
             if owner is not None and has_ended(owner):
@@ -332,67 +312,12 @@ class KubernetesContainer(Container):
             raise back_end_away("kubernetes", f"no command reaches the pod {self._pod}: {error}") from error
 
 
-def job_of(spec: ContainerSpec, name: str, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Job of a container; ``pod`` has further fields of the pod's spec."""
-    limits = {"memory": f"{spec.memory_mb}Mi", "ephemeral-storage": f"{spec.storage_mb}Mi"}
-    limits |= {} if spec.cpus is None else {"cpu": str(spec.cpus)}
-    rights: dict[str, Any] = {}
-    if spec.user is not None:
-        user, _, group = spec.user.partition(":")
-        rights |= {"runAsUser": int(user), "runAsGroup": int(group or user)}
-    if spec.writable:
-        rights |= {
-            "readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        }  # fmt: skip
-    labels = {"app": _LABEL, "agentrl-network": spec.network}
-    main = {
-        "name": "main", "image": spec.image, "securityContext": rights,
-        "command": ["/bin/sh", "-c", _WAITING, "sh", f"{spec.seconds:.0f}"],
-        "resources": {"limits": limits, "requests": limits},
-        "volumeMounts": [{"name": f"w{at}", "mountPath": path} for at, path in enumerate(spec.writable)],
-    }  # fmt: skip
-    memory = {"medium": "Memory", "sizeLimit": f"{spec.storage_mb}Mi"}
-    described = {
-        "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": 0, "containers": [main],
-        "volumes": [{"name": f"w{at}", "emptyDir": memory} for at in range(len(spec.writable))],
-        **pod,
-    }  # fmt: skip
-    return {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels},
-        "spec": {
-            "backoffLimit": 0, "activeDeadlineSeconds": int(spec.seconds),
-            "ttlSecondsAfterFinished": _KEPT_SECONDS,
-            "template": {"metadata": {"labels": labels}, "spec": described},
-        },
-    }  # fmt: skip
-
-
-def _options(spec: ContainerSpec, where: str) -> KubernetesOptions:
-    hint = "docs/containers.md lists the keys"
-    options = read_config(KubernetesOptions, dict(spec.options), f"{where}: container", hint=hint)
-    if spec.user is not None and not all(part.isdigit() for part in spec.user.split(":")):
-        raise ConfigError(f"{where}: user is {spec.user!r}", hint="Kubernetes takes UID or UID:GID")
-    return options
-
-
 def _jobs(cluster: Cluster | None) -> str:
     return f"/apis/batch/v1/namespaces/{'' if cluster is None else cluster.namespace}/jobs"
 
 
 def _pods(cluster: Cluster | None) -> str:
     return f"/api/v1/namespaces/{'' if cluster is None else cluster.namespace}/pods"
-
-
-def _state(pod: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the phase of a pod, and why its container waits or has ended."""
-    status = pod.get("status", {})
-    states = [one.get("state", {}) for one in status.get("containerStatuses", [])]
-    reasons = [detail.get("reason") for state in states for detail in state.values()]
-    ended = any("terminated" in state for state in states)
-    phase = "Failed" if ended and status.get("phase") == "Running" else str(status.get("phase", "Pending"))
-    return phase, str(status.get("reason") or next(filter(None, reasons), ""))
 
 
 def _exit_code(content: bytes) -> int:

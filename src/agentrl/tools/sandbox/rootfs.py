@@ -12,10 +12,8 @@ import errno
 import json
 import os
 import select
-import shutil
 import signal
 import socket
-import stat
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentrl.tools.sandbox import linux, namespaces, seccomp
+from agentrl.tools.sandbox.container_root import become_user, build_root, write_text
 from agentrl.tools.sandbox.program import (
     DESCRIPTORS,
-    DEVICES,
     Job,
     Streams,
     descendants,
@@ -145,9 +143,9 @@ def _start(job: Job, channel: socket.socket | None) -> tuple[int, Held]:
 def _map_users(child: int) -> None:
     is_root = os.geteuid() == 0
     if not is_root:
-        _write(f"/proc/{child}/setgroups", "deny")
+        write_text(f"/proc/{child}/setgroups", "deny")
     for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-        _write(f"/proc/{child}/{kind}_map", f"0 {FIRST_USER} {USERS}" if is_root else f"0 {own} 1")
+        write_text(f"/proc/{child}/{kind}_map", f"0 {FIRST_USER} {USERS}" if is_root else f"0 {own} 1")
 
 
 def _outer(job: Job, holder: socket.socket, status: int, channel: socket.socket | None) -> None:
@@ -179,7 +177,7 @@ def _init(job: Job, holder: socket.socket, status: int) -> None:
     if holder.recv(1) != b"g":
         raise OSError("the holder of the container has ended")
     os.umask(0o022)
-    _build_root(job)
+    build_root(job)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user clears it
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     write_report(status, {"started": True})
@@ -190,124 +188,6 @@ def _init(job: Job, holder: socket.socket, status: int) -> None:
             while True:
                 os.wait()
         signal.sigwait({signal.SIGCHLD})
-
-
-def _build_root(job: Job) -> None:
-    """Make the overlay, or a copy where the kernel permits none, and show devices, processes and names."""
-    plain_mount = linux.MS_NOSUID | linux.MS_NODEV
-    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
-    lower = os.open(job.directory, os.O_PATH)  # whose path root inside may not enter
-    become_user(0, 0)
-    linux.mount("tmpfs", "/tmp", "tmpfs", plain_mount, "size=1m,mode=755")
-    for name in ("lower", "files", "root"):
-        os.mkdir(f"/tmp/{name}")
-    linux.mount(f"/proc/self/fd/{lower}", "/tmp/lower", flags=linux.MS_BIND)
-    limits = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=755"
-    linux.mount("tmpfs", "/tmp/files", "tmpfs", plain_mount, limits)
-    os.mkdir("/tmp/files/upper")
-    os.mkdir("/tmp/files/work")
-    options = "lowerdir=/tmp/lower,upperdir=/tmp/files/upper,workdir=/tmp/files/work,userxattr"
-    try:
-        linux.mount("overlay", "/tmp/root", "overlay", plain_mount, options)
-    except OSError:
-        _copy_tree("/tmp/lower", "/tmp/files/upper")
-        linux.mount("/tmp/files/upper", "/tmp/root", flags=linux.MS_BIND)
-    root = "/tmp/root"
-    for name in ("dev", "proc", "tmp", "var/tmp", "root"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
-    for name in ("tmp", "var/tmp"):
-        os.chmod(f"{root}/{name}", 0o1777)
-    linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
-    for name in (*DEVICES, "tty"):
-        if os.path.exists(f"/dev/{name}"):
-            _write(f"{root}/dev/{name}", "")
-            linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=linux.MS_BIND)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
-    os.symlink("/proc/self/fd", f"{root}/dev/fd")
-    os.mkdir(f"{root}/dev/shm")
-    os.chmod(f"{root}/dev/shm", 0o1777)
-    os.mkdir(f"{root}/dev/pts")
-    with contextlib.suppress(OSError):  # terminals; a container may forbid them
-        options = "newinstance,ptmxmode=0666,mode=0620"
-        linux.mount("devpts", f"{root}/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, options)
-        os.symlink("pts/ptmx", f"{root}/dev/ptmx")
-    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
-        linux.mount("proc", f"{root}/proc", "proc", plain_mount | linux.MS_NOEXEC)
-        _write(f"{root}/proc/sys/user/max_user_namespaces", "0")
-    for name in (
-        "sys",
-        "sysrq-trigger",
-        "irq",
-        "bus",
-        "fs",
-    ):  # where root inside is root outside all the same
-        with contextlib.suppress(OSError):
-            linux.bind_read_only(f"{root}/proc/{name}", f"{root}/proc/{name}")
-    _names(job, root)
-    os.mkdir("/tmp/root/.old", 0o700)
-    linux.pivot_root("/tmp/root", "/tmp/root/.old")
-    os.chdir("/")
-    linux.detach("/.old")
-    os.rmdir("/.old")
-
-
-def _names(job: Job, root: str) -> None:
-    """Write the files by which programs find hosts, those of the host's network with it."""
-    resolvers = ""
-    if job.network == "host":
-        with contextlib.suppress(OSError), open("/etc/resolv.conf", encoding="utf-8") as source:
-            resolvers = source.read()
-    os.makedirs(f"{root}/etc", exist_ok=True)
-    for name, text in (
-        ("resolv.conf", resolvers),
-        ("hosts", "127.0.0.1 localhost container\n::1 localhost\n"),
-        ("hostname", "container\n"),
-    ):
-        path = f"{root}/etc/{name}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # it may be a link
-        _write(path, text)
-    linux.set_hostname("container")
-
-
-def _copy_tree(source: str, target: str) -> None:
-    """Copy folders, files and links with owners and modes; no devices, pipes and sockets."""
-
-    def skipped(folder: str, names: list[str]) -> list[str]:
-        kinds = ((name, os.lstat(os.path.join(folder, name)).st_mode) for name in names)
-        return [
-            name
-            for name, mode in kinds
-            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISLNK(mode))
-        ]
-
-    shutil.copytree(source, target, symlinks=True, ignore=skipped, dirs_exist_ok=True)
-    for folder, folders, files in os.walk(source):
-        for name in (*folders, *files):
-            path = os.path.join(folder, name)
-            copied = target + path[len(source) :]
-            status = os.lstat(path)
-            if (status.st_uid or status.st_gid) and os.path.lexists(copied):
-                os.lchown(copied, status.st_uid, status.st_gid)
-                if not stat.S_ISLNK(status.st_mode):
-                    os.chmod(copied, stat.S_IMODE(status.st_mode))
-
-
-def become_user(user: int, group: int) -> None:
-    """Take a user and a group of the namespace; root instead of one that the host has not lent it."""
-    users = _mapped("uid")
-    with contextlib.suppress(PermissionError):  # where the only user is the sampler's
-        os.setgroups([])
-    group = group if group < users else 0
-    user = user if user < users else 0
-    os.setresgid(group, group, group)
-    os.setresuid(user, user, user)
-
-
-def _mapped(kind: str) -> int:
-    with open(f"/proc/self/{kind}_map", encoding="utf-8") as lines:
-        return int(lines.read().split()[2])
 
 
 class ContainerRun:
@@ -455,8 +335,3 @@ def _is_running(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as source:
         return source.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     return False
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as target:
-        target.write(text)

@@ -1,0 +1,129 @@
+"""Build the root of a container: an overlay in memory over its files, devices, processes and names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+
+from agentrl.tools.sandbox import linux
+from agentrl.tools.sandbox.program import DEVICES, Job
+
+
+def build_root(job: Job) -> None:
+    """Make the overlay, or a copy where the kernel permits none, and show devices, processes and names."""
+    plain_mount = linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    lower = os.open(job.directory, os.O_PATH)  # whose path root inside may not enter
+    become_user(0, 0)
+    linux.mount("tmpfs", "/tmp", "tmpfs", plain_mount, "size=1m,mode=755")
+    for name in ("lower", "files", "root"):
+        os.mkdir(f"/tmp/{name}")
+    linux.mount(f"/proc/self/fd/{lower}", "/tmp/lower", flags=linux.MS_BIND)
+    limits = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=755"
+    linux.mount("tmpfs", "/tmp/files", "tmpfs", plain_mount, limits)
+    os.mkdir("/tmp/files/upper")
+    os.mkdir("/tmp/files/work")
+    options = "lowerdir=/tmp/lower,upperdir=/tmp/files/upper,workdir=/tmp/files/work,userxattr"
+    try:
+        linux.mount("overlay", "/tmp/root", "overlay", plain_mount, options)
+    except OSError:
+        _copy_tree("/tmp/lower", "/tmp/files/upper")
+        linux.mount("/tmp/files/upper", "/tmp/root", flags=linux.MS_BIND)
+    root = "/tmp/root"
+    for name in ("dev", "proc", "tmp", "var/tmp", "root"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    for name in ("tmp", "var/tmp"):
+        os.chmod(f"{root}/{name}", 0o1777)
+    linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
+    for name in (*DEVICES, "tty"):
+        if os.path.exists(f"/dev/{name}"):
+            write_text(f"{root}/dev/{name}", "")
+            linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=linux.MS_BIND)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
+    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    os.mkdir(f"{root}/dev/shm")
+    os.chmod(f"{root}/dev/shm", 0o1777)
+    os.mkdir(f"{root}/dev/pts")
+    with contextlib.suppress(OSError):  # terminals; a container may forbid them
+        options = "newinstance,ptmxmode=0666,mode=0620"
+        linux.mount("devpts", f"{root}/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, options)
+        os.symlink("pts/ptmx", f"{root}/dev/ptmx")
+    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
+        linux.mount("proc", f"{root}/proc", "proc", plain_mount | linux.MS_NOEXEC)
+        write_text(f"{root}/proc/sys/user/max_user_namespaces", "0")
+    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):  # root inside may be root outside all the same
+        with contextlib.suppress(OSError):
+            linux.bind_read_only(f"{root}/proc/{name}", f"{root}/proc/{name}")
+    _names(job, root)
+    os.mkdir("/tmp/root/.old", 0o700)
+    linux.pivot_root("/tmp/root", "/tmp/root/.old")
+    os.chdir("/")
+    linux.detach("/.old")
+    os.rmdir("/.old")
+
+
+def _names(job: Job, root: str) -> None:
+    """Write the files by which programs find hosts, those of the host's network with it."""
+    resolvers = ""
+    if job.network == "host":
+        with contextlib.suppress(OSError), open("/etc/resolv.conf", encoding="utf-8") as source:
+            resolvers = source.read()
+    os.makedirs(f"{root}/etc", exist_ok=True)
+    for name, text in (
+        ("resolv.conf", resolvers),
+        ("hosts", "127.0.0.1 localhost container\n::1 localhost\n"),
+        ("hostname", "container\n"),
+    ):
+        path = f"{root}/etc/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # it may be a link
+        write_text(path, text)
+    linux.set_hostname("container")
+
+
+def _copy_tree(source: str, target: str) -> None:
+    """Copy folders, files and links with owners and modes; no devices, pipes and sockets."""
+
+    def skipped(folder: str, names: list[str]) -> list[str]:
+        kinds = ((name, os.lstat(os.path.join(folder, name)).st_mode) for name in names)
+        return [
+            name
+            for name, mode in kinds
+            if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode) or stat.S_ISLNK(mode))
+        ]
+
+    shutil.copytree(source, target, symlinks=True, ignore=skipped, dirs_exist_ok=True)
+    for folder, folders, files in os.walk(source):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            copied = target + path[len(source) :]
+            status = os.lstat(path)
+            if (status.st_uid or status.st_gid) and os.path.lexists(copied):
+                os.lchown(copied, status.st_uid, status.st_gid)
+                if not stat.S_ISLNK(status.st_mode):
+                    os.chmod(copied, stat.S_IMODE(status.st_mode))
+
+
+def become_user(user: int, group: int) -> None:
+    """Take a user and a group of the namespace; root instead of one that the host has not lent it."""
+    users = _mapped("uid")
+    with contextlib.suppress(PermissionError):  # where the only user is the sampler's
+        os.setgroups([])
+    group = group if group < users else 0
+    user = user if user < users else 0
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+
+
+def _mapped(kind: str) -> int:
+    with open(f"/proc/self/{kind}_map", encoding="utf-8") as lines:
+        return int(lines.read().split()[2])
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file of the kernel, or one that is made."""
+    with open(path, "w", encoding="utf-8") as target:
+        target.write(text)
