@@ -19,6 +19,7 @@ install_others() {
   bash scripts/setup_sglang.sh || return 1
   bash scripts/setup_harnesses.sh mini-swe-agent openai-agents || return 1
   bash scripts/setup_openenv.sh || return 1
+  bash scripts/setup_verifiers.sh || return 1
   bash scripts/docs.sh || return 1
   bash scripts/setup_harnesses.sh claude-code
 }

@@ -90,10 +90,12 @@ def scratch_folder(kind: str) -> Path:
 def _remove_scratch_of_ended(root: Path) -> None:
     for folder in sorted(root.glob(f"{SCRATCH}*")):
         owner = owner_of(folder.name)
-        if owner is None or not has_ended(owner) or folder.lstat().st_uid != os.getuid():
+        if owner is None or not has_ended(owner):
             continue
-        shutil.rmtree(folder, ignore_errors=True)
-        logger.info("removed %s, left by a process that was killed", folder)
+        with contextlib.suppress(FileNotFoundError):  # another process, or a thread of this one, removed it
+            if folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+                logger.info("removed %s, left by a process that was killed", folder)
 
 
 def _is_abandoned(folder: Path) -> bool:

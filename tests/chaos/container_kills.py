@@ -26,7 +26,6 @@ from rootfs_here import make_rootfs
 
 from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.schema import RunConfig
-from agentrl.processes import owner_of
 from agentrl.store.client import open_store
 from agentrl.store.mechanics.retry import retry_outages
 from chaos.actors import TESTS, environment
@@ -113,7 +112,8 @@ class ContainerScene(Scene):
 
     def left(self) -> list[str]:
         """Return the processes in containers, the launchers, and the folders of samplers that exist."""
-        found = [path.name for path in self.scratch.iterdir() if owner_of(path.name) is not None]
+        names = sorted(path.name for path in self.scratch.glob("agentrl-*"))
+        found = [name for name in names if name != f"agentrl-{os.getuid()}"]  # of weights, which stay
         for process in psutil.process_iter(["cmdline", "status", "cwd"]):
             words = " ".join(process.info["cmdline"] or ())
             is_inside = os.path.exists(f"/proc/{process.pid}/root/{self.mark}")
@@ -145,6 +145,13 @@ async def run_container_kills(
                 if (counts.scored, counts.closed) != (report.slots, 0):
                     report.violations.append(f"{counts.scored} slots are scored, {counts.closed} failed")
                 await _check_records(store.database, report)
+        next_one = [
+            sys.executable,
+            "-c",
+            "from agentrl.atomic_folder import *; scratch_folder('next').rmdir()",
+        ]
+        own = {**environment(), "TMPDIR": str(scene.scratch)}
+        await asyncio.to_thread(subprocess.run, next_one, check=True, timeout=60, env=own)
         await wait(lambda: not scene.left(), _GONE_SECONDS)
         report.violations += [f"left: {what}" for what in scene.left()]
         done = await asyncio.to_thread(

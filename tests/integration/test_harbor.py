@@ -18,6 +18,7 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, Tool
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
+from agentrl.environments.harbor import machine
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.harbor.source import open_harbor
@@ -126,6 +127,21 @@ def test_a_folder_is_loaded_without_what_is_refused_only_if_that_is_asked_for(tm
         bundled.meta["harbor"]["digest"]
         == next(each for each in read.tasks if each.task_id == "write-file").meta["harbor"]["digest"]
     )
+
+
+def test_without_docker_and_a_root_each_task_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    use_containers(ContainerConfig())
+    machine._docker_problem.cache_clear()
+    try:
+        with pytest.raises(TaskFileError, match="1 of 1 tasks") as refused:
+            read_task_source(TASKS / "write-file")
+    finally:
+        machine._docker_problem.cache_clear()
+    assert "Harbor task write-file: it needs Docker, and there is no command 'docker'" in str(refused.value)
+    assert "--rootfs debian:bookworm-slim=FILE.tar" in str(refused.value)
 
 
 async def test_a_trajectory_works_by_bash_and_keeps_log_diff_and_files(store: Store, tools: ToolPool) -> None:

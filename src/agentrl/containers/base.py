@@ -157,7 +157,11 @@ def _class(extension: Any) -> type[Container]:
 CONTAINERS: Final[Registry[type[Container]]] = Registry(
     "container back end",
     group="agentrl.containers",
-    built_in=("agentrl.containers.docker", "agentrl.containers.sandbox"),
+    built_in=(
+        "agentrl.containers.docker",
+        "agentrl.containers.kubernetes",
+        "agentrl.containers.sandbox",
+    ),
     convert=_class,
 )
 

@@ -45,6 +45,7 @@ _GUARDED: Final = (
 """The first process reaps what commands leave. It ends with the client, or after ``$1`` seconds."""
 TELLING: Final = 'echo $$; exec "$@"'
 """The first process of a command: its id leads the process group that a limit kills."""
+KILL: Final = "kill -9 -{pid}; kill -9 {pid}"
 INTO: Final = 'mkdir -p "$1" && exec tar -xf - -C "$1"'
 OUT_OF: Final = '[ -d "$1" ] || exit 44; chmod -R u+rwX "$1" 2>/dev/null; exec tar -cf - -C "$1" .'
 NO_FOLDER: Final = 44
@@ -128,7 +129,7 @@ class DockerContainer(Container):
         )  # fmt: skip
 
     async def _kill(self, pid: int) -> None:
-        line = f"kill -9 -- -{pid} {pid}"
+        line = KILL.format(pid=pid)
         await control("exec", "--user", "0", self._name, "/bin/sh", "-c", line, may_fail=True)
 
     async def _exceeded(self, code: int) -> str | None:

@@ -180,7 +180,15 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
     group="agentrl.environments",
     built_in=[
         f"agentrl.environments.{name}"
-        for name in ("reasoning_gym", "textarena", "code", "harbor.environment", "openenv", "nemo_gym")
+        for name in (
+            "reasoning_gym",
+            "textarena",
+            "code",
+            "verifiers",
+            "harbor.environment",
+            "openenv",
+            "nemo_gym",
+        )
     ],
     convert=_environment_class,
 )

@@ -15,7 +15,8 @@ import httpx
 
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
-from agentrl.errors import ENGINES, EngineError, HarnessError
+from agentrl.environments.harbor.environment import Harbor
+from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile
 from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.result import score_files
@@ -38,7 +39,7 @@ RETURN_SECONDS: Final = 60.0
 """How long to wait for a gateway that does not answer; then the trajectory is released."""
 _LOOK_SECONDS: Final = 2.0
 _ANSWER_SECONDS: Final = 5.0
-_STOPPED: Final = {"turns": StopReason.TURNS_LIMIT, "length": StopReason.LENGTH_LIMIT}
+STOPPED: Final = {"turns": StopReason.TURNS_LIMIT, "length": StopReason.LENGTH_LIMIT}
 
 
 @agent("command")
@@ -52,6 +53,11 @@ class CommandAgent:
 
     async def run(self, rollout: Rollout) -> Outcome:
         """Run the harness in a working directory of its own. Raises HarnessError for a failed attempt."""
+        if isinstance(rollout.environment, Harbor):
+            raise ConfigError(
+                f"task {rollout.task.task_id} brings a container, and the agent 'command' runs outside of it",
+                hint="use --agent_name react, or an agent of your own that calls rollout.environment.run",
+            )
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
@@ -68,17 +74,17 @@ class CommandAgent:
                     seconds=config.limits.seconds,
                     secrets=secrets,
                 )
-                is_up = await _is_up(endpoint.base_url)  # here: the gateway of a trial ends with its endpoint
+                answers = await is_up(endpoint.base_url)  # here: a trial ends its gateway with its endpoint
             run = _checked(run, rollout)
             await _keep(rollout, session, run, secrets)
-            stopped_by = _STOPPED.get(endpoint.result.stopped_by or "")
+            stopped_by = STOPPED.get(endpoint.result.stopped_by or "")
             if stopped_by is None and run.ended in config.failing:
                 failure = _failure(prepared, run)
                 if endpoint.result.stopped_by == "unavailable":
                     raise EngineError(
                         f"no engine answered a request of the harness; {failure}", outage=ENGINES
                     )
-                if not is_up:
+                if not answers:
                     raise EngineError(
                         f"the gateway did not answer when the harness ended; {failure}", outage=ENGINES
                     )
@@ -89,7 +95,7 @@ class CommandAgent:
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
 
 
-async def _is_up(url: str) -> bool:
+async def is_up(url: str) -> bool:
     """Return whether the gateway answers; wait for one that does not. One that only took long was there."""
     end = time.monotonic() + RETURN_SECONDS
     was_down = False

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.containers.base import CONTAINERS, FilesTooLargeError
-from agentrl.documents.record import CommandRun, Ending
+from agentrl.documents.record import CommandRun
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.harness.config import Command
 from agentrl.harness.prepare import SYSTEM_PATH, Prepared, arguments_of
@@ -36,13 +36,6 @@ logger = logging.getLogger(__name__)
 SHOWN_BYTES: Final = 64 << 10
 """Bytes of each output that are kept."""
 _MARKER: Final = "AGENTRL_HARNESS"
-_LIMITS: Final = {
-    "time": Ending.TIME_LIMIT,
-    "memory": Ending.MEMORY_LIMIT,
-    "files": Ending.DISK_LIMIT,
-    "output": Ending.OUTPUT_LIMIT,
-}
-_SHELL_SIGNAL: Final = 128
 _HTTP_PORT: Final = 80
 _HEADERS: Final = 64 << 20
 """Of the archive that a container packs, beside the contents of files."""
@@ -98,22 +91,8 @@ class Session(ABC):
         cancellation it is killed with all that it started. Raises ToolServerError if the sandbox fails.
         """
         done = await self._execute(command, environment, seconds, calls_model)
-        if done.exceeded is not None:
-            ended = _LIMITS[done.exceeded]
-        elif done.exit_code < 0 or _SHELL_SIGNAL < done.exit_code <= _SHELL_SIGNAL + signal.NSIG:
-            ended = Ending.KILLED
-        else:
-            ended = Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT
-        return CommandRun(
-            ended=ended,
-            exit_code=done.exit_code,
-            seconds=done.seconds,
-            memory_mb=done.memory_mb,
-            stdout_bytes=done.stdout_bytes,
-            stderr_bytes=done.stderr_bytes,
-            stdout=hide(done.stdout, secrets),
-            stderr=hide(done.stderr, secrets),
-        )
+        run = done.as_command_run
+        return dataclasses.replace(run, stdout=hide(run.stdout, secrets), stderr=hide(run.stderr, secrets))
 
     @abstractmethod
     async def _execute(

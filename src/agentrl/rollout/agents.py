@@ -86,7 +86,10 @@ async def _run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
 
 
 AGENTS: Registry[Agent | AgentClass] = Registry(
-    "agent", group="agentrl.agents", built_in=("agentrl.harness.agent",), convert=_agent
+    "agent",
+    group="agentrl.agents",
+    built_in=("agentrl.harness.agent", "agentrl.harness.verifiers"),
+    convert=_agent,
 )
 
 

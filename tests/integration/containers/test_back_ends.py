@@ -1,4 +1,4 @@
-"""What every back end does: state, inputs, outputs, limits, copies. Docker is ``fake_docker``."""
+"""What every back end does: state, inputs, outputs, limits, copies. Docker and Kubernetes are stand-ins."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import fake_docker
 import pytest
+from fake_kubernetes import FakeKubernetes
 from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.containers.base import CONTAINERS, Container, ContainerSpec, FilesTooLargeError
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(rootfs_problem() is not None, reason="this machine has no namespaces"),
 ]
-BACK_ENDS = ("sandbox", "docker")
+BACK_ENDS = ("sandbox", "docker", "kubernetes")
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,9 @@ def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=BACK_ENDS)
-def spec(
+async def spec(
     request: pytest.FixtureRequest, rootfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, ContainerSpec]:
+) -> AsyncIterator[tuple[str, ContainerSpec]]:
     """Return the name of a back end and a spec for it."""
     own: dict[str, Any] = {"image": "image:1"}
     if request.param == "sandbox":
@@ -39,13 +40,20 @@ def spec(
     if request.param == "docker":
         fake_docker.install(tmp_path / "docker", rootfs)
         monkeypatch.setenv("PATH", f"{tmp_path}/docker:/usr/bin:/bin")
-    return request.param, ContainerSpec(name="test", seconds=60, environment={"OF_SPEC": "yes"}, **own)
+    server = None
+    if request.param == "kubernetes":
+        server = FakeKubernetes(tmp_path, rootfs)
+        own["options"] = {"kubeconfig": str(await server.start())}
+    yield request.param, ContainerSpec(name="test", seconds=60, environment={"OF_SPEC": "yes"}, **own)
+    if server is not None:
+        assert server.jobs == {}
+        await server.stop()
 
 
 @pytest.fixture
 async def box(spec: tuple[str, ContainerSpec]) -> AsyncIterator[Container]:
     kind = CONTAINERS.get(spec[0])
-    kind.check(spec[1], "here")
+    await asyncio.to_thread(kind.check, spec[1], "here")
     async with kind(spec[1]) as started:
         yield started
     await started.stop()

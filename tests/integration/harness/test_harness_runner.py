@@ -23,7 +23,7 @@ from agentrl.config.schema import AgentConfig, SamplingConfig
 from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
-from agentrl.harness.agent import _is_up
+from agentrl.harness.agent import is_up
 from agentrl.rollout.load_tasks import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
@@ -253,7 +253,7 @@ async def test_a_slow_gateway_does_not_hide_the_error_of_the_harness(
 
     monkeypatch.setattr(httpx.AsyncClient, "get", get)
     monkeypatch.setattr("agentrl.harness.agent._LOOK_SECONDS", 0.0)
-    assert await _is_up("http://gateway/v1") == isinstance(first, httpx.ReadTimeout)
+    assert await is_up("http://gateway/v1") == isinstance(first, httpx.ReadTimeout)
     assert looks == []
 
 

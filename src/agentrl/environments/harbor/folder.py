@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import tarfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -112,9 +113,17 @@ def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
     return ImageOf(table, None, folder, read_dockerfile(folder / "Dockerfile"))
 
 
-@cache
+_lock = threading.Lock()
+
+
 def process_folder() -> Path:
     """Return a folder for the archives of this process, which is deleted when it ends."""
+    with _lock:
+        return _process_folder()
+
+
+@cache
+def _process_folder() -> Path:
     folder = scratch_folder("harbor")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

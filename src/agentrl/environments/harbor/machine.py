@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +21,7 @@ _SPARE_SECONDS: Final = 600.0
 """Time that a container outlives the limits of its task, for copies and starts."""
 _NO_LIMIT_SECONDS: Final = 24 * 3600.0
 """Longest life of a container whose task limits no agent; the trajectory has a limit of its own."""
+_ANSWER_SECONDS: Final = 20.0
 _MEMORY_MB, _STORAGE_MB = 4096, 10240
 """Of a task that names none."""
 _config = ContainerConfig()
@@ -68,16 +70,38 @@ def check_runnable(task: HarborTask) -> None:
             ' verifier.environment_mode = "separate"'
         )
     variables(task.toml.verifier.env, "verifier.env")
-    containers = [back_end(task, task.image)]
+    _check_image(task, task.image)
     if task.verifier_image is not None:
-        containers.append(back_end(task, task.verifier_image, is_verifier=True))
-    for container in containers:
+        _check_image(task, task.verifier_image, is_verifier=True)
+
+
+def _check_image(task: HarborTask, image: ImageOf, *, is_verifier: bool = False) -> None:
+    """Raise BadTaskError unless a container of ``image`` can run here. Docker's images are not pulled yet."""
+    problem = _docker_problem() if _root(task, image)[0] == "docker" else None
+    if problem is not None:
+        raise BadTaskError(
+            f"it needs Docker, and {problem}: start it, or give a root file system of its image, --rootfs"
+            f" {_named(task, image)}=FILE.tar"
+        )
+    container = back_end(task, image, is_verifier=is_verifier)
+    if container.spec.rootfs is not None:
         try:
             container.check(container.spec, f"task {task.name}")
         except ConfigError as error:
-            root = f"; or give a root file system of its image: --rootfs {_named(task, task.image)}=FILE.tar"
-            hint = f"{error.hint}{'' if container.spec.rootfs else root}"
-            raise BadTaskError(f"{error.message} ({hint})") from error
+            raise BadTaskError(f"{error.message} ({error.hint})") from error
+
+
+@cache
+def _docker_problem() -> str | None:
+    """Return why there is no Docker here; None if a daemon answers."""
+    command = ["docker", "version", "--format", "{{.Server.Version}}"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_ANSWER_SECONDS, check=False)
+    except FileNotFoundError:
+        return "there is no command 'docker'"
+    except subprocess.TimeoutExpired:
+        return f"its daemon does not answer within {_ANSWER_SECONDS:g} s"
+    return None if done.returncode == 0 else "no daemon answers"
 
 
 def needs_copies(task: HarborTask, image: ImageOf) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, Final
 
 from agentrl.containers.base import Container, FilesTooLargeError
 from agentrl.documents.base import is_finite
-from agentrl.documents.record import CommandRun, Ending
+from agentrl.documents.record import CommandRun
 from agentrl.errors import TaskEnvironmentError
 from agentrl.tools.sandbox.limits import Execution
 
@@ -29,11 +28,6 @@ _LOG_BYTES: Final = 64 << 20
 """Largest archive of the logs that is read."""
 _FILE_BYTES, _FILES_BYTES = 32 << 10, 256 << 10
 """Bytes that are kept of one file of the logs, and of all."""
-_SHELL_SIGNAL: Final = 128
-_LIMITS: Final = {
-    "time": Ending.TIME_LIMIT, "memory": Ending.MEMORY_LIMIT, "files": Ending.DISK_LIMIT,
-    "output": Ending.OUTPUT_LIMIT,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +89,7 @@ async def verify(
         [f"{TESTS}/test.sh"], seconds=seconds, environment=variables, user=user, output_bytes=OUTPUT_BYTES,
         shown_bytes=SHOWN_BYTES,
     )  # fmt: skip
-    run = command_run(done)
+    run = done.as_command_run
     if done.exceeded is not None:
         return Verdict(run, {}, f"it reached its limit of {done.exceeded}")
     archive = scratch / "verifier.tar"
@@ -115,21 +109,6 @@ async def verify(
             read = await asyncio.to_thread(_read_archive, other)
             kept |= {f"{folder}/{name}": text for name, text in read.items()}
     return Verdict(run, kept, rewards)
-
-
-def command_run(done: Execution) -> CommandRun:
-    """Return an execution as a Record stores it."""
-    if done.exceeded is not None:
-        ended = _LIMITS[done.exceeded]
-    elif done.exit_code < 0 or _SHELL_SIGNAL < done.exit_code <= _SHELL_SIGNAL + signal.NSIG:
-        ended = Ending.KILLED
-    else:
-        ended = Ending.EXITED if done.exit_code == 0 else Ending.NONZERO_EXIT
-    return CommandRun(
-        ended=ended, exit_code=done.exit_code, seconds=done.seconds, memory_mb=done.memory_mb,
-        stdout=done.stdout, stderr=done.stderr, stdout_bytes=done.stdout_bytes,
-        stderr_bytes=done.stderr_bytes,
-    )  # fmt: skip
 
 
 def _read_archive(archive: Path) -> dict[str, str]:

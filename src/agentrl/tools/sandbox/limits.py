@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
+from agentrl.documents.record import CommandRun, Ending
 from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
+
+_ENDINGS: Final = {
+    "time": Ending.TIME_LIMIT, "memory": Ending.MEMORY_LIMIT, "files": Ending.DISK_LIMIT,
+    "output": Ending.OUTPUT_LIMIT,
+}  # fmt: skip
+_SHELL_SIGNAL: Final = 128
 
 Isolation = Literal["auto", "namespaces", "limits", "docker"]
 
@@ -81,3 +89,15 @@ class Execution:
     def succeeded(self) -> bool:
         """Return whether the program ended by itself, with exit code 0."""
         return self.exit_code == 0 and self.exceeded is None
+
+    @property
+    def as_command_run(self) -> CommandRun:
+        """Return it as a Record stores it."""
+        if self.exceeded is not None:
+            ended = _ENDINGS[self.exceeded]
+        elif self.exit_code < 0 or _SHELL_SIGNAL < self.exit_code <= _SHELL_SIGNAL + signal.NSIG:
+            ended = Ending.KILLED
+        else:
+            ended = Ending.EXITED if self.exit_code == 0 else Ending.NONZERO_EXIT
+        same = ("exit_code", "seconds", "memory_mb", "stdout", "stderr", "stdout_bytes", "stderr_bytes")
+        return CommandRun(ended=ended, **{name: getattr(self, name) for name in same})

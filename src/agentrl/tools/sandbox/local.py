@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -238,20 +237,22 @@ def uses_namespaces(isolation: str, where: str, *, error: type[AgentRLError] = C
 @cache
 def namespace_problem() -> str | None:
     """Return why programs cannot run in namespaces here; None if they can. Logs the answer once."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as folder:
-        python, prefixes = _interpreter(None)
-        job = Job(
-            python=python, visible=prefixes, directory=folder, namespaces=True,
-            limits=SandboxLimits().as_dict(),
-        )  # fmt: skip
-        try:
-            with LAUNCHER.connect() as connection:
-                connection.settimeout(_GRACE_SECONDS)
-                connection.sendall(encode_job(job))
-                answer = read_answer(b"".join(iter(lambda: connection.recv(65536), b"")))
-            problem = None if answer["exit_code"] == 0 else answer["stderr"]
-        except (OSError, ToolServerError) as error:
-            problem = str(error)
+    folder = scratch_folder("sandbox")
+    python, prefixes = _interpreter(None)
+    job = Job(
+        python=python, visible=prefixes, directory=str(folder), namespaces=True,
+        limits=SandboxLimits().as_dict(),
+    )  # fmt: skip
+    try:
+        with LAUNCHER.connect() as connection:
+            connection.settimeout(_GRACE_SECONDS)
+            connection.sendall(encode_job(job))
+            answer = read_answer(b"".join(iter(lambda: connection.recv(65536), b"")))
+        problem = None if answer["exit_code"] == 0 else answer["stderr"]
+    except (OSError, ToolServerError) as error:
+        problem = str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if problem is not None:
         reads = "" if landlock_version() else ": programs can read what this user can read"
         logger.warning("the sandbox has no namespaces, only limits%s", reads, extra={"why": problem})

@@ -1,0 +1,410 @@
+"""Define the back end ``kubernetes``: a Job of one pod per container, by the API server's HTTP interface.
+
+httpx and websockets, not the client ``kubernetes``: that one blocks, and cannot close a command's input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+from urllib.parse import urlencode
+
+import httpx
+
+from agentrl.containers.base import (
+    COPY_BYTES,
+    OUTPUT_BYTES,
+    Container,
+    ContainerSpec,
+    FilesTooLargeError,
+    back_end_away,
+    container,
+)
+from agentrl.containers.cluster import Cluster, open_cluster
+from agentrl.containers.docker import CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING
+from agentrl.errors import ConfigError, ToolServerError
+from agentrl.processes import has_ended, owned_name, owner_of
+from agentrl.tools.sandbox.launcher import Output
+from agentrl.tools.sandbox.limits import Execution
+from agentrl.validation import Positive, Settings, Text, read_config
+
+_LABEL: Final = "agentrl-container"
+_SECONDS: Final = 30.0
+_COPY_SECONDS: Final = 600.0
+_LOOK_SECONDS: Final = 0.5
+_KEPT_SECONDS: Final = 60
+"""How long a Job that has ended stays for a look at it."""
+_CHUNK: Final = 1 << 16
+_STDIN, _STDOUT, _STDERR, _STATUS, _CLOSE = b"\0", 1, 2, 3, b"\xff"
+"""Channels of ``v5.channel.k8s.io``: the first byte of each message."""
+_WAITING: Final = 'sleep "$1" & wait $!'
+_BEGIN: Final = 'eval "$(head -c "$1")" || exit 1; shift; '
+"""Variables come by standard input: what is in the URL stands in the server's audit log."""
+_CANNOT_START: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
+_cleaned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions(Settings):
+    """``options`` of a container of Kubernetes."""
+
+    namespace: Text | None = None
+    """None: that of the service account or of the context."""
+    kubeconfig: Text | None = None
+    """None: the service account in a pod, else ``$KUBECONFIG`` or ``~/.kube/config``."""
+    context: Text | None = None
+    start_seconds: Positive = 600.0
+    """Time for a node and the image."""
+    pod: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the pod's ``spec``, such as ``imagePullSecrets`` and ``nodeSelector``."""
+
+
+@container("kubernetes")
+class KubernetesContainer(Container):
+    """A Job with one pod. Its ``activeDeadlineSeconds`` end it, also when this process is killed."""
+
+    def __init__(self, spec: ContainerSpec) -> None:
+        super().__init__(spec)
+        self._options = _options(spec, spec.name)
+        self._cluster: Cluster | None = None
+        self._name = self._pod = ""
+
+    @classmethod
+    def check(cls, spec: ContainerSpec, where: str) -> None:
+        """Raise ConfigError without an image, and without an API server that lets this account run Jobs."""
+        if spec.image is None:
+            raise ConfigError(
+                f"{where}: the back end 'kubernetes' needs an image",
+                hint="build and push it, then image: NAME",
+            )
+        options = _options(spec, where)
+        cluster = open_cluster(options.kubeconfig, options.context, options.namespace, where)
+        try:
+            answer = httpx.get(
+                f"{cluster.url}{_jobs(cluster)}?limit=1", headers=cluster.headers(), verify=cluster.ssl,
+                timeout=_SECONDS, trust_env=False,
+            )  # fmt: skip
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"{where}: the API server {cluster.url} does not answer: {error}",
+                hint="try `kubectl get jobs`",
+            ) from error
+        if answer.status_code != 200:
+            raise ConfigError(
+                f"{where}: {cluster.url} refuses Jobs in namespace {cluster.namespace!r}: {_said(answer)}",
+                hint="the account needs create, get, list and delete of jobs, get and list of pods, and"
+                " create and get of pods/exec",
+            )
+
+    async def start(self) -> None:
+        """Create the Job, and wait until its pod runs."""
+        options = self._options
+        self._cluster = await asyncio.to_thread(
+            open_cluster, options.kubeconfig, options.context, options.namespace, self.spec.name
+        )
+        await self._remove_those_of_ended()
+        self._name = owned_name(f"agentrl-{self.spec.name}")
+        await self._ask("POST", _jobs(self._cluster), job_of(self.spec, self._name, options.pod))
+        deadline = time.monotonic() + options.start_seconds
+        selector = urlencode({"labelSelector": f"job-name={self._name}"})
+        said = "it has no pod"
+        while time.monotonic() < deadline:
+            pods = (await self._ask("GET", f"{_pods(self._cluster)}?{selector}")).get("items", [])
+            for pod in pods:
+                self._pod = pod["metadata"]["name"]
+                phase, said = _state(pod)
+                if phase == "Running":
+                    return
+                if phase in ("Failed", "Succeeded") or said in _CANNOT_START:
+                    raise ToolServerError(f"the pod {self._pod} does not start: {said or phase}")
+            await asyncio.sleep(_LOOK_SECONDS)
+        raise back_end_away("kubernetes", f"no pod of {self._name} in {options.start_seconds:g} s: {said}")
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        seconds: float,
+        environment: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        user: str | None = None,
+        stdin: bytes = b"",
+        output_bytes: int = OUTPUT_BYTES,
+        shown_bytes: int | None = None,
+    ) -> Execution:
+        """Run a command by a websocket of ``exec``, as the container's user."""
+        spec = self.spec
+        if user not in (None, spec.user):
+            raise ToolServerError(f"Kubernetes runs commands as the container's user, not as {user}")
+        folder = workdir or spec.workdir
+        variables = {**spec.environment, **(environment or {})}
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        lines += [] if folder is None else [f"mkdir -p {shlex.quote(folder)}; cd {shlex.quote(folder)}"]
+        lines.append(f"ulimit -c 0; ulimit -n {spec.open_files} 2>/dev/null")
+        lines += [] if spec.cpu_seconds is None else [f"ulimit -t {spec.cpu_seconds}"]
+        script = ("\n".join(lines) + "\n:\n").encode()
+        stdout, stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
+        pid, first, exceeded, code = None, b"", None, -9
+        started = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._exec(
+                    ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command], script + stdin
+                ) as messages,
+            ):
+                async for channel, content in messages:
+                    if channel == _STATUS:
+                        code = _exit_code(content)
+                    elif channel == _STDERR:
+                        exceeded = None if stderr.add(content) else "output"
+                    elif pid is None:
+                        first += content
+                        line, found, rest = first.partition(b"\n")
+                        if found:
+                            pid = int(line)
+                            stdout.add(rest)
+                    elif not stdout.add(content):
+                        exceeded = "output"
+                    if exceeded is not None:
+                        break
+        except TimeoutError:
+            exceeded = "time"
+        finally:
+            if code < 0 and pid is not None:
+                await asyncio.shield(self._kill(pid))
+        if code != 0 and exceeded is None:
+            exceeded = await self._ended_by()
+        if pid is None and exceeded is None:
+            raise ToolServerError(f"no command starts in the pod {self._pod}: {stderr.text.strip()[-300:]}")
+        return Execution(
+            stdout=stdout.text, stderr=stderr.text, exit_code=code, exceeded=exceeded,
+            seconds=time.monotonic() - started, memory_mb=0.0, stdout_bytes=stdout.total,
+            stderr_bytes=stderr.total,
+        )  # fmt: skip
+
+    async def copy(
+        self, archive: Path, *, into: str | None = None, out_of: str | None = None, limit: int = COPY_BYTES
+    ) -> None:
+        """Copy by ``tar`` in the container."""
+        line = INTO if out_of is None else OUT_OF
+        words = ["/bin/sh", "-c", line, "sh", str(into or out_of)]
+        file = await asyncio.to_thread(open, archive, "rb" if out_of is None else "wb")
+        code, said, size = -1, b"", 0
+        with file:
+            async with (
+                asyncio.timeout(_COPY_SECONDS),
+                self._exec(words, file if out_of is None else b"") as messages,
+            ):
+                async for channel, content in messages:
+                    if channel == _STATUS:
+                        code = _exit_code(content)
+                    elif channel == _STDERR:
+                        said += content[: _CHUNK - len(said)]
+                    elif out_of is not None:
+                        size += len(content)
+                        if size > limit:
+                            raise FilesTooLargeError(f"{out_of} of {self._pod} has more than {limit:,} bytes")
+                        await asyncio.to_thread(file.write, content)
+        text = said.decode("utf-8", "replace")
+        if code == NO_FOLDER and out_of is not None:
+            raise FileNotFoundError(f"the pod {self._pod} has no folder {out_of}")
+        if code != 0 and not (code == 1 and CHANGED in text):
+            raise ToolServerError(f"files of the pod {self._pod} cannot be copied: {text.strip()[-300:]}")
+
+    async def stop(self) -> None:
+        """Delete the Job with its pod."""
+        name, self._name = self._name, ""
+        if name and self._cluster is not None:
+            with contextlib.suppress(ToolServerError):
+                await self._delete(name)
+
+    async def _kill(self, pid: int) -> None:
+        words = ["/bin/sh", "-c", KILL.format(pid=pid)]
+        with contextlib.suppress(ToolServerError, TimeoutError):
+            async with asyncio.timeout(_SECONDS), self._exec(words, b"") as messages:
+                async for _ in messages:
+                    pass
+
+    async def _ended_by(self) -> str | None:
+        """Return the limit that ended the pod, if it has ended. Raises ToolServerError for another end."""
+        pod = await self._ask("GET", f"{_pods(self._cluster)}/{self._pod}")
+        phase, said = _state(pod)
+        if phase == "Running":
+            return None
+        if said in ("OOMKilled", "Evicted", "DeadlineExceeded"):
+            return {"OOMKilled": "memory", "Evicted": "files"}.get(said, "time")
+        raise ToolServerError(f"the pod {self._pod} has ended: {said or phase}")
+
+    async def _remove_those_of_ended(self) -> None:
+        """Delete the Jobs of processes of this machine that have ended, once per process."""
+        cluster = self._cluster
+        if cluster is None or (cluster.url, cluster.namespace) in _cleaned:
+            return
+        _cleaned.add((cluster.url, cluster.namespace))
+        selector = urlencode({"labelSelector": f"app={_LABEL}"})
+        for job in (await self._ask("GET", f"{_jobs(cluster)}?{selector}")).get("items", []):
+            owner = owner_of(job["metadata"]["name"])
+            if owner is not None and has_ended(owner):
+                await self._delete(job["metadata"]["name"])
+
+    async def _delete(self, name: str) -> None:
+        policy = {"propagationPolicy": "Background", "gracePeriodSeconds": 0}
+        await self._ask("DELETE", f"{_jobs(self._cluster)}/{name}", policy)
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what the API server answers. Raises ToolServerError, as an outage unless it refuses."""
+        cluster = self._cluster
+        if cluster is None:
+            raise ToolServerError(f"the container of {self.spec.name} does not run")
+        try:
+            async with httpx.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
+                answer = await client.request(
+                    method, cluster.url + path, json=body, headers=cluster.headers()
+                )
+        except httpx.HTTPError as error:
+            raise back_end_away(
+                "kubernetes", f"the API server {cluster.url} does not answer: {error}"
+            ) from error
+        if answer.status_code == 404 and method == "DELETE":
+            return {}
+        if answer.status_code == 429 or answer.status_code >= 500:
+            raise back_end_away("kubernetes", f"the API server refuses: {_said(answer)}")
+        if answer.status_code >= 400:
+            raise ToolServerError(
+                f"the API server refuses {method} {path.partition('?')[0]}: {_said(answer)}"
+            )
+        content: dict[str, Any] = answer.json()
+        return content
+
+    @contextlib.asynccontextmanager
+    async def _exec(
+        self, words: Sequence[str], stdin: bytes | IO[bytes]
+    ) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
+        """Start a command; yield its messages, as channel and content, until it ends."""
+        from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
+        from websockets.typing import Subprotocol
+
+        cluster = self._cluster
+        if cluster is None:
+            raise ToolServerError(f"the container of {self.spec.name} does not run")
+        query = [("container", "main"), *((name, "true") for name in ("stdin", "stdout", "stderr"))]
+        query += [("command", word) for word in words]
+        url = f"ws{cluster.url.removeprefix('http')}{_pods(cluster)}/{self._pod}/exec?{urlencode(query)}"
+        try:
+            async with connect(
+                url, ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
+                subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_SECONDS,
+                proxy=None,
+            ) as socket:  # fmt: skip
+
+                async def messages() -> AsyncIterator[tuple[int, bytes]]:
+                    async for message in socket:
+                        if isinstance(message, bytes) and message[1:]:
+                            yield message[0], message[1:]
+
+                async def feed() -> None:
+                    if isinstance(stdin, bytes):
+                        for begin in range(0, len(stdin), _CHUNK):
+                            await socket.send(_STDIN + stdin[begin : begin + _CHUNK])
+                    else:
+                        while chunk := await asyncio.to_thread(stdin.read, _CHUNK):
+                            await socket.send(_STDIN + chunk)
+                    await socket.send(_CLOSE + _STDIN)
+
+                feeding = asyncio.create_task(feed())
+                try:
+                    yield messages()
+                finally:
+                    feeding.cancel()
+                    await asyncio.gather(feeding, return_exceptions=True)
+        except (OSError, WebSocketException) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise back_end_away("kubernetes", f"no command reaches the pod {self._pod}: {error}") from error
+
+
+def job_of(spec: ContainerSpec, name: str, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Job of a container; ``pod`` has further fields of the pod's spec."""
+    limits = {"memory": f"{spec.memory_mb}Mi", "ephemeral-storage": f"{spec.storage_mb}Mi"}
+    limits |= {} if spec.cpus is None else {"cpu": str(spec.cpus)}
+    rights: dict[str, Any] = {}
+    if spec.user is not None:
+        user, _, group = spec.user.partition(":")
+        rights |= {"runAsUser": int(user), "runAsGroup": int(group or user)}
+    if spec.writable:
+        rights |= {
+            "readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+    labels = {"app": _LABEL, "agentrl-network": spec.network}
+    main = {
+        "name": "main", "image": spec.image, "securityContext": rights,
+        "command": ["/bin/sh", "-c", _WAITING, "sh", f"{spec.seconds:.0f}"],
+        "resources": {"limits": limits, "requests": limits},
+        "volumeMounts": [{"name": f"w{at}", "mountPath": path} for at, path in enumerate(spec.writable)],
+    }  # fmt: skip
+    memory = {"medium": "Memory", "sizeLimit": f"{spec.storage_mb}Mi"}
+    described = {
+        "restartPolicy": "Never", "automountServiceAccountToken": False, "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 0, "containers": [main],
+        "volumes": [{"name": f"w{at}", "emptyDir": memory} for at in range(len(spec.writable))],
+        **pod,
+    }  # fmt: skip
+    return {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "backoffLimit": 0, "activeDeadlineSeconds": int(spec.seconds),
+            "ttlSecondsAfterFinished": _KEPT_SECONDS,
+            "template": {"metadata": {"labels": labels}, "spec": described},
+        },
+    }  # fmt: skip
+
+
+def _options(spec: ContainerSpec, where: str) -> KubernetesOptions:
+    hint = "docs/containers.md lists the keys"
+    options = read_config(KubernetesOptions, dict(spec.options), f"{where}: container", hint=hint)
+    if spec.user is not None and not all(part.isdigit() for part in spec.user.split(":")):
+        raise ConfigError(f"{where}: user is {spec.user!r}", hint="Kubernetes takes UID or UID:GID")
+    return options
+
+
+def _jobs(cluster: Cluster | None) -> str:
+    return f"/apis/batch/v1/namespaces/{'' if cluster is None else cluster.namespace}/jobs"
+
+
+def _pods(cluster: Cluster | None) -> str:
+    return f"/api/v1/namespaces/{'' if cluster is None else cluster.namespace}/pods"
+
+
+def _state(pod: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the phase of a pod, and why its container waits or has ended."""
+    status = pod.get("status", {})
+    states = [one.get("state", {}) for one in status.get("containerStatuses", [])]
+    reasons = [detail.get("reason") for state in states for detail in state.values()]
+    ended = any("terminated" in state for state in states)
+    phase = "Failed" if ended and status.get("phase") == "Running" else str(status.get("phase", "Pending"))
+    return phase, str(status.get("reason") or next(filter(None, reasons), ""))
+
+
+def _exit_code(content: bytes) -> int:
+    """Return the exit code of a command from the Status that ends its channel."""
+    status: dict[str, Any] = json.loads(content)
+    if status.get("status") == "Success":
+        return 0
+    causes = (status.get("details") or {}).get("causes", [])
+    return next((int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"), 1)
+
+
+def _said(answer: httpx.Response) -> str:
+    with contextlib.suppress(ValueError, AttributeError):
+        return f"{answer.status_code} {answer.json().get('message', '')}"[:300]
+    return str(answer.status_code)
