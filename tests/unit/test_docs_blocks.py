@@ -31,6 +31,7 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 KNOWN = {"python", "json", "yaml", "toml", "bash", "js", ""}
 ENDS = {"&", "&&", "|", "||", ";", ">", ">>", "2>"}
 """Words that end a command within a line."""
+EXAMPLES = sorted((ROOT / "assets" / "examples").glob("*/run.sh"))
 LAUNCHERS = ("torchrun", "accelerate")
 
 
@@ -89,6 +90,17 @@ def test_bash_is_bash_and_its_flags_exist(
     if block.not_run is None:
         for words in commands(block.text):
             check_command(words)
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.parent.name)
+def test_the_commands_of_an_example_exist(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``"$run"`` is its name of a run, and what only bash knows is left out."""
+    monkeypatch.chdir(ROOT)
+    text = script.read_text(encoding="utf-8")
+    done = subprocess.run(["bash", "-n", script], text=True, capture_output=True, timeout=30)
+    assert done.stderr == ""
+    for words in commands(re.sub(r"\$\{?run\b\}?", "example", text)):
+        check_command([word for word in words if not word.startswith("${")])
 
 
 def test_the_commands_in_prose_exist() -> None:
