@@ -152,7 +152,7 @@ CASES = {
         warm_up=robots,
         warm_up_steps=40,
         flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
-               "--max_new_tokens", "6", "--learning_rate", "7e-4"),
+               "--max_new_tokens", "6", "--learning_rate", "1e-3"),
         steps=60,
         held_out=64,
         training_tasks=400,

@@ -43,14 +43,13 @@ class Robot(Environment):
         self._state = State()
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Grid:
-        """Put the robot and the goal at places that the seed decides."""
+        """Put the robot somewhere, and the goal above it or on its right, as the seed decides."""
         choice = random.Random(seed)
         self._state = State(episode_id=episode_id)
         self._robot = [choice.randint(1, SIZE), choice.randint(1, SIZE)]
-        self._goal = list(self._robot)
-        while not 1 <= self._distance() <= FARTHEST:
-            self._goal = [choice.randint(1, SIZE), choice.randint(1, SIZE)]
-        self._farthest = self._left = self._distance()
+        self._farthest = self._left = choice.randint(1, FARTHEST)
+        across = choice.randint(0, self._farthest)
+        self._goal = [self._robot[0] + across, self._robot[1] + self._farthest - across]
         return self._shown(None)
 
     def step(self, action: Move, timeout_s: float | None = None, **_: Any) -> Grid:

@@ -86,4 +86,8 @@ class GroupConfig(Flags):
             "give --overlong_limit: generated tokens of a whole trajectory that are too many",
         )
         for name in self.column_names:
-            require(name.isidentifier(), f"--columns has {name!r}", "use letters, digits and _ in a name")
+            require(
+                name.isidentifier(),
+                f"--columns has {name!r}",
+                "use letters, digits and _ in a name; the columns of a task file are named by --task_fields",
+            )

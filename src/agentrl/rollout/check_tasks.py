@@ -55,7 +55,7 @@ class CheckedTasks:
         for name, counted in self.names.items():
             value = getattr(task, name)
             if value is not None:
-                counted.update(scorer_weights(value) if name == "scorer" else [value])
+                counted.update([*scorer_weights(value)] if name == "scorer" else [value])
         decides = "".join(image.sha256 for image in task.images) + json.dumps(task.messages)
         if task.environment is not None:
             decides += json.dumps([task.environment, task.meta], sort_keys=True)

@@ -234,14 +234,22 @@ def _build_root(job: Job) -> None:
         os.symlink("pts/ptmx", f"{root}/dev/ptmx")
     with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
         linux.mount("proc", f"{root}/proc", "proc", plain_mount | linux.MS_NOEXEC)
+        _write(f"{root}/proc/sys/user/max_user_namespaces", "0")
+    for name in (
+        "sys",
+        "sysrq-trigger",
+        "irq",
+        "bus",
+        "fs",
+    ):  # where root inside is root outside all the same
+        with contextlib.suppress(OSError):
+            linux.bind_read_only(f"{root}/proc/{name}", f"{root}/proc/{name}")
     _names(job, root)
     os.mkdir("/tmp/root/.old", 0o700)
     linux.pivot_root("/tmp/root", "/tmp/root/.old")
     os.chdir("/")
     linux.detach("/.old")
     os.rmdir("/.old")
-    with contextlib.suppress(OSError):
-        _write("/proc/sys/user/max_user_namespaces", "0")
 
 
 def _names(job: Job, root: str) -> None:
