@@ -16,8 +16,10 @@ from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store
 
 
-async def train_two_steps(store: Store, run: RunConfig, flags: Sequence[str], folder: Path) -> None:
-    """Run ``agentrl train`` with an example's ``flags``; it must end with two committed steps."""
+async def train_steps(
+    store: Store, run: RunConfig, flags: Sequence[str], folder: Path, *, steps: int = 2
+) -> None:
+    """Run ``agentrl train`` with an example's ``flags``; it must end with this number of committed steps."""
     command = [
         sys.executable, "-m", "agentrl", "train", *flags, "--model_name_or_path",
         str(write_tiny_policy(folder)), "--db_connection_string", str(run.db_connection_string),
@@ -28,4 +30,4 @@ async def train_two_steps(store: Store, run: RunConfig, flags: Sequence[str], fo
         subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
+    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == steps

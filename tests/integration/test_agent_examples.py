@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from db_command import violations
 from environment_packages import needs_packages
-from example_training import train_two_steps
+from example_training import train_steps
 from fake_llm import fake_llm
 from loaded_tasks import load_tasks
 from test_sampling import Setting, quick, task
@@ -94,7 +94,7 @@ async def test_the_langgraph_example_samples_and_trains_two_steps(
     assert await violations(store) == []
     again = await rescore_run(store, RescoreOptions(dry_run=True))
     assert (again.errors, again.splits["train"].changed) == ([], 0)
-    await train_two_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, tmp_path / "model")
 
 
 def solve_and_judge() -> Callable[[str], str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from example_training import train_two_steps
+from example_training import train_steps
 from gateway_run import answerer_of
 from installed_harnesses import ROOT, call, require_harness
 from loaded_tasks import load_tasks
@@ -95,7 +95,7 @@ async def test_the_example_samples_and_trains_two_steps(
         record.failure for record in records
     ]
     assert sorted(record.score or 0.0 for record in records) == [0.0, 0.0, 1.0, 1.0]
-    await train_two_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, tmp_path / "model")
 
 
 @pytest.mark.parametrize("example", ["openai_agents", "claude_code"])
