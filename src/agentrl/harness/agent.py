@@ -17,17 +17,17 @@ from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
 from agentrl.environments.harbor.environment import Harbor
 from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
-from agentrl.harness.config import HarnessConfig, HarnessFile
+from agentrl.harness.config import TASK, HarnessConfig, HarnessFile
 from agentrl.harness.prepare import Prepared, prepare
 from agentrl.harness.result import score_files
 from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
+from agentrl.harness.task_container import TaskContainer
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
 from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
-from agentrl.tools.sandbox.changes import compare
 
 TASK_FILE: Final = "task.json"
 QUESTION_FILE: Final = "task.txt"
@@ -53,16 +53,10 @@ class CommandAgent:
 
     async def run(self, rollout: Rollout) -> Outcome:
         """Run the harness in a working directory of its own. Raises HarnessError for a failed attempt."""
-        if isinstance(rollout.environment, Harbor):
-            raise ConfigError(
-                f"task {rollout.task.task_id} brings a container, and the agent 'command' runs outside of it",
-                hint="use --agent_name react, or an agent of your own that calls rollout.environment.run",
-            )
         prepared = await asyncio.to_thread(prepare, rollout.agent_cfg_path)
         config = prepared.config
         passed = {name: os.environ[name] for name in config.pass_environment}
-        kind = ContainerSession if config.in_container else HarnessSession
-        async with kind(prepared) as session:
+        async with _session(prepared, rollout) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)
                 secrets = (endpoint.api_key, *(value for value in passed.values() if value))
@@ -93,6 +87,21 @@ class CommandAgent:
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)
+
+
+def _session(prepared: Prepared, rollout: Rollout) -> Session:
+    """Return where the harness runs. Raises ConfigError if only one of harness and task has a container."""
+    config, environment = prepared.config, rollout.environment
+    is_harbor = isinstance(environment, Harbor)
+    if is_harbor != (config.isolation == TASK):
+        brings = "brings a container" if is_harbor else "brings no container"
+        raise ConfigError(
+            f"task {rollout.task.task_id} {brings}, and {config.source} has isolation: {config.isolation}",
+            hint=f"isolation: {TASK} is that of Harbor's tasks, and of no others",
+        )
+    if isinstance(environment, Harbor):
+        return TaskContainer(prepared, environment)
+    return ContainerSession(prepared) if config.in_container else HarnessSession(prepared)
 
 
 async def is_up(url: str) -> bool:
@@ -129,7 +138,7 @@ def _variables(rollout: Rollout, endpoint: Endpoint, session: Session) -> dict[s
         "AGENTRL_MODEL": endpoint.model,
         "AGENTRL_TASK_FILE": f"{session.root}/{TASK_FILE}",
         "AGENTRL_QUESTION_FILE": f"{session.root}/{QUESTION_FILE}",
-        "AGENTRL_WORKSPACE": f"{session.root}/{WORKSPACE}",
+        "AGENTRL_WORKSPACE": session.workspace,
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
         "OPENAI_API_KEY": endpoint.api_key,
@@ -176,7 +185,7 @@ def _checked(run: CommandRun, rollout: Rollout) -> CommandRun:
 
 async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tuple[str, ...]) -> None:
     """Let the Record show the run and what it changed."""
-    changes = await asyncio.to_thread(compare, session.before, session.archive, WORKSPACE)
+    changes = await session.changes()
     rollout.harness_run = HarnessRun(
         run=run, changed_files=changes.files, changes=changes.count, diff=hide(changes.diff, secrets)
     )

@@ -76,6 +76,8 @@ def _one_of(expected: str) -> Discriminator:
     )  # fmt: skip
 
 
+TASK: Final = "task"
+"""``isolation`` of a harness that runs in the container of its task."""
 Command = Annotated[str | tuple[str, ...], BeforeValidator(_command)]
 Variable = Annotated[str, AfterValidator(_variable)]
 Below = Annotated[str, AfterValidator(_below)]
@@ -156,7 +158,8 @@ class HarnessConfig(Settings):
     path: Folders = ()
     visible: Folders = ()
     isolation: Text = "auto"
-    """``auto``, ``namespaces``, ``limits``, or the name of a container back end."""
+    """``auto``, ``namespaces``, ``limits``, the name of a container back end, or ``task``: the container that
+    a Harbor task brings."""
     image: Text | None = None
     rootfs: BesideFile | None = None
     container: Mapping[str, Any] = field(default_factory=dict)
@@ -173,10 +176,18 @@ class HarnessConfig(Settings):
     """The file itself."""
 
     def __post_init__(self) -> None:
-        if self.in_container:
+        if self.in_container or self.isolation == TASK:
             for name in ("path", "visible"):
                 if getattr(self, name):
                     raise wrong("left out with a container: put programs into the image", name)
+        if self.isolation == TASK:
+            if self.workspace != Workspace():
+                raise wrong("left out with isolation: task, which has the task's files", "workspace")
+            if self.score != "scorer":
+                raise wrong("scorer with isolation: task, whose tests give the score", "score")
+            if isinstance(self.answer, HarnessFile):
+                raise wrong("message or stdout with isolation: task", "answer")
+        if self.in_container:
             return
         for name in ("image", "rootfs", "container"):
             if getattr(self, name):
@@ -186,8 +197,8 @@ class HarnessConfig(Settings):
 
     @property
     def in_container(self) -> bool:
-        """Return whether commands run in containers."""
-        return self.isolation not in ("auto", "namespaces", "limits")
+        """Return whether commands run in containers of their own."""
+        return self.isolation not in ("auto", "namespaces", "limits", TASK)
 
     def container_spec(self, *, network: str, gateway: tuple[str, int] | None = None) -> ContainerSpec:
         """Return what the container of one command is made of."""

@@ -14,7 +14,7 @@ from typing import Final
 
 from agentrl.containers.base import CONTAINERS
 from agentrl.errors import ConfigError
-from agentrl.harness.config import HarnessConfig, ScoreCommand
+from agentrl.harness.config import TASK, HarnessConfig, ScoreCommand
 from agentrl.harness.workspace import build_base, keep_until_exit
 
 _ETC: Final = ("/etc/ssl", "/etc/ca-certificates", "/etc/hosts", "/etc/nsswitch.conf", "/etc/resolv.conf")
@@ -59,7 +59,8 @@ def prepare(path: Path | None) -> Prepared:
 
 
 def _prepare(config: HarnessConfig) -> Prepared:
-    own, visible = ([], []) if config.in_container else _programs(config)
+    in_container = config.in_container or config.isolation == TASK
+    own, visible = ([], []) if in_container else _programs(config)
     if config.in_container:
         try:
             kind = CONTAINERS.get(config.isolation)

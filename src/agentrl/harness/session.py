@@ -26,6 +26,7 @@ from agentrl.harness.config import Command
 from agentrl.harness.prepare import SYSTEM_PATH, Prepared, arguments_of
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files, keep
 from agentrl.processes import process_tree
+from agentrl.tools.sandbox.changes import Changes, compare
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, uses_namespaces
 from agentrl.tools.sandbox.namespaces import LOOPBACK, WORK
@@ -71,6 +72,15 @@ class Session(ABC):
     @abstractmethod
     def root(self) -> str:
         """The folder of the files, as commands see it."""
+
+    @property
+    def workspace(self) -> str:
+        """The working directory, as commands see it."""
+        return f"{self.root}/{WORKSPACE}"
+
+    async def changes(self) -> Changes:
+        """Return what differs in the working directory from its beginning."""
+        return await asyncio.to_thread(compare, self.before, self.archive, WORKSPACE)
 
     @abstractmethod
     def reachable(self, url: str) -> str:

@@ -98,12 +98,24 @@ class Harbor(Environment):
             raise ValueError(f"seconds is {seconds:g}; give a number up to {_LONGEST_BASH_SECONDS:g}")
         return output_text(await self.run([self._shell, "-c", f"exec 2>&1\n{command}"], seconds=seconds))
 
+    @property
+    def user(self) -> str | None:
+        """The user of the agent's commands; None: the container's own."""
+        return self._harbor.toml.agent.user
+
     async def run(self, command: list[str], *, seconds: float) -> Execution:
         """Run a command of the agent, as the agent's user."""
         return await self.container.run(
-            command, seconds=seconds, user=self._harbor.toml.agent.user, output_bytes=OUTPUT_BYTES,
+            command, seconds=seconds, user=self.user, output_bytes=OUTPUT_BYTES,
             shown_bytes=_SHOWN_BYTES,
         )  # fmt: skip
+
+    async def connect(self, gateway: tuple[str, int]) -> None:
+        """Start the container anew, from which the gateway can be reached, and nothing else."""
+        await self.container.stop()
+        spec = replace(self.container.spec, network="gateway", gateway=gateway)
+        self.container = type(self.container)(spec)
+        await self.setup()
 
     async def solve(self) -> Execution:
         """Run the task's own solution instead of an agent. Raises TaskEnvironmentError without one."""
