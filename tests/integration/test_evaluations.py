@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 TASKS = [
     {"id": "sum", "query": "1+1?", "answer": "2", "scorer": "exact", "tags": ["easy"]},
     {"id": "product", "query": "2*3?", "answer": "6", "scorer": "exact", "tags": ["easy", "times"]},
-    {"id": "text", "query": "Say a.", "answer": "a", "scorer": "f1"},
+    {"id": "text", "query": "Say yes.", "answer": "yes", "scorer": "f1"},
 ]
 SHORT = ("--max_new_tokens", "6", "--max_turns", "1", "--agent_name", "single_turn", "--tools", "")
 
