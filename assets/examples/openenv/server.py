@@ -53,7 +53,7 @@ class Robot(Environment):
         return self._shown(None)
 
     def step(self, action: Move, timeout_s: float | None = None, **_: Any) -> Grid:
-        """Move the robot; a word that is no move leaves it where it is."""
+        """Move the robot. Any other word leaves it in its place."""
         self._state.step_count += 1
         before = self._distance()
         across, up = MOVES.get(action.move.strip().lower(), (0, 0))

@@ -21,7 +21,7 @@ COPY_BYTES: Final = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerSpec:
-    """What a container is made of, and what its commands may use."""
+    """The image of a container, and the limits of its commands."""
 
     name: str
     """What it is for, such as ``harness``: letters that stand in its name."""
@@ -148,7 +148,7 @@ C = TypeVar("C", bound=type[Container])
 
 def _class(extension: Any) -> type[Container]:
     if not (inspect.isclass(extension) and issubclass(extension, Container)):
-        raise TypeError("it is no class that derives from agentrl.containers.base.Container")
+        raise TypeError("it does not derive from agentrl.containers.base.Container")
     if missing := sorted(extension.__abstractmethods__):
         raise TypeError(f"it has no method {missing[0]!r}")
     return extension

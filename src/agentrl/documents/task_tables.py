@@ -83,9 +83,10 @@ def _rows(file: Path) -> Iterator[bytes | BadTaskError]:
     if kind == "json":
         yield from _json_rows(TaskSource(file))
         return
-    if kind != "csv":
-        require("pyarrow", f"the task file {file}")
     try:
+        file.stat()  # a missing file is named before a missing package
+        if kind != "csv":
+            require("pyarrow", f"the task file {file}")
         yield from _csv_rows(file) if kind == "csv" else _arrow_rows(file, kind)
     except (OSError, ValueError, csv.Error) as error:  # pyarrow's errors are ValueErrors
         reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
