@@ -49,7 +49,12 @@ def parser() -> CommandParser:
         " the settings and the evaluation. The same command goes on after a kill.",
     )
     command.add_argument("file", metavar="FILE", type=Path, help="the sweep, YAML or JSON")
-    command.add_argument("--parallel", type=int, default=1, help="children at a time, each with as many of the visible GPUs (default: 1)")
+    command.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        help="children at a time, each with as many of the visible GPUs (default: 1)",
+    )
     command.add_argument("--state", action="store_true", help="show where the sweep is, and start nothing")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     command.add_argument(
