@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from memory_folder import memory_folder
 from pymongo import MongoClient
+from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
@@ -125,6 +126,13 @@ def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
         yield lambda name: dropped.append(pool.submit(client.drop_database, name))
         for future in dropped:
             future.result(60)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A ``python`` that starts in 0.1 s, for tests of commands as a person enters them."""
+    with warm_server(tmp_path_factory.mktemp("warm")) as python:
+        yield python
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """A ``python`` for commands of tests that has imported torch and agentrl already: it starts in 0.1 s.
 
-A server process imports once and forks itself for each ``python -m MODULE``. A program still has a process, a
-session, an environment and a folder of its own, starts others by ``sys.executable`` (the same ``python``), and
-may be signalled and killed as usual: its starter gets the signals and ends with it. All other command lines run
-the real Python.
+A server process imports once and forks itself for each ``python -m MODULE``. A program still has a process,
+a session, an environment and a folder of its own, and starts others by ``sys.executable``, the same
+``python``. It may be signalled and killed as usual: the starter passes signals on, and the program ends with
+it. All other command lines run the real Python.
 
     python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the starter's file
 """
@@ -25,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +32,9 @@ from typing import Any
 
 _IMPORTED = (
     "agentrl.cli.main", "agentrl.launch.processes", "agentrl.train.start", "agentrl.train.sft",
-    "agentrl.train.whatif", "agentrl.evaluation.blame", "agentrl.evaluation.command", "agentrl.rollout.sample",
-    "agentrl.teaching.teach", "agentrl.inference.serve", "agentrl.inference.engines.local.server",
+    "agentrl.train.whatif", "agentrl.evaluation.blame", "agentrl.evaluation.command",
+    "agentrl.rollout.sample", "agentrl.teaching.teach", "agentrl.inference.serve",
+    "agentrl.inference.engines.local.server",
     "agentrl.inference.engines.local.worker", "transformers.models.qwen3.modeling_qwen3",
 )  # fmt: skip
 _READY_SECONDS = 120.0
@@ -66,7 +66,7 @@ os._exit(code)
 
 
 @contextlib.contextmanager
-def warm_python(folder: Path) -> Iterator[Path]:
+def warm_server(folder: Path) -> Iterator[Path]:
     """Run the server; return the path of ``python`` in a ``bin`` folder below ``folder``."""
     starter, path = folder / "bin" / "python", folder / "socket"
     starter.parent.mkdir()
@@ -149,9 +149,6 @@ def _become(request: dict[str, Any]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as ended:
         code = ended.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
     if isinstance(code, str):
         print(code, file=sys.stderr)
     threading._shutdown()
