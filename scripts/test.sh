@@ -59,7 +59,7 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest -n 2 --dist loadfile "${apart[@]/#/--ignore=}")
+rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}")
 if step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}"; then
   exec "${rest[@]}"
 fi
