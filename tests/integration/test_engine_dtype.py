@@ -83,20 +83,19 @@ async def answers(client: EngineClient) -> list[Generation]:
 async def test_an_engine_started_on_a_version_equals_one_updated_to_it(
     kind: str, base: Path, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """It is updated from the version to the base and back: one server is both."""
     published, exact = trained
     async with AsyncExitStack() as stack:
         try:
-            engine = await start(kind, published, tmp_path / "engine.log", stack)
+            updated = await start(kind, base, tmp_path / "updated.log", stack)
         except ConfigError as error:
             if kind in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
                 raise
             pytest.skip(str(error))
-        found = await answers(engine)
-        await engine.update_weights(str(base), 1)
-        before = await answers(engine)
-        await engine.update_weights(str(published), 2)
-        after = await answers(engine)
+        before = await answers(updated)
+        await updated.update_weights(str(published), 1)
+        after = await answers(updated)
+        started = await start(kind, published, tmp_path / "started.log", stack)
+        found = await answers(started)
     assert [item.logprobs for item in after] != [item.logprobs for item in before]
     assert [item.output_ids for item in found] == [item.output_ids for item in after]
     assert [item.logprobs for item in found] == [item.logprobs for item in after]
