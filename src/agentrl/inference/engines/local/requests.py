@@ -19,6 +19,11 @@ async def bad_request(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
 
+async def refusal(_: Request, error: Exception) -> JSONResponse:
+    """Answer an AgentRLError: what is served stays as it was."""
+    return JSONResponse({"success": False, "message": str(error).split("\n")[0]}, status_code=400)
+
+
 async def read_json(request: Request) -> dict[str, Any]:
     """Return the body, a JSON object. Raises BadRequestError."""
     try:
