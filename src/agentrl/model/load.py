@@ -26,7 +26,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, first_line
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
@@ -136,7 +136,7 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}",
+            f"the tokenizer of {folder} cannot be loaded: {first_line(error)}",
             hint="check its tokenizer.json and tokenizer_config.json",
         ) from error
     template = _own_template(config)
@@ -218,7 +218,7 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"the model in {folder} cannot be loaded: {_first_line(error)}",
+            f"the model in {folder} cannot be loaded: {first_line(error)}",
             hint="check its config.json and weights; code of its own needs --trust_remote_code true",
         ) from error
 
@@ -239,10 +239,6 @@ def _own_template(config: ModelConfig) -> str | None:
             f"--chat_template {config.chat_template} cannot be read: {error.strerror}",
             hint="give an existing file",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_empty(model: Any) -> bool:

@@ -9,6 +9,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from agentrl.errors import first_line
+
 
 class BadRequestError(Exception):
     """The request is not valid; the answer has status 400."""
@@ -21,7 +23,7 @@ async def bad_request(_: Request, error: Exception) -> JSONResponse:
 
 async def refusal(_: Request, error: Exception) -> JSONResponse:
     """Answer an AgentRLError: what is served stays as it was."""
-    return JSONResponse({"success": False, "message": str(error).split("\n")[0]}, status_code=400)
+    return JSONResponse({"success": False, "message": first_line(error)}, status_code=400)
 
 
 async def read_json(request: Request) -> dict[str, Any]:
