@@ -114,20 +114,17 @@ def load_policy(
             hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
-    if reads_images(model.config):
-        if is_adapted:
-            raise ModelError(
-                "--lora_rank with a vision model has not been tested",
-                hint="leave it out, or freeze parts with --freeze",
-            )
-        pixels = PixelReader(base)
-        return Policy(model, tokenizer, base, template, pixels=pixels, source=source, own_dtype=own_dtype)
-    if adapter is None or not is_adapted:
-        return Policy(model, tokenizer, base, template, source=source, own_dtype=own_dtype)
-
-    with placeholders(model) if is_empty else nullcontext():
-        added = add_adapter(model, adapter, base, weights)
-    return Policy(model, tokenizer, base, template, added, source=source, own_dtype=own_dtype)
+    pixels = PixelReader(base) if reads_images(model.config) else None
+    if is_adapted and pixels is not None:
+        raise ModelError(
+            "--lora_rank with a vision model has not been tested",
+            hint="leave it out, or freeze parts with --freeze",
+        )
+    added = None
+    if adapter is not None and is_adapted:
+        with placeholders(model) if is_empty else nullcontext():
+            added = add_adapter(model, adapter, base, weights)
+    return Policy(model, tokenizer, base, template, added, pixels, source, own_dtype)
 
 
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:
