@@ -123,7 +123,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         for item in tensors:
             if item.end - item.begin != math.prod(item.shape) * item.dtype.itemsize or item.end > len(data):
                 raise ValueError(f"the size of {item.name} is wrong")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, PublishError) as error:
         raise _unusable(path, error) from error
     finally:
         os.close(descriptor)
