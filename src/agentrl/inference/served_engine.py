@@ -125,13 +125,7 @@ class ServedEngine:
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
         while True:
-            if isinstance(self._process, AttachedEngine):
-                await self._process.check(self._client)
-            elif self._process.returncode is not None:
-                code, tail = self._process.returncode, self._process.log_tail()
-                raise EngineError(
-                    f"the engine ended with exit code {code}:\n{tail}", hint=f"see {self._process.log_file}"
-                )
+            await self._process.check(self._client)
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _send_heartbeats(self) -> None:

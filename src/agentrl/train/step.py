@@ -65,22 +65,25 @@ class FrozenLogprobs:
         """Return the forests with the logprobs attached, float32[T] in the CPU's memory."""
         attached = list(forests)
         if self.start:
-            found = _to_host(policy.logprobs(attached, options))
+            computed = policy.logprobs(attached, options)
             attached = [
-                replace(forest, start_logprob=own) for forest, own in zip(attached, found, strict=True)
+                replace(forest, start_logprob=_to_numpy(logprobs))
+                for forest, (logprobs, _) in zip(attached, computed, strict=True)
             ]
         if self.reference is not None:
             # The reference is another model: its own routers choose, as they would if it sampled.
             free = [replace(forest, routing=None) for forest in attached]
-            found = _to_host(self.reference.logprobs(policy, free, options))
+            computed = self.reference.logprobs(policy, free, options)
             attached = [
-                replace(forest, reference_logprob=own) for forest, own in zip(attached, found, strict=True)
+                replace(forest, reference_logprob=_to_numpy(logprobs))
+                for forest, (logprobs, _) in zip(attached, computed, strict=True)
             ]
         return attached
 
 
-def _to_host(computed: Sequence[tuple[Tensor, Tensor]]) -> list[NDArray[np.float32]]:
-    return [logprobs.detach().float().cpu().numpy() for logprobs, _ in computed]
+def _to_numpy(logprobs: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = logprobs.detach().float().cpu().numpy()
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
 from agentrl.model.attention.sdpa import check_call, set_attention
+from agentrl.model.flops import ModelShape
 from agentrl.model.routing import routing_input
 
 IMPLEMENTATION = "agentrl_flex"
@@ -107,9 +108,7 @@ def has_flex(model: Any) -> bool:
     """Return whether FlexAttention has a kernel for the model, backward included: on CUDA."""
     if model.device.type != "cuda":
         return False
-    config = model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return bool(width >= MIN_HEAD_DIM)
+    return ModelShape.of(model.config).head_dim >= MIN_HEAD_DIM
 
 
 def run_flex(model: Any, forest: TokenForest) -> Tensor:
