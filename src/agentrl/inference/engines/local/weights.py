@@ -78,16 +78,13 @@ class LoadedWeights:
 
     async def update_from_disk(self, request: Request) -> JSONResponse:
         """Load other weights of the same shape."""
-        body = await read_json(request)
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str):
-            raise BadRequestError("update_weights_from_disk needs model_path")
-        flush = bool(body.get("flush_cache", True))
+        body = await read_json(request, model_path=str)
         async with self._updating:
-            model = await asyncio.to_thread(self.model.updated, path)
+            model = await asyncio.to_thread(self.model.updated, body["model_path"])
             if body.get("abort_all_requests"):
                 await self._worker.run(lambda scheduler: scheduler.abort(None))
-            await self._replace(model, version, flush)
+            flush = bool(body.get("flush_cache", True))
+            await self._replace(model, body.get("weight_version"), flush)
         scheduler = self._worker.scheduler
         paused = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0
         return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
@@ -103,25 +100,21 @@ class LoadedWeights:
 
         Requests go on. Raises ModelError if these are not the served weights, or cannot be changed in place.
         """
-        body = await read_json(request)
-        files, base = body.get("files"), body.get("base_version")
-        if not isinstance(files, list) or not isinstance(base, str):
-            raise BadRequestError("prepare_weight_delta needs files and base_version")
+        body = await read_json(request, files=list, base_version=str)
+        base, files = body["base_version"], [Path(file) for file in body["files"]]
         async with self._updating:
             served = self._worker.scheduler.version
             if served != base:
                 raise ModelError(f"the deltas change version {base}, and version {served} is served")
             try:
-                self._patch = await asyncio.to_thread(self.model.read_patch, [Path(file) for file in files])
+                self._patch = await asyncio.to_thread(self.model.read_patch, files)
             except OSError as error:
                 raise ModelError(str(error)) from error
         return _success()
 
     async def apply_delta(self, request: Request) -> JSONResponse:
         """Serve ``weight_version``, for which ``prepare_delta`` has read the changed elements."""
-        version = (await read_json(request)).get("weight_version")
-        if not isinstance(version, str):
-            raise BadRequestError("apply_weight_delta needs weight_version")
+        version = (await read_json(request, weight_version=str))["weight_version"]
         async with self._updating:
             patch, self._patch = self._patch, None
             if patch is None:
@@ -131,9 +124,7 @@ class LoadedWeights:
 
     async def update_version(self, request: Request) -> Response:
         """Set the version of the served weights."""
-        version = (await read_json(request)).get("new_version")
-        if not isinstance(version, str):
-            raise BadRequestError("update_weight_version needs new_version, a string")
+        version = (await read_json(request, new_version=str))["new_version"]
         await self._worker.run(lambda scheduler: setattr(scheduler, "version", version))
         message = f"Weight version is {version}."
         return JSONResponse({"success": True, "message": message, "new_version": version})
@@ -148,11 +139,8 @@ class LoadedWeights:
 
         SGLang's ``serialized_named_tensors`` are refused: they are pickles.
         """
-        body = await read_json(request)
-        file, name = body.get("file"), body.get("name")
-        if not isinstance(file, str) or not isinstance(name, str):
-            raise BadRequestError("update_weights_from_tensor needs file and name of a memory file")
-        return await self._take(body, lambda: open_memory_file(file, name).named())
+        body = await read_json(request, file=str, name=str)
+        return await self._take(body, lambda: open_memory_file(body["file"], body["name"]).named())
 
     async def join_group(self, request: Request) -> JSONResponse:
         """Join a group of two as rank 1; the trainer is rank 0."""
@@ -238,13 +226,12 @@ class LoadedWeights:
 
     async def load_adapter(self, request: Request) -> JSONResponse:
         """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
-        body = await read_json(request)
-        name, path = body.get("lora_name"), body.get("lora_path")
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise BadRequestError("load_lora_adapter needs lora_name and lora_path")
+        body = await read_json(request, lora_name=str, lora_path=str)
         async with self._updating:
             try:
-                adapter = await asyncio.to_thread(self.model.read_adapter, name, path)
+                adapter = await asyncio.to_thread(
+                    self.model.read_adapter, body["lora_name"], body["lora_path"]
+                )
                 await self._worker.run(lambda scheduler: scheduler.load_adapter(adapter))
             except AgentRLError as error:
                 return self._adapters(str(error))
