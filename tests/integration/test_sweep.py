@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,34 +53,34 @@ def children(sweep: Sweep) -> list[str]:
     return [sweep.child(setting, seed) for setting in sweep.all for seed in sweep.seeds]
 
 
-def start(*words: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([sys.executable, "-m", "agentrl", *words], env=environment)
-
-
-async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(run: StoredRun) -> None:
+async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(
+    run: StoredRun, warm_python: Path
+) -> None:
     """The first setting is killed in its first step; a what-if by hand has trained the second one before."""
     out = run.folder / "out"
-    words = [
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    sweep = [
+        str(warm_python), "-m", "agentrl",
         "sweep", str(run.folder / "sweep.yml"), "--output_dir", str(out), "--db_connection_string", run.uri,
     ]  # fmt: skip
     slow, same = children(read_sweep(run.folder / "sweep.yml"))
     run.whatif(same)
     trained = await run.steps(same)
-    process = start(*words)
+    process = subprocess.Popen(sweep, env=environment)
     try:
         async with await run.open(slow) as store:
             await until(lambda: store.steps.find(), 90)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(10)
-    state = json.loads(run.command(*words, "--state", "--json"))
+    shown = subprocess.run([*sweep, "--state", "--json"], env=environment, stdout=subprocess.PIPE, check=True)
+    state = json.loads(shown.stdout)
     assert not state["is_finished"]
     assert {each["run"]: each["is_trained"] for item in state["settings"] for each in item["runs"]} == {
         slow: False,
         same: True,
     }
-    run.command(*words, "--parallel", "2")
+    subprocess.run([*sweep, "--parallel", "2"], env=environment, check=True)
     found = json.loads((out / f"{run.name}_s.json").read_text())
     assert found["is_finished"]
     best, other = found["settings"]
