@@ -68,9 +68,9 @@ class ContainerSandbox:
                 await self._shell(container, "kill -9 -1; true")
             except ToolServerError:
                 await self.close()
-        code = done.exit_code if done.exit_code <= _SIGNALLED else _SIGNALLED - done.exit_code
-        exceeded = done.exceeded or ("memory" if code == -signal.SIGKILL else None)
-        return dataclasses.replace(done, exit_code=code, exceeded=exceeded)
+        exit_code = done.exit_code if done.exit_code <= _SIGNALLED else _SIGNALLED - done.exit_code
+        exceeded = done.exceeded or ("memory" if exit_code == -signal.SIGKILL else None)
+        return dataclasses.replace(done, exit_code=exit_code, exceeded=exceeded)
 
     async def close(self) -> None:
         """Remove the container. Idempotent."""
