@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -14,6 +13,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from agentrl.observe.terminal import MISSING, finite
 
 FIRST_SECONDS = 2.0
 """Work that is done by then shows nothing."""
@@ -130,7 +131,6 @@ def _show_bar(work: Work, out: TextIO, ended: threading.Event, began: float, sec
 
 
 HEADER_EVERY = 20
-MISSING = "–"
 _SECONDS = (
     "seconds_data", "seconds_forward_backward", "seconds_optimizer", "seconds_publish", "seconds_device",
 )  # fmt: skip
@@ -177,10 +177,8 @@ def _row(label: str, cells: list[str]) -> str:
 
 def metric_text(metrics: Mapping[str, Any], key: str, form: str) -> str:
     """Return ``metrics[key]`` in format ``form``; a dash if it is missing, not a number, or not finite."""
-    value = metrics.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return MISSING
-    return format(value, form)
+    value = finite(metrics.get(key))
+    return MISSING if value is None else format(value, form)
 
 
 def _show(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
