@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from agentrl.config.flags import names_in
 from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import (
     GroupConfig,
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     check_given(configs.given)
     from agentrl.observe.logging import setup
 
-    children = [name.strip() for name in (flags.compare or "").split(",") if name.strip()]
+    children = names_in(flags.compare)
     setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
     if children:
         return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
