@@ -82,7 +82,7 @@ def progress(
     out = stream or sys.stderr
     work, ended = Work(title, total, unit, measure), threading.Event()
     thread = threading.Thread(
-        target=_show, args=(work, out, ended, first_seconds, line_seconds), daemon=True, name="progress"
+        target=_draw, args=(work, out, ended, first_seconds, line_seconds), daemon=True, name="progress"
     )
     thread.start()
     try:
@@ -92,7 +92,7 @@ def progress(
         thread.join(1.0)
 
 
-def _show(work: Work, out: TextIO, ended: threading.Event, first_seconds: float, line_seconds: float) -> None:
+def _draw(work: Work, out: TextIO, ended: threading.Event, first_seconds: float, line_seconds: float) -> None:
     began = time.monotonic()
     if ended.wait(first_seconds):
         return
