@@ -17,7 +17,7 @@ from rich.text import Text
 from agentrl.config.commands import examples_text
 from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import JsonFlags, RunConfig, flag
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -100,9 +100,7 @@ def main(argv: list[str]) -> int:
         return 0
     page = argv[0]
     if page not in _PAGES:
-        nearest = difflib.get_close_matches(page, _PAGES, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "give one of: run, record, records, curve"
-        raise ConfigError(f"agentrl audit has no view {page!r}", hint=hint)
+        raise ConfigError(f"agentrl audit has no view {page!r}", hint=did_you_mean(page, _PAGES))
     shape = _PAGES[page]
     names = leading_words(argv[1:], shape.names)
     configs = parse(
