@@ -176,7 +176,7 @@ def _conclude(run: QuickstartRun, pace: Pace, code: int, *, is_over: bool) -> No
         raise pace.ended(done)
     if outcome is None:
         raise AgentRLError("the trainer ended before its first step", hint=f"its log is in {run.logs}")
-    _write_state(run, finished=True)  # the next quickstart starts a new one
+    close_run(run)
 
 
 def open_run(name: str | None, *, tiny: bool, steps: int | None, seed: int) -> QuickstartRun:
@@ -197,6 +197,11 @@ def open_run(name: str | None, *, tiny: bool, steps: int | None, seed: int) -> Q
         f"the run {name} is finished, or was started with other settings",
         hint="choose another --run_name, or leave it out to use the next free one",
     )
+
+
+def close_run(run: QuickstartRun) -> None:
+    """Mark a run as finished: the next quickstart starts a new one."""
+    _write_state(run, finished=True)
 
 
 def _write_state(run: QuickstartRun, *, finished: bool) -> QuickstartRun:
