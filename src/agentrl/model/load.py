@@ -100,7 +100,7 @@ def load_policy(
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and is_adapter(weights):
         raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was trained with")
-    own_dtype = _own_dtype(base)
+    own_dtype = getattr(torch, stored_dtype(base))
     if precision is None:
         dtype = resolve_dtype(config.dtype)
     else:
@@ -160,17 +160,6 @@ def disable_dropout(model: PreTrainedModel) -> None:
 def resolve_dtype(name: str) -> torch.dtype:
     """Return the dtype of trained weights that ``--dtype`` names; ``auto`` is float32."""
     return torch.bfloat16 if name == "bfloat16" else torch.float32
-
-
-def _own_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype in which ``folder`` stores its weights."""
-    try:
-        dtype: torch.dtype = getattr(torch, stored_dtype(folder))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the dtype of the weights in {folder} cannot be read: {error}", hint="restore its files"
-        ) from error
-    return dtype
 
 
 def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:

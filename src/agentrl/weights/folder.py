@@ -37,18 +37,24 @@ def stored_dtype(folder: Path) -> str:
     """Return the dtype of the model in ``folder``: float32, bfloat16 or float16.
 
     It is the one that config.json names; if it names none of these, the one of most weights in safetensors
-    files; float32 without such files. Raises OSError or ValueError if a file cannot be read.
+    files; float32 without such files. Raises ModelError if a file cannot be read.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for part in (config, config.get("text_config") or {}):
-        for key in _DTYPE_KEYS:
-            named = str(part.get(key)).removeprefix("torch.")
-            if named in _IN_FILES.values():
-                return named
     counts: Counter[str] = Counter()
-    for file in folder.glob("*.safetensors"):
-        for entry in read_header(file).values():
-            counts[entry["dtype"]] += math.prod(entry["shape"])
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        for part in (config, config.get("text_config") or {}):
+            for key in _DTYPE_KEYS:
+                named = str(part.get(key)).removeprefix("torch.")
+                if named in _IN_FILES.values():
+                    return named
+        for file in folder.glob("*.safetensors"):
+            for entry in read_header(file).values():
+                counts[entry["dtype"]] += math.prod(entry["shape"])
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is not a model folder: the dtype of its weights cannot be read: {error}",
+            hint="give a folder that save_pretrained wrote",
+        ) from error
     found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
     return found[0] if found else "float32"
 
