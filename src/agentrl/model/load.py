@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from agentrl.errors import ModelError, first_line
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
-from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
+from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 
@@ -211,7 +210,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 def _model_class(folder: Path) -> Any:
     """Return the class that loads a language model, or one with a vision tower."""
-    is_vision = "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_vision = "vision_config" in read_config(folder)
     return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
 
 

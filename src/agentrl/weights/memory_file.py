@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from agentrl.errors import PublishError
+from agentrl.errors import ModelError, PublishError, first_line
 from agentrl.weights.folder import read_header
 from agentrl.weights.tensor_checksums import file_header, raw, torch_dtype
 
@@ -123,7 +123,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         for item in tensors:
             if item.end - item.begin != math.prod(item.shape) * item.dtype.itemsize or item.end > len(data):
                 raise ValueError(f"the size of {item.name} is wrong")
-    except (OSError, ValueError, KeyError, TypeError, PublishError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ModelError, PublishError) as error:
         raise _unusable(path, error) from error
     finally:
         os.close(descriptor)
@@ -132,6 +132,6 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
 
 def _unusable(path: str, error: Exception) -> PublishError:
     return PublishError(
-        f"the weights in the trainer's memory, {path}, cannot be read: {error}",
+        f"the weights in the trainer's memory, {path}, cannot be read: {first_line(error)}",
         hint="run the trainer and the engine as one user, on one host and in one container",
     )

@@ -100,7 +100,7 @@ def test_engines_quantize_weights_and_load_new_ones_into_them(
 
 
 def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="is not a model folder: the dtype of its weights cannot be read"):
+    with pytest.raises(ModelError, match=r"is not a model folder: its config\.json cannot be read"):
         told(tmp_path, "local")
 
 
