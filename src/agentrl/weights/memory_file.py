@@ -7,6 +7,7 @@ uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of th
 from __future__ import annotations
 
 import fcntl
+import io
 import math
 import mmap
 import os
@@ -14,9 +15,12 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
 from agentrl.errors import ModelError, PublishError, first_line
@@ -62,6 +66,28 @@ class MemoryFile:
             group.append(item)
         if group:
             yield tuple(group)
+
+    def pickled(self, bucket: tuple[StoredTensor, ...]) -> tuple[Tensor, bytes]:
+        """Copy a bucket into shared memory; return it, and the ``flattened_bucket`` by which SGLang finds it.
+
+        Keep the first until SGLang has answered. The pickle needs ``file_system`` sharing: with descriptors,
+        which are torch's default, the server would have to authenticate as a child of this process.
+        """
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        first, end = bucket[0].begin, bucket[-1].end
+        shared = torch.empty(0, dtype=torch.uint8)
+        shared.set_(torch.UntypedStorage._new_shared(end - first))  # type: ignore[no-untyped-call]
+        shared.copy_(self.data[first:end])
+        metadata = [
+            SimpleNamespace(
+                name=item.name, shape=torch.Size(item.shape), dtype=item.dtype,
+                start_idx=item.begin - first, end_idx=item.end - first, numel=item.end - item.begin,
+            )
+            for item in bucket
+        ]  # fmt: skip
+        written = io.BytesIO()
+        ForkingPickler(written).dump({"flattened_tensor": shared, "metadata": metadata})
+        return shared, written.getvalue()
 
 
 def unflatten(item: StoredTensor, flat: Tensor) -> Tensor:
