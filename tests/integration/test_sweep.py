@@ -20,7 +20,7 @@ from waiting import until
 
 from agentrl.evaluation.sweep_file import Sweep, read_sweep
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 SWEEP = """
 name: s
