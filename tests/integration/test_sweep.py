@@ -20,7 +20,7 @@ from waiting import until
 
 from agentrl.evaluation.sweep_file import Sweep, read_sweep
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SWEEP = """
 name: s
