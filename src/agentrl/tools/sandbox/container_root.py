@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import stat
 
 from agentrl.tools.sandbox import linux
@@ -108,7 +109,10 @@ def _copy_tree(source: str, target: str) -> None:
 
 
 def become_user(user: int, group: int) -> None:
-    """Take a user and a group of the namespace; root instead of one that the host has not lent it."""
+    """Take a user and a group of the namespace; root instead of one that the host has not lent it.
+
+    A change of the user clears the signal at the parent's death, so it is set again.
+    """
     users = _mapped("uid")
     with contextlib.suppress(PermissionError):  # where the only user is the sampler's
         os.setgroups([])
@@ -116,6 +120,7 @@ def become_user(user: int, group: int) -> None:
     user = user if user < users else 0
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _mapped(kind: str) -> int:

@@ -37,6 +37,7 @@ from agentrl.tools.sandbox.program import (
 _NAMESPACES: Final = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 _POLL_SECONDS: Final = 0.5
 _KILL_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.005
 _START_SECONDS: Final = 60.0
 FIRST_USER: Final = 2_100_000_000
 """Root inside, on the host, where the sampler is root: an id that owns nothing else."""
@@ -120,6 +121,15 @@ def _start(job: Job, channel: socket.socket | None) -> tuple[int, Held]:
     theirs.close()
     if channel is not None:
         channel.close()
+    try:
+        return outer, _describe(job, outer, own, status)
+    except BaseException:
+        kill_tree(outer)
+        raise
+
+
+def _describe(job: Job, outer: int, own: socket.socket, status: int) -> Held:
+    """Map the users of a container that starts, open its namespaces, and wait until it has started."""
     own.settimeout(_START_SECONDS)
     descriptors: list[int] = []
     first = 0
@@ -137,7 +147,7 @@ def _start(job: Job, channel: socket.socket | None) -> tuple[int, Held]:
         report: dict[str, Any] = json.loads(reader.readline() or b'{"error": "it ended at once"}')
     if "error" in report:
         raise OSError(report["error"])
-    return outer, Held(first, tuple(descriptors))
+    return Held(first, tuple(descriptors))
 
 
 def _map_users(child: int) -> None:
@@ -178,7 +188,6 @@ def _init(job: Job, holder: socket.socket, status: int) -> None:
         raise OSError("the holder of the container has ended")
     os.umask(0o022)
     build_root(job)
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user clears it
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     write_report(status, {"started": True})
     os.closerange(0, DESCRIPTORS)
@@ -215,8 +224,12 @@ class ContainerRun:
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill what the program has started, except what it has detached from itself; return the report."""
-        kill_tree(self.pid, spared=(self.pid,))
-        if not select.select([self.waits_on], [], [], _KILL_SECONDS)[0]:
+        deadline = time.monotonic() + _KILL_SECONDS
+        has_ended = False
+        while not has_ended and time.monotonic() < deadline:
+            kill_tree(self.pid, spared=(self.pid,))  # again: it may not have forked the program yet
+            has_ended = bool(select.select([self.waits_on], [], [], _LOOK_SECONDS)[0])
+        if not has_ended:
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         report = b""
@@ -272,7 +285,6 @@ def _program(job: Job, streams: Streams, status: int) -> None:
     if not keeps_rights:
         become_user(user, group)
         linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(job.cwd)
     environment = {**_ENVIRONMENT, "HOME": home, **job.environment}
     try:
