@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
-from agentrl.evaluation.sweep_file import HeldOut, Sweep, flag_words, launch_words
+from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
 from agentrl.processes import exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 
