@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from memory_folder import memory_folder
 from pymongo import MongoClient
+from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
@@ -40,11 +42,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"{unclosed}:pytest.PytestUnraisableExceptionWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a failed test of real processes once more: a busy machine delays them. The summary names it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run a failed test of real processes once more: a busy machine delays them. The summary names it.
+
+    With ``--no-loadscope-reorder``, where a process takes whole files, those whose tests may take longest
+    come first, then those of most tests: no process waits at the end for one that has just begun a long file.
+    """
     for item in items:
         if item.get_closest_marker("integration") or item.get_closest_marker("acceptance"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("loadscopereorder", True):
+        return
+    limits: dict[Path, list[float]] = {}
+    for item in items:
+        limits.setdefault(item.path, []).append(_limit(item))
+    items.sort(key=lambda item: (-max(limits[item.path]), -len(limits[item.path])))
+
+
+def _limit(item: pytest.Item) -> float:
+    """The seconds of the test's own ``timeout``; 0 without."""
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else float(marker.args[0])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -125,6 +143,21 @@ def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
         yield lambda name: dropped.append(pool.submit(client.drop_database, name))
         for future in dropped:
             future.result(60)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A ``python`` that starts in 0.1 s, for tests of commands as a person enters them."""
+    with warm_server(tmp_path_factory.mktemp("warm")) as python:
+        yield python
+
+
+@pytest.fixture(scope="module")
+def starts_warm(warm_python: Path) -> Iterator[None]:
+    """Let the file's tests start engines and commands by ``warm_python``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield
 
 
 @pytest.fixture
