@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentrl.tools.sandbox import linux, namespaces, seccomp
-from agentrl.tools.sandbox.container_root import become_user, build_root, write_text
+from agentrl.tools.sandbox.container_root import become_user, build_root
 from agentrl.tools.sandbox.program import (
     DESCRIPTORS,
     Job,
@@ -31,6 +31,7 @@ from agentrl.tools.sandbox.program import (
     limit_resources,
     memory_of,
     plain,
+    read_report,
     write_report,
 )
 
@@ -136,7 +137,7 @@ def _describe(job: Job, outer: int, own: socket.socket, status: int) -> Held:
     entered = [name for name in _NAMESPACES if (name, job.network) != ("net", "host")]
     with contextlib.closing(own):
         if own.recv(1) == b"m":
-            _map_users(outer)
+            namespaces.map_users(outer, f"0 {FIRST_USER} {USERS}", "0 {own} 1")
             own.sendall(b"m")
         text = own.recv(32)  # the id of the first process, which waits until its namespaces are open here
         if text:
@@ -150,24 +151,8 @@ def _describe(job: Job, outer: int, own: socket.socket, status: int) -> Held:
     return Held(first, tuple(descriptors))
 
 
-def _map_users(child: int) -> None:
-    is_root = os.geteuid() == 0
-    if not is_root:
-        write_text(f"/proc/{child}/setgroups", "deny")
-    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-        write_text(f"/proc/{child}/{kind}_map", f"0 {FIRST_USER} {USERS}" if is_root else f"0 {own} 1")
-
-
 def _outer(job: Job, holder: socket.socket, status: int, channel: socket.socket | None) -> None:
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    all_namespaces = namespaces.ALL & ~linux.CLONE_NEWNET if job.network == "host" else namespaces.ALL
-    linux.unshare(all_namespaces)
-    if job.network != "host":
-        namespaces.loopback_up()
-    if channel is not None and job.gateway is not None:
-        namespaces.listen_for(channel, job.gateway[1])
-        channel.close()
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    namespaces.enter(job, channel)
     holder.sendall(b"m")
     if holder.recv(1) != b"m":
         raise OSError("the users of the namespace cannot be mapped")
@@ -218,8 +203,7 @@ class ContainerRun:
     def over_files(self) -> bool:
         """Return whether the container's files are at their limit."""
         with contextlib.suppress(OSError):
-            disk = os.statvfs(f"/proc/{self._first}/root")
-            return disk.f_bavail == 0 or disk.f_favail == 0
+            return namespaces.is_full(f"/proc/{self._first}/root")
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
@@ -232,11 +216,7 @@ class ContainerRun:
         if not has_ended:
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        report = b""
-        while chunk := os.read(self.waits_on, 65536):
-            report += chunk
-        answer: dict[str, Any] = json.loads(report.partition(b"\n")[0]) if report else {}
-        return {"kept": True, **answer}
+        return {"kept": True, **read_report(self.waits_on)}
 
 
 def _enter(job: Job, streams: Streams, held: Held, status: int) -> None:
@@ -250,9 +230,8 @@ def _enter(job: Job, streams: Streams, held: Held, status: int) -> None:
         guarded(status, lambda: _program(job, streams, status))
     streams.close()
     _, code = os.waitpid(program, 0)
-    disk = os.statvfs("/")
-    is_full = disk.f_bavail == 0 or disk.f_favail == 0
-    write_report(status, {"status": os.waitstatus_to_exitcode(code), "kept": True, "full": is_full})
+    full = namespaces.is_full("/")
+    write_report(status, {"status": os.waitstatus_to_exitcode(code), "kept": True, "full": full})
     os._exit(0)
 
 
@@ -284,7 +263,7 @@ def _program(job: Job, streams: Streams, status: int) -> None:
         os.makedirs(job.cwd, exist_ok=True)
     if not keeps_rights:
         become_user(user, group)
-        linux.drop_capabilities()
+        linux.keep_capabilities(())
     os.chdir(job.cwd)
     environment = {**_ENVIRONMENT, "HOME": home, **job.environment}
     try:
