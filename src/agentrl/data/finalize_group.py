@@ -12,7 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +32,7 @@ from agentrl.scoring.groups import (
     dropped_by_filter,
     filtered_of,
     recorded_decisions,
+    rules_of,
     summarize,
 )
 from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
@@ -77,9 +78,7 @@ class GroupRules:
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
         """Return the rules of a finalized group; missing flags have their defaults."""
-        known = {field.name for field in fields(GroupConfig)}
-        config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
-        return cls(config=config, seed=int(rules.get("seed", 0)))
+        return cls(config=rules_of(rules), seed=int(rules.get("seed", 0)))
 
     def to_store(self) -> dict[str, Any]:
         """Return the rules as stored in ``Task.group.rules``."""
@@ -117,26 +116,20 @@ class GroupRules:
         outcomes = []
         masked: Counter[str] = Counter()
         for decision in decisions:
-            reasons = self._masked(by_id[decision.record_id], calls, decision)
+            record = by_id[decision.record_id]
+            own_calls = calls.get(record.id, ())
+            reasons = self._masked(record, own_calls, decision)
             masked.update(reasons)
-            own = columns.get(decision.record_id, ())
-            converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons, own)
-            if isinstance(converted, DBRecordData):
-                data.append(converted)
-                outcomes.append(
-                    RecordOutcome(
-                        record_id=decision.record_id,
-                        status=RecordStatus.READY,
-                        advantage=decision.advantage,
-                        turn_advantages=decision.turn_advantages,
-                    )
-                )
+            converted = self._convert(task, record, own_calls, decision, reasons, columns.get(record.id, ()))
+            outcome = RecordOutcome(record_id=record.id, status=RecordStatus.READY)
+            if isinstance(converted, str):
+                outcome = replace(outcome, status=RecordStatus.ABANDONED, because=converted)
             else:
-                outcomes.append(
-                    RecordOutcome(
-                        record_id=decision.record_id, status=RecordStatus.ABANDONED, because=converted
-                    )
+                data.append(converted)
+                outcome = replace(
+                    outcome, advantage=decision.advantage, turn_advantages=decision.turn_advantages
                 )
+            outcomes.append(outcome)
         summary = {
             **summarize(scored, failed, len(data), rules),
             "masked_calls": [
@@ -148,23 +141,18 @@ class GroupRules:
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
 
     def _masked(
-        self, record: Record, calls: Mapping[str, Sequence[DispatchedSamplingTask]], decision: Decision
+        self, record: Record, calls: Sequence[DispatchedSamplingTask], decision: Decision
     ) -> list[str]:
         """Return ``masked_calls`` of a Record that is trained, else an empty list."""
         if decision.advantage is None:
             return []
-        chosen = [call for call in calls.get(record.id, ()) if call.index not in record.untrained_calls]
+        chosen = [call for call in calls if call.index not in record.untrained_calls]
         return masked_calls(chosen, decision.advantage, self.config, decision.turn_advantages)
 
     def _convert(
-        self,
-        task: Task,
-        record: Record,
-        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
-        decision: Decision,
-        reasons: Sequence[str],
-        columns: Sequence[Column],
-    ) -> DBRecordData | str:
+        self, task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], decision: Decision,
+        reasons: Sequence[str], columns: Sequence[Column],
+    ) -> DBRecordData | str:  # fmt: skip
         """Return the training data, or why there are none."""
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
@@ -172,14 +160,9 @@ class GroupRules:
             return missing
         try:
             data = to_training_data(
-                task,
-                record,
-                calls.get(record.id, ()),
-                decision.advantage,
-                self.config,
-                turn_advantages=decision.turn_advantages,
-                columns=columns,
-            )
+                task, record, calls, decision.advantage, self.config,
+                turn_advantages=decision.turn_advantages, columns=columns,
+            )  # fmt: skip
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
             return error.message
@@ -299,10 +282,14 @@ def explain_difference(
         stored = TokenColumns.unpack(data.columns, data.trainable_tokens)
         names = ",".join(() if stored is None else stored.values)
         config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0, columns=names)
-    expected = to_training_data(
-        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages,
-        columns=columns,
+    task = Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
+    record = Record(
+        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
+        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
     )  # fmt: skip
+    expected = to_training_data(
+        task, record, calls, data.advantage, config, turn_advantages=data.turn_advantages, columns=columns
+    )
     if expected is None:
         return "its model calls have no token to train"
     return differences(data, expected)
@@ -321,14 +308,3 @@ def _difference(name: str, data: DBRecordData, expected: DBRecordData) -> str | 
     if name in _PACKED:
         return f"{name}: {len(found)} bytes that differ from the {len(wanted)} of its model calls"
     return f"{name}: {found}, from its model calls {wanted}"
-
-
-def _task(data: DBRecordData) -> Task:
-    return Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
-
-
-def _record(data: DBRecordData) -> Record:
-    return Record(
-        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
-        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
-    )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
+from agentrl.documents.base import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
@@ -102,8 +103,7 @@ class _FileTasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         if isinstance(index, slice):
             return [self._read(order) for order in range(*index.indices(len(self)))]
-        order = range(len(self))[index]
-        return self._read(order)
+        return self._read(range(len(self))[index])
 
     def _read(self, order: int) -> Task:
         try:
@@ -205,17 +205,21 @@ class _Reading:
         if code and not self._is_trusted:
             raise BadTaskError(f"it names Python code, {min(code)}, and others write this data: not imported")
         for name, known in self._known.items():
-            for part in _names(task, name):
-                _check_name(name, part, known)
+            for part in () if known is None else _names(task, name):
+                if part not in known and ":" not in part:
+                    listed = ", ".join(sorted(known))
+                    raise BadTaskError(f"{name} {part!r} is unknown; choose one of {listed}")
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
         self._ids.add(task.task_id)
         self.presets[preset] = self.presets.get(preset, 0) + 1
         if self.example is None and (says := self._rows.says(preset)):
+            query, answer, task_id = (
+                shortened(repr(value), _EXCERPT) for value in (task.query, task.answer, task.task_id)
+            )
             self.example = (
-                f"read as {preset}: {says}; first: {where}: query {_shown(task.query)}, answer"
-                f" {_shown(task.answer)}, id {_shown(task.task_id)}, scorer {task.scorer},"
-                f" answer_schema {task.answer_schema}"
+                f"read as {preset}: {says}; first: {where}: query {query}, answer {answer}, id {task_id},"
+                f" scorer {task.scorer}, answer_schema {task.answer_schema}"
             )
         for name, used in self.names.items():
             used.update(_names(task, name))
@@ -255,19 +259,9 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
     )
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
-
-
 def _names(task: Task, field: str) -> tuple[str, ...]:
     """Return what a field of the task names: every scorer of a weighted sum."""
     value = getattr(task, field)
     if value is None:
         return ()
     return tuple(scorer_weights(value)) if field == "scorer" else (value,)
-
-
-def _check_name(kind: str, name: str, known: Collection[str] | None) -> None:
-    if known is not None and name not in known and ":" not in name:
-        raise BadTaskError(f"{kind} {name!r} is unknown; choose one of {', '.join(sorted(known))}")

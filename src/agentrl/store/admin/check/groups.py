@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.config.schema import GroupConfig
 from agentrl.documents.base import is_finite
 from agentrl.documents.record import Record
 from agentrl.documents.run import OUTSIDE_VERSION
@@ -17,7 +15,7 @@ from agentrl.documents.status import EvaluationStatus, RecordStatus, SlotStatus,
 from agentrl.documents.task import Task
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.evaluation import pass_at_k
-from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
+from agentrl.scoring.groups import FAILED, decide_group, filtered_of, rules_of, summarize
 from agentrl.store.admin.check.reading import Section, Snapshot, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.check.trajectories import DEAD, SETTLED
@@ -119,12 +117,6 @@ def _advantages(
             yield Problem(name, "no advantage, since it is abandoned", None, advantage)
 
 
-def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
-    """Return the flags stored in ``Task.group.rules``."""
-    known = {field.name for field in dataclasses.fields(GroupConfig)}
-    return GroupConfig(**{key: value for key, value in rules.items() if key in known})
-
-
 def _record(document: Json) -> Record:
     """Return a Record with the fields that deciding a group needs."""
     known = {name: document[name] for name in _DECIDING if document.get(name) is not None}
@@ -178,14 +170,9 @@ class OutsideTokens(Section):
         for record in outside:
             evaluation = known.get(record["split"])
             if evaluation is None or evaluation["version"] is not None:
-                key, what, expected = (
-                    record["_id"],
-                    "tokens of a model folder",
-                    "an Evaluation of a model folder",
-                )
-                findings.wrong(
-                    Invariant.VERSIONS, key, f"Record {key}", what, expected, f"split {record['split']}"
-                )
+                key, what = record["_id"], "tokens of a model folder"
+                expected, found = "an Evaluation of a model folder", f"split {record['split']}"
+                findings.wrong(Invariant.VERSIONS, key, f"Record {key}", what, expected, found)
 
 
 async def _problems(moment: Snapshot, evaluation: Json) -> list[Problem]:
