@@ -205,8 +205,8 @@ class _Reading:
         if code and not self._is_trusted:
             raise BadTaskError(f"it names Python code, {min(code)}, and others write this data: not imported")
         for name, known in self._known.items():
-            for part in () if known is None else _names(task, name):
-                if part not in known and ":" not in part:
+            for part in _names(task, name):
+                if known is not None and part not in known and ":" not in part:
                     listed = ", ".join(sorted(known))
                     raise BadTaskError(f"{name} {part!r} is unknown; choose one of {listed}")
         if task.task_id in self._ids:

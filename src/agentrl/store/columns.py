@@ -62,12 +62,10 @@ class Columns(Repository):
             "$expr": _CLAIMABLE,
         }  # fmt: skip
         oldest = [("created_at", ASCENDING), ("_id", ASCENDING)]
-        found = self._collection(COLUMN).find(query, {"_id": 1}, sort=oldest, limit=limit)
         fields = {"status": ColumnStatus.RUNNING.value, "not_before": None}
         claims = []
-        for key in [document["_id"] async for document in found]:
-            lease = self._lease(key)
-            taken = await lease.take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
+        for key in await self._ids(COLUMN, query, sort=oldest, limit=limit):
+            taken = await self._lease(key).take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
             if taken is not None:
                 claims.append(ColumnClaim(Column.from_document(taken), owner))
         return claims

@@ -27,7 +27,7 @@ from agentrl.store.mechanics.lease import after, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
-from agentrl.store.selection import ease_after_group
+from agentrl.store.selection import BY_ORDER, ease_after_group
 
 DECIDE_SECONDS = 120.0
 """Time limit of ``decide`` for one group: a user's filter may hang."""
@@ -94,10 +94,7 @@ class Groups(Repository):
             query["epoch"] = epoch
         if unfilled := await tasks_with_unfilled(self._connection, split):
             query["_id"] = {"$nin": list(unfilled)}
-        cursor = self._collection(TASK).find(
-            query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
-        )
-        return [document["_id"] async for document in cursor]
+        return await self._ids(TASK, query, sort=BY_ORDER, limit=limit)
 
     @database_call
     async def stored(self, task_id: str) -> StoredGroup | None:

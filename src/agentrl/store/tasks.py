@@ -17,9 +17,9 @@ from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.epochs import Epochs, id_prefix
+from agentrl.store.epochs import Epochs
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.names import TASK, TOMBSTONE
 from agentrl.store.selection import BY_ORDER, sort_key
 
@@ -164,7 +164,7 @@ class Tasks(Repository):
     async def _withdrawn(self, split: str, epoch: int) -> set[str]:
         """Return the ids of the tasks that were withdrawn from an epoch."""
         stones = {"_id": id_prefix(task_key(split, epoch, "")), "kind": Withdrawn.TASK.value}
-        return {stone["_id"] async for stone in self._collection(TOMBSTONE).find(stones, {"_id": 1})}
+        return set(await self._ids(TOMBSTONE, stones))
 
     @database_call
     async def get(self, task_id: str) -> Task | None:

@@ -153,8 +153,7 @@ class Training(Repository):
             for query in (others, group):
                 marked += await self._update(query, stale, attempt)
         while old.spans == "all":
-            cursor = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_PER_UPDATE)
-            ids = [item["_id"] async for item in cursor]
+            ids = await self._ids(DATA, {**ready, **old.query}, limit=_DATA_PER_UPDATE)
             if not ids:
                 break
             marked += await self._update({**ready, "_id": {"$in": ids}}, stale, attempt)
@@ -184,8 +183,7 @@ class Training(Repository):
     @database_call
     async def present(self, ids: Sequence[str]) -> set[str]:
         """Return those of ``ids`` that exist."""
-        cursor = self._collection(DATA).find({"_id": {"$in": list(ids)}}, {"_id": 1})
-        return {document["_id"] async for document in cursor}
+        return set(await self._ids(DATA, {"_id": {"$in": list(ids)}}))
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
@@ -223,9 +221,8 @@ class Training(Repository):
         self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
     ) -> float | None:
         """Return the mean generated tokens of the scored Records among ``tasks`` or ``records``."""
-        query: Json = (
-            {"_id": {"$in": list(records or ())}} if tasks is None else {"task": {"$in": list(tasks)}}
-        )
+        field, keys = ("_id", records or ()) if tasks is None else ("task", tasks)
+        query: Json = {field: {"$in": list(keys)}}
         mean = {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}}
         groups = await self._aggregate(RECORD, {"$match": {**query, "score": {"$ne": None}}}, mean)
         return float(groups[0]["mean"]) if groups else None

@@ -99,8 +99,7 @@ class TrajectoryDataset(Repository):
         last = ""
         while True:
             query = {"_id": {"$gt": last}, "score": {"$ne": None}, "pruned_at": None}
-            cursor = self._collection(RECORD).find(query, sort=[("_id", 1)], limit=_PAGE)
-            records = [Record.from_document(document) async for document in cursor]
+            records = await self._all(Record, RECORD, query, sort=[("_id", 1)], limit=_PAGE)
             if not records:
                 return
             ids = [record.id for record in records]

@@ -13,13 +13,13 @@ from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
-from agentrl.store.epochs import id_prefix, unbegun
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.epochs import unbegun
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import (
     EPOCH,
@@ -203,12 +203,12 @@ class Fork(Repository):
         """Return the Tasks that the steps trained, and those without training data that they counted."""
         used: set[str] = set()
         async for document in self._collection(STEP).find({"_id": {"$in": list(steps)}}, {"data": 1}):
-            used |= {record.rsplit("/", 2)[0] for record in document["data"]}
+            used |= set(map(record_task, document["data"]))
         in_vain = {
             "status": TaskStatus.COMPLETED.value, "group.counted_at_step": {"$gt": 0, "$lte": step},
             "group.trained": 0,
         }  # fmt: skip
-        return used | {task["_id"] async for task in self._collection(TASK).find(in_vain, {"_id": 1})}
+        return used | set(await self._ids(TASK, in_vain))
 
     async def _task_pages(self) -> AsyncIterator[list[Json]]:
         last = ""

@@ -8,18 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ASCENDING, UpdateOne
+from pymongo import UpdateOne
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Begin, Task
+from agentrl.documents.task import Task
 from agentrl.errors import StoreError
-from agentrl.store.admin.reopen import (
+from agentrl.store.admin.regroup import (
     Blocker,
     GroupBlockedError,
     GroupChange,
     GroupChangedError,
+    decided,
     find_blocker,
     regroup,
     selection,
@@ -29,10 +30,10 @@ from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
+from agentrl.store.mechanics.slots import set_slots
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import read_records
-from agentrl.store.selection import ease_after_group
 
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
@@ -74,10 +75,7 @@ class Rescoring(Repository):
     ) -> list[str]:  # fmt: skip
         """Return the ``_id`` of the Tasks with Records to score; without a filter, of all."""
         query = _query(split, tasks, records, statuses)
-        pipeline: list[Json] = [
-            {"$match": query}, {"$group": {"_id": "$task"}}, {"$sort": {"_id": ASCENDING}},
-        ]  # fmt: skip
-        return [item["_id"] async for item in await self._collection(RECORD).aggregate(pipeline)]
+        return sorted(await self._collection(RECORD).distinct("task", query))
 
     @database_call
     async def group(
@@ -87,8 +85,7 @@ class Rescoring(Repository):
         document = await self._collection(TASK).find_one({"_id": task_id})
         if document is None:
             raise StoreError(f"there is no Task {task_id}")
-        query = _query(None, [task_id], records, statuses)
-        chosen = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
+        chosen = await self._all(Record, RECORD, _query(None, [task_id], records, statuses))
         calls = await read_model_calls(self._connection, [record.id for record in chosen])
         return StoredGroup(task=Task.from_document(document), records=tuple(chosen), calls=calls)
 
@@ -153,14 +150,12 @@ class Rescoring(Repository):
         await self._connection.transaction(lambda session: regroup(self._connection, task, change, session))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
-        notes = [
-            UpdateOne(
-                {"_id": record.id},
-                [{"$set": {"rescored": literal(_stored(scores[record.id]))}},
-                 {"$set": {"rescored.at": "$$NOW"}}],
-            )
-            for record in records
-        ]  # fmt: skip
+        notes = []
+        for record in records:
+            new = scores[record.id]
+            stored = literal({"score": new.score, "details": plain(new.details)})
+            note: list[Json] = [{"$set": {"rescored": stored}}, {"$set": {"rescored.at": "$$NOW"}}]
+            notes.append(UpdateOne({"_id": record.id}, note))
         await self._collection(RECORD).bulk_write(notes)
 
 
@@ -204,21 +199,7 @@ def _new_task(
     ]
     score = {"$switch": {"branches": branches, "default": "$$slot.score"}}
     is_scored = {"$eq": ["$$slot.status", SlotStatus.SCORED.value]}
-    slot = {"$cond": [is_scored, {"$mergeObjects": ["$$slot", {"score": score}]}, "$$slot"]}
-    changes: Json = {
-        "slots": {"$map": {"input": "$slots", "as": "slot", "in": slot}}, "updated_at": "$$NOW",
-    }  # fmt: skip
+    scored = set_slots(is_scored, {"score": score})
     if outcome is None:
-        return [{"$set": changes}]
-    if task.get("begun") and task.get("ease") is not None:
-        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
-    earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
-    group = {**earlier_group, **plain(outcome.summary)}
-    return [
-        {"$set": {**changes, "group": literal(group)}},
-        {"$set": {"group.rescored_at": "$$NOW"}},
-    ]
-
-
-def _stored(new: NewScore) -> Json:
-    return {"score": new.score, "details": plain(new.details)}
+        return [scored, {"$set": {"updated_at": "$$NOW"}}]
+    return [scored, {"$set": decided(task, outcome)}, {"$set": {"group.rescored_at": "$$NOW"}}]

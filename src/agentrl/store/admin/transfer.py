@@ -19,7 +19,6 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.family import CHILD_PREFIX
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
@@ -137,10 +136,9 @@ class Transfer(Repository):
             await family.adopt(self._connection.database.name, parent)
 
     async def _refuse_withdrawn(self, folder: Path, manifest: Manifest) -> None:
-        client = self._connection.client
-        reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
-        for name in sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES):
-            stones = await client[name][TOMBSTONE].find({}, {"created_at": 1}).to_list()
+        for name in await self._connection.databases():
+            database = self._connection.client[name]
+            stones = await database[TOMBSTONE].find({}, {"created_at": 1}).to_list()
             created = {stone["_id"]: stone["created_at"] for stone in stones}
             if found := withdrawn_in(folder, manifest, created):
                 raise StoreError(

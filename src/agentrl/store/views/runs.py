@@ -9,7 +9,6 @@ from typing import Literal
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
@@ -96,17 +95,14 @@ class Runs(Repository):
 
         An engine is alive while its heartbeat is not older than ``alive_seconds``.
         """
-        client = self._connection.client
         at = await self._connection.server_time()
-        reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
-        names = sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES)
         limit = asyncio.Semaphore(_AT_A_TIME)
 
         async def one(name: str) -> RunSummary | None:
             async with limit:
                 return await self._summary(name, at, alive_seconds)
 
-        summaries = await asyncio.gather(*(one(name) for name in names))
+        summaries = await asyncio.gather(*map(one, await self._connection.databases()))
         runs = [summary for summary in summaries if summary is not None]
         oldest = datetime.min.replace(tzinfo=UTC)
         return sorted(runs, key=lambda run: (run.active_at or oldest, run.name), reverse=True)
