@@ -79,8 +79,7 @@ def parser() -> CommandParser:
 
 async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Show what would go, ask, delete it, and say what to do next; return the exit code."""
-    from agentrl.data.exports import find_exports, withdraw_from
-    from agentrl.data.retract import delete_withdrawn
+    from agentrl.data.retract import delete_withdrawn, find_exports, withdraw_from
     from agentrl.observe.log_lines import remove_lines
     from agentrl.registry import allow_imports
     from agentrl.store.admin.retract import Retractions

@@ -13,10 +13,9 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from agentrl.config.schema import GroupConfig
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.trajectory_tree import masked_calls, to_training_data
 from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -35,7 +34,7 @@ from agentrl.scoring.groups import (
     rules_of,
     summarize,
 )
-from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
+from agentrl.store.groups import Decide, GroupOutcome, RecordOutcome, StoredGroup, slot_problem
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -84,19 +83,13 @@ class GroupRules:
         """Return the rules as stored in ``Task.group.rules``."""
         return {**asdict(self.config), "seed": self.seed}
 
-    def decide(
-        self,
-        task: Task,
-        records: Sequence[Record],
-        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
-        columns: Mapping[str, Sequence[Column]] = MappingProxyType({}),
-    ) -> GroupOutcome:
+    def decide(self, group: StoredGroup) -> GroupOutcome:
         """Decide a group. Deterministic: every process computes the same outcome.
 
         A group filter may not be deterministic, so its drops are stored (``Task.group.filtered``). Groups of
         ``TRAIN_SPLIT`` become training data; groups of other splits are only summarized.
         """
-        scored = [record for record in records if record.score is not None]
+        task, scored = group.task, [record for record in group.records if record.score is not None]
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
         rules = self.to_store()
         if task.split != TRAIN_SPLIT:
@@ -117,10 +110,9 @@ class GroupRules:
         masked: Counter[str] = Counter()
         for decision in decisions:
             record = by_id[decision.record_id]
-            own_calls = calls.get(record.id, ())
-            reasons = self._masked(record, own_calls, decision)
+            reasons = self._masked(group, record, decision)
             masked.update(reasons)
-            converted = self._convert(task, record, own_calls, decision, reasons, columns.get(record.id, ()))
+            converted = self._convert(group, record, decision, reasons)
             outcome = RecordOutcome(record_id=record.id, status=RecordStatus.READY)
             if isinstance(converted, str):
                 outcome = replace(outcome, status=RecordStatus.ABANDONED, because=converted)
@@ -140,27 +132,26 @@ class GroupRules:
         }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
 
-    def _masked(
-        self, record: Record, calls: Sequence[DispatchedSamplingTask], decision: Decision
-    ) -> list[str]:
+    def _masked(self, group: StoredGroup, record: Record, decision: Decision) -> list[str]:
         """Return ``masked_calls`` of a Record that is trained, else an empty list."""
         if decision.advantage is None:
             return []
+        calls = group.calls.get(record.id, ())
         chosen = [call for call in calls if call.index not in record.untrained_calls]
         return masked_calls(chosen, decision.advantage, self.config, decision.turn_advantages)
 
     def _convert(
-        self, task: Task, record: Record, calls: Sequence[DispatchedSamplingTask], decision: Decision,
-        reasons: Sequence[str], columns: Sequence[Column],
-    ) -> DBRecordData | str:  # fmt: skip
+        self, group: StoredGroup, record: Record, decision: Decision, reasons: Sequence[str]
+    ) -> DBRecordData | str:
         """Return the training data, or why there are none."""
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
+        columns = group.columns.get(record.id, ())
         if (missing := _missing_column(columns, self.config.column_names)) is not None:
             return missing
         try:
             data = to_training_data(
-                task, record, calls, decision.advantage, self.config,
+                group.task, record, group.calls.get(record.id, ()), decision.advantage, self.config,
                 turn_advantages=decision.turn_advantages, columns=columns,
             )  # fmt: skip
         except StoreError as error:
@@ -173,6 +164,17 @@ class GroupRules:
         if reasons:
             return f"no model call to train: {_listed(reasons)}, which the engine's logprobs leave out"
         return "no model call has an advantage to train with"
+
+
+def decide_stored(task: Task) -> Decide | None:
+    """Return the function that decides a finalized group by the rules that it stores; None without any."""
+    group = task.group or {}
+    if group.get("rules") is not None:
+        return GroupRules.stored(group["rules"]).decide
+    if task.split != TRAIN_SPLIT:
+        right = float(group.get("right_threshold", RIGHT_THRESHOLD))
+        return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
+    return None
 
 
 def _missing_column(columns: Sequence[Column], names: Sequence[str]) -> str | None:
@@ -230,12 +232,7 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
         return "trajectories of it were withdrawn after a step trained it (agentrl retract --rebuild)"
     if not isinstance(summary.get("rules"), Mapping):
         return "its Task does not hold the rules by which it was decided"
-    expected = {
-        item.id: item
-        for item in GroupRules.of_group(summary)
-        .decide(group.task, group.records, group.calls, group.columns)
-        .data
-    }
+    expected = {item.id: item for item in GroupRules.of_group(summary).decide(group).data}
     counts = {record.id: record.trained_count for record in group.records}
     for item in data:
         if item.id not in expected:

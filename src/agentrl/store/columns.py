@@ -131,11 +131,6 @@ class Columns(Repository):
         query: Json = {"status": {"$in": _UNFILLED}, **({} if name is None else {"name": name})}
         return await self._count_by("filler", COLUMN, query)
 
-    @database_call
-    async def of_records(self, record_ids: Sequence[str]) -> dict[str, tuple[Column, ...]]:
-        """Return the columns of each Record, with their values."""
-        return await read_columns(self._connection, record_ids)
-
     def _lease(self, key: str) -> DocumentLease:
         def lost(attempt: int) -> LeaseLostError:
             return LeaseLostError(

@@ -57,22 +57,16 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A Task, its Records, their model calls and their columns."""
+    """A Task, the Records of all attempts, and the model calls and columns of each Record by its ``_id``."""
 
     task: Task
-    records: tuple[Record, ...]
-    calls: Mapping[str, list[DispatchedSamplingTask]]
-    columns: Mapping[str, tuple[Column, ...]] = field(default_factory=dict)
+    records: Sequence[Record]
+    calls: Mapping[str, Sequence[DispatchedSamplingTask]] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Column]] = field(default_factory=dict)
 
 
-Decide = Callable[
-    [Task, list[Record], Mapping[str, list[DispatchedSamplingTask]], Mapping[str, tuple[Column, ...]]],
-    GroupOutcome,
-]
-"""A pure function: (task, Records of all attempts, model calls and columns by Record id) → outcome.
-
-It may run twice.
-"""
+Decide = Callable[[StoredGroup], GroupOutcome]
+"""A pure function, which may run twice."""
 
 
 class Groups(Repository):
@@ -209,11 +203,13 @@ class Groups(Repository):
 
     async def _read_group(self, document: Json) -> StoredGroup:
         task = Task.from_document(document)
-        records = tuple(await read_records(self._connection, task.id))
         scored = sorted(_scored_record_ids(task))
-        calls = await read_model_calls(self._connection, scored, readable=False)
-        columns = await read_columns(self._connection, scored)
-        return StoredGroup(task=task, records=records, calls=calls, columns=columns)
+        return StoredGroup(
+            task=task,
+            records=await read_records(self._connection, task.id),
+            calls=await read_model_calls(self._connection, scored, readable=False),
+            columns=await read_columns(self._connection, scored),
+        )
 
     async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
         """Return whether the group waits for a column; open those that are missing."""
@@ -274,9 +270,7 @@ async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
     """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
     try:
         async with asyncio.timeout(DECIDE_SECONDS):
-            return await asyncio.to_thread(
-                decide, group.task, list(group.records), group.calls, group.columns
-            )
+            return await asyncio.to_thread(decide, group)
     except TimeoutError as error:
         raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, Self
+from typing import Literal
 
 from pymongo import ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -40,11 +40,6 @@ class StaleVersions:
 
     ranges: tuple[tuple[int, int], ...]
     spans: Spans = "any"
-
-    @classmethod
-    def below(cls, version: int, spans: Spans = "any") -> Self:
-        """Return all versions below ``version`` as one range."""
-        return cls(((0, version - 1),) if version > 0 else (), spans)
 
     @property
     def query(self) -> Json:
@@ -233,12 +228,6 @@ class Training(Repository):
         sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
         groups = await self._aggregate(RECORD, {"$match": {"task": {"$in": list(tasks)}}}, {"$group": sums})
         return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
-
-    @database_call
-    async def counts(self, split: str) -> dict[DataStatus, int]:
-        """Return the number of DBRecordData per status; every status is a key."""
-        counts = await self._count_by("status", DATA, {"split": split})
-        return {status: counts.get(status, 0) for status in DataStatus}
 
     @database_call
     async def token_statistics(self, step: TrainStep) -> dict[str, TokenStatistics]:

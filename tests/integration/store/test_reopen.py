@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
-from ready_data import ready_data
+from ready_data import ready_data, statuses
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.record import Failure
@@ -89,7 +89,7 @@ async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     assert await violations(store) == []
     await run.score(store, await run.claim(store), 0.0)
     assert await finalize(store) == 1
-    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert (await statuses(store))[DataStatus.READY] == 4
     assert await violations(store) == []
 
 

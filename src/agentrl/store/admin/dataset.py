@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,27 +87,21 @@ class TrajectoryDataset(Repository):
             (temporary / FILE).parent.mkdir()
             schema = _schema()
             with pyarrow.parquet.ParquetWriter(temporary / FILE, schema, compression="zstd") as writer:
-                async for page in self._pages():
-                    writer.write_table(pyarrow.Table.from_pylist(page, schema=schema))
+                async for page in self._pages(RECORD, {"score": {"$ne": None}, "pruned_at": None}, _PAGE):
+                    written = await self._rows([Record.from_document(document) for document in page])
+                    writer.write_table(pyarrow.Table.from_pylist(written, schema=schema))
                     rows += len(page)
                     self._on_rows(len(page))
             readme = _README.format(file=FILE, run=self._connection.database.name, rows=f"{rows:,}")
             (temporary / "README.md").write_text(readme, encoding="utf-8")
         return rows
 
-    async def _pages(self) -> AsyncIterator[list[Json]]:
-        last = ""
-        while True:
-            query = {"_id": {"$gt": last}, "score": {"$ne": None}, "pruned_at": None}
-            records = await self._all(Record, RECORD, query, sort=[("_id", 1)], limit=_PAGE)
-            if not records:
-                return
-            ids = [record.id for record in records]
-            calls = await read_model_calls(self._connection, ids)
-            data = self._collection(DATA).find({"_id": {"$in": ids}}, {"trained_at_steps": 1})
-            steps = {document["_id"]: document["trained_at_steps"] async for document in data}
-            yield [_row(record, calls[record.id], steps.get(record.id, ())) for record in records]
-            last = ids[-1]
+    async def _rows(self, records: Sequence[Record]) -> list[Json]:
+        ids = [record.id for record in records]
+        calls = await read_model_calls(self._connection, ids)
+        data = self._collection(DATA).find({"_id": {"$in": ids}}, {"trained_at_steps": 1})
+        steps = {document["_id"]: document["trained_at_steps"] async for document in data}
+        return [_row(record, calls[record.id], steps.get(record.id, ())) for record in records]
 
 
 def _row(record: Record, calls: Sequence[DispatchedSamplingTask], steps: Sequence[int]) -> Json:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pymongo import ASCENDING, DESCENDING, UpdateOne
+from pymongo import DESCENDING, UpdateOne
 
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
-from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
+from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
@@ -73,7 +73,7 @@ class Fork(Repository):
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
-            flags = await self._collection(SETTINGS).find_one({"_id": "flags/train"}) or {}
+            flags = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
             every = flags.get("values", {}).get("save_steps")
             steps = ", ".join(map(str, sorted(found))) or "none"
             parent = await self._one(Relative, RUN, {"_id": PARENT})
@@ -185,7 +185,7 @@ class Fork(Repository):
         }
         used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
         total = 0
-        async for every in self._task_pages():
+        async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, {"_id": 1, "epoch": 1}):
             page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
@@ -209,20 +209,6 @@ class Fork(Repository):
             "group.trained": 0,
         }  # fmt: skip
         return used | set(await self._ids(TASK, in_vain))
-
-    async def _task_pages(self) -> AsyncIterator[list[Json]]:
-        last = ""
-        while True:
-            query = {"_id": {"$gt": last}, "split": _SPLIT}
-            cursor = self._collection(TASK).find(
-                query, {"_id": 1, "epoch": 1}, sort=[("_id", ASCENDING)], limit=_PAGE
-            )
-            page = await cursor.to_list()
-            if page:
-                yield page
-            if len(page) < _PAGE:
-                return
-            last = page[-1]["_id"]
 
     async def _restore_selection(self, child: Connection, inherited: Collection[str]) -> None:
         """Let ``--task_selection`` go on: the next number, and the ease of tasks that may be begun again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -11,13 +11,16 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
-from agentrl.documents.task import Begin
-from agentrl.store.groups import GroupOutcome, settle_records
+from agentrl.documents.task import Begin, Task
+from agentrl.store.groups import Decide, GroupOutcome, settle_records
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.selection import ease_after_group
+
+DecideTask = Callable[[Task], Decide | None]
+"""A finalized Task → the function that decides its group; None if its rules are unknown."""
 
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
 _SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from agentrl.documents.task import Task
 from agentrl.errors import StoreError
 from agentrl.store.admin.regroup import (
     Blocker,
+    DecideTask,
     GroupBlockedError,
     GroupChange,
     GroupChangedError,
@@ -26,7 +27,7 @@ from agentrl.store.admin.regroup import (
     selection,
 )
 from agentrl.store.columns import read_columns
-from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
@@ -39,9 +40,6 @@ _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
 """The statuses of a Record with a score."""
 _TRIES = 5
-
-DecideBy = Callable[[Mapping[str, Any] | None], Decide | None]
-"""``Task.group.rules`` → the function that decides the group; None if the rules are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +85,11 @@ class Rescoring(Repository):
             raise StoreError(f"there is no Task {task_id}")
         chosen = await self._all(Record, RECORD, _query(None, [task_id], records, statuses))
         calls = await read_model_calls(self._connection, [record.id for record in chosen])
-        return StoredGroup(task=Task.from_document(document), records=tuple(chosen), calls=calls)
+        return StoredGroup(task=Task.from_document(document), records=chosen, calls=calls)
 
     @database_call
     async def apply(
-        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, *, dry_run: bool = False
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideTask, *, dry_run: bool = False
     ) -> Rescored:
         """Write the new scores of one group in one transaction.
 
@@ -107,7 +105,7 @@ class Rescoring(Repository):
         )
 
     async def _apply(
-        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, dry_run: bool
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideTask, dry_run: bool
     ) -> Rescored:
         document = await self._collection(TASK).find_one({"_id": task_id})
         if document is None:
@@ -122,7 +120,8 @@ class Rescoring(Repository):
                 await self._write(document, earlier, scores, None)
             return Rescored(changed=len(earlier))
         kept_because = await find_blocker(self._connection, task_id)
-        decide = decide_by((document.get("group") or {}).get("rules"))
+        task = Task.from_document(document)
+        decide = decide_by(task)
         if kept_because is None and decide is None:
             kept_because = Blocker.NO_RULES
         if kept_because is not None or decide is None:
@@ -130,9 +129,9 @@ class Rescoring(Repository):
                 await self._note(earlier, scores)
             return Rescored(changed=len(earlier), kept_because=kept_because)
         live = [record.id for record in renewed if record.score is not None]
-        task = Task.from_document(document)
         calls = await read_model_calls(self._connection, live, readable=False)
-        outcome = decide(task, renewed, calls, await read_columns(self._connection, live))
+        columns = await read_columns(self._connection, live)
+        outcome = decide(StoredGroup(task=task, records=renewed, calls=calls, columns=columns))
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from operator import attrgetter
 from pathlib import Path
 
-from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
@@ -97,7 +96,8 @@ class Retention(Repository):
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
-            async for batch in self._batches(collection, query):
+            async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
+                batch = [document["_id"] for document in page]
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
 
@@ -112,13 +112,6 @@ class Retention(Repository):
                 at = {"trained_at_steps": {"$elemMatch": {"$gte": first, "$lte": child.steps[-1]}}}
                 needed.update(await self._collection(DATA).distinct("task", at))
         return sorted(needed)
-
-    async def _batches(self, collection: str, query: Json) -> AsyncIterator[list[str]]:
-        """Yield the ``_id`` of the documents that a query finds."""
-        last, order = "", [("_id", ASCENDING)]
-        while ids := await self._ids(collection, {**query, "_id": {"$gt": last}}, sort=order, limit=_BATCH):
-            yield ids
-            last = ids[-1]
 
     async def _planned_at(self, step: int) -> datetime | None:
         query = {"step": step, "status": {"$in": values(APPLIED_STEPS)}}

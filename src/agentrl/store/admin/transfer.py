@@ -153,7 +153,7 @@ class Transfer(Repository):
         """
         for name in await self._stored_collections():
             others = {"_id": {"$ne": SCHEMA}} if name == RUN else {}
-            source = (each async for each in self._pages(name) if name != RUN or each["_id"] != SCHEMA)
+            source = (each async for each in self._documents(name) if name != RUN or each["_id"] != SCHEMA)
             await self._insert(target[name], source)
             here = await self._collection(name).count_documents(others)
             there = await target[name].count_documents(others)
@@ -172,13 +172,13 @@ class Transfer(Repository):
         file = file_name(name)
         with (folder / file).open("wb") as stream:
             writer = LineWriter(stream)
-            async for document in self._pages(name, session):
+            async for document in self._documents(name, session):
                 writer.line(encode_line(bytes(document.raw)))
         return ExportedFile(
             collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
         )
 
-    async def _pages(
+    async def _documents(
         self, name: str, session: AsyncClientSession | None = None
     ) -> AsyncIterator[RawBSONDocument]:
         """Yield every document by ``_id``, with one query per page, so that each has its own time limit."""

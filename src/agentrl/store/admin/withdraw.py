@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -23,6 +23,7 @@ from agentrl.documents.task import Task, record_task
 from agentrl.errors import StoreError
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.admin.regroup import (
+    DecideTask,
     GroupBlockedError,
     GroupChange,
     GroupChangedError,
@@ -34,7 +35,7 @@ from agentrl.store.admin.regroup import (
 from agentrl.store.admin.retention import Retention, delete_beside
 from agentrl.store.admin.retract import batches
 from agentrl.store.columns import read_columns
-from agentrl.store.groups import Decide, GroupOutcome
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
@@ -56,9 +57,6 @@ from agentrl.store.trainer_lease import fenced
 
 _TRIES = 5
 _APPLIED = values(APPLIED_STEPS)
-
-DecideTask = Callable[[Task], Decide | None]
-"""A finalized Task → the function that decides its group; None if its rules are unknown."""
 
 
 class Withdrawing(Repository):
@@ -140,7 +138,8 @@ class Withdrawing(Repository):
         scored = [record.id for record in left if record.score is not None]
         calls = await read_model_calls(self._connection, scored, readable=False)
         columns = await read_columns(self._connection, scored)
-        return decide(Task.from_document(task), list(left), calls, columns)
+        group = StoredGroup(task=Task.from_document(task), records=left, calls=calls, columns=columns)
+        return decide(group)
 
     async def _regroup(
         self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,

@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
@@ -203,6 +203,18 @@ class Repository:
     async def _ids(self, name: str, query: Json, **options: Any) -> list[Any]:
         """Return the ``_id`` of each document of a collection that matches."""
         return [found["_id"] async for found in self._collection(name).find(query, {"_id": 1}, **options)]
+
+    async def _pages(
+        self, name: str, query: Json, size: int, fields: Json | None = None
+    ) -> AsyncIterator[list[Json]]:
+        """Yield the documents that match by ``_id``, at most ``size`` in each page and query."""
+        above: Json = {}
+        while True:
+            cursor = self._collection(name).find({**query, **above}, fields, sort=[("_id", 1)], limit=size)
+            if not (page := await cursor.to_list()):
+                return
+            yield page
+            above = {"_id": {"$gt": page[-1]["_id"]}}
 
     async def _aggregate(
         self, name: str, *stages: Json, session: AsyncClientSession | None = None

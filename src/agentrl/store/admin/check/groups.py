@@ -16,7 +16,7 @@ from agentrl.documents.task import Task
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.evaluation import pass_at_k
 from agentrl.scoring.groups import FAILED, decide_group, filtered_of, rules_of, summarize
-from agentrl.store.admin.check.reading import Section, Snapshot, differing
+from agentrl.store.admin.check.reading import Section, Snapshot, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.check.trajectories import DEAD, SETTLED
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
@@ -41,16 +41,10 @@ def score_problems(record: Json) -> Iterator[Problem]:
         yield Problem(name, f"no advantage, since it is {status}", None, record["advantage"])
     if status not in SETTLED | DEAD and score is not None:
         yield Problem(name, f"no score, since it is {status}", None, score)
-    if (status == RecordStatus.FAILED) != bool(record.get("failure")):
-        expected = "a failure" if status == RecordStatus.FAILED else None
-        yield Problem(
-            name, f"a failure if and only if it failed (it is {status})", expected, record.get("failure")
-        )
-    if (status == RecordStatus.ABANDONED) != bool(record.get("abandoned_because")):
-        expected = "a reason" if status == RecordStatus.ABANDONED else None
-        yield Problem(
-            name, "a reason if and only if it is abandoned", expected, record.get("abandoned_because")
-        )
+    what, failure = f"a failure if and only if it failed (it is {status})", record.get("failure") or None
+    yield from only_if(name, what, status == RecordStatus.FAILED, failure, "a failure")
+    what, reason = "a reason if and only if it is abandoned", record.get("abandoned_because") or None
+    yield from only_if(name, what, status == RecordStatus.ABANDONED, reason, "a reason")
 
 
 def _settled(name: str, record: Json) -> Iterator[Problem]:
@@ -67,10 +61,8 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     """Yield differences between a group's summary and its Records; ``trained`` counts its training data."""
     name, group = f"Task {task['_id']}", task.get("group")
     is_final = task["status"] == TaskStatus.COMPLETED
-    if is_final != bool(group):
-        expected = "a summary" if is_final else None
-        yield Problem(name, f"a group summary if and only if it is completed (it is {task['status']})",
-                      expected, group)  # fmt: skip
+    what = f"a group summary if and only if it is completed (it is {task['status']})"
+    yield from only_if(name, what, is_final, group or None, "a summary")
     if not is_final or not group:
         return
     scored = [_record(record) for record in records if record.get("score") is not None]

@@ -12,7 +12,7 @@ from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, Re
 from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
 from agentrl.scoring.groups import rules_of
-from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
+from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.columns import read_columns
@@ -114,14 +114,10 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
         yield Problem(name, what, DataStatus.TRAINED.value, status)
     if status == DataStatus.TRAINED and not count:
         yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
-    if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
-        what = f"a problem if and only if it is quarantined (it is {status})"
-        yield Problem(name, what, "a problem", data.get("problem"))
-    if (status == DataStatus.PLANNED) != (planned is not None):
-        expected = "a step" if status == DataStatus.PLANNED else None
-        yield Problem(
-            name, f"a planned_step if and only if it is planned (it is {status})", expected, planned
-        )
+    what = f"a problem if and only if it is quarantined (it is {status})"
+    yield from only_if(name, what, status == DataStatus.QUARANTINED, data.get("problem"), "a problem")
+    what = f"a planned_step if and only if it is planned (it is {status})"
+    yield from only_if(name, what, status == DataStatus.PLANNED, planned, "a step")
     yield from differing(
         f"Record {data['_id']}",
         [("last_trained_step", max(at_steps, default=None), record.get("last_trained_step"))],
@@ -190,10 +186,8 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
         yield Problem(name, "the time when it was committed", "a time", None)
     if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
         yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
-    if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
-        yield Problem(
-            name, f"pending if and only if it is committing (it is {status})", None, step.get("pending")
-        )
+    what = f"pending if and only if it is committing (it is {status})"
+    yield from only_if(name, what, status == StepStatus.COMMITTING, step.get("pending"))
     if status not in ACTIVE_STEPS:
         return
     named: Counter[str] = Counter(step["data"])
