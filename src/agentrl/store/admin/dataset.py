@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from agentrl.documents.images import text_of
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, conversation
 from agentrl.documents.record import Record
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError
@@ -105,16 +105,12 @@ class TrajectoryDataset(Repository):
 
 
 def _row(record: Record, calls: Sequence[DispatchedSamplingTask], steps: Sequence[int]) -> Json:
-    by_id = {call.id: call for call in calls}
-    messages: list[Json] = []
-    for call in calls:
-        parent = None if call.parent is None else by_id[call.parent]
-        messages += map(_message, [*full_messages(call, parent), {"role": "assistant", **call.response}])
     return {
         "id": record.id, "task_id": record.task.removeprefix(task_key(record.split, record.epoch, "")),
         "split": record.split, "epoch": record.epoch,
         "query": record.query, "answer": _json(record.answer), "final_answer": record.final_answer,
-        "messages": messages, "score": record.score, "advantage": record.advantage,
+        "messages": [*map(_message, conversation(calls))], "score": record.score,
+        "advantage": record.advantage,
         "status": record.shown_status, "trained": record.trained_count > 0, "trained_at_steps": list(steps),
         "min_policy_version": record.min_version, "max_policy_version": record.max_version,
         "turns": record.turns, "tool_calls": record.tool_calls, "generated_tokens": record.generated_tokens,

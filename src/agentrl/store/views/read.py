@@ -284,6 +284,14 @@ def _spread(item: TokenStatistics, tokens: int) -> StepValues:
     return StepValues(*spread)
 
 
+def token_versions(call: DispatchedSamplingTask, tokens: int) -> NDArray[np.int32]:
+    """Return int32[tokens]: the policy version of each generated token; ``NO_VERSION`` if unknown."""
+    versions = np.full(tokens, NO_VERSION, np.int32)
+    for span in call.versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
 def _tokens(
     call: DispatchedSamplingTask, spans: Sequence[TrainableSpan], values: Mapping[int, StepValues]
 ) -> CallTokens:
@@ -291,12 +299,10 @@ def _tokens(
     stored = unpack_floats(call.logprobs)
     logprobs = np.full(len(ids), np.nan, np.float32)
     logprobs[: len(stored)] = stored[: len(ids)]
-    versions = np.full(len(ids), NO_VERSION, np.int32)
     advantages = np.full(len(ids), np.nan, np.float32)
     own = [span for span in spans if span.call == call.index]
     of_version = {span.version: span.advantage for span in own}
     for span in call.versions:
-        versions[span.start : span.end] = span.version
         advantages[span.start : span.end] = of_version.get(span.version, np.nan)
     end = max((span.end for span in own), default=0)  # a call's last token is trained
     here = slice(end - len(ids), end)
@@ -306,5 +312,6 @@ def _tokens(
         if end >= len(ids)
     }
     return CallTokens(
-        call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages, values=of_steps
-    )
+        call=call, ids=ids, logprobs=logprobs, versions=token_versions(call, len(ids)),
+        advantages=advantages, values=of_steps,
+    )  # fmt: skip
