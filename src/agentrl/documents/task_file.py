@@ -50,13 +50,11 @@ class ReadResult:
 class _FileTasks(Sequence[Task]):
     """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
-    def __init__(
-        self, source: TaskSource, rows: TaskRows, split: str, epoch: int, num_generations: int
-    ) -> None:
+    def __init__(self, source: TaskSource, rows: TaskRows, split: str, num_generations: int) -> None:
         self._source = source
         self._rows = rows
         self._folder = source.folder
-        self._task_arguments = (split, epoch, num_generations, self._folder)
+        self._task_arguments = (split, num_generations, self._folder)
         self._numbers = array("Q")
         self._offsets = array("Q")
         self._lengths = array("Q")
@@ -116,7 +114,7 @@ class _FileTasks(Sequence[Task]):
 
 
 def read_tasks(
-    path: str | Path, *, split: str = "train", epoch: int = 0, seed: int = 0, shuffle: bool = True,
+    path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
     source: TaskSource | None = None, rows: TaskRows | None = None,
@@ -125,14 +123,14 @@ def read_tasks(
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
     ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
-    order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
+    order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
     ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one.
     """
     source = source or TaskSource(Path(path))
     rows = rows or TaskRows()
     known = {"scorer": known_scorers, "agent_name": known_agents}
-    tasks = _FileTasks(source, rows, split, epoch, num_generations)
+    tasks = _FileTasks(source, rows, split, num_generations)
     reading = _Reading(tasks, known, rows, source.is_trusted)
     for item in source.items():
         where = source.where(item.line)
@@ -141,7 +139,7 @@ def read_tasks(
                 raise item.value
             value, preset = rows.read(item.value, item.number)
             reading.look(item.value)
-            task = make_task(value, split, epoch, num_generations, source.folder)
+            task = make_task(value, split, num_generations, source.folder)
             reading.add(task, where, preset)
             if check is not None:
                 check(task, item)
@@ -155,7 +153,7 @@ def read_tasks(
     if not len(tasks):
         raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')
     if shuffle:
-        tasks.shuffle(f"{seed}/{epoch}")
+        tasks.shuffle(f"{seed}/0")  # as epoch 0 of ``Epochs.open``
     return ReadResult(
         tasks, tuple(reading.bad), reading.warnings(), reading.names, tasks.images,
         reading.presets, reading.example,

@@ -227,8 +227,8 @@ def nearest_field(name: str) -> str | None:
     return nearest[0] if nearest else None
 
 
-def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: Path | None = None) -> Task:
-    """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError.
+def make_task(item: Any, split: str, num_generations: int, folder: Path | None = None) -> Task:
+    """Return the Task of one JSON value, in epoch 0 with ``order`` 0. Raises BadTaskError.
 
     Paths of images are relative to ``folder``.
     """
@@ -245,10 +245,10 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
     system_prompt = chat.system if fields.system_prompt is None else fields.system_prompt
     is_played, tools = fields.environment is not None, fields.tools
     return Task(
-        id=task_key(split, epoch, fields.id),
+        id=task_key(split, 0, fields.id),
         task_id=fields.id,
         split=split,
-        epoch=epoch,
+        epoch=0,
         order=0,
         query=query,
         answer=_answer(fields.answer),

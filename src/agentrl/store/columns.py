@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import product
 
 from pymongo import ASCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.column import Column, TopLogprobs, column_key
 from agentrl.documents.model_call import pack_floats
@@ -141,15 +140,13 @@ class Columns(Repository):
         return DocumentLease(self._collection(COLUMN), key, lost)
 
 
-async def read_columns(
-    connection: Connection, record_ids: Sequence[str], session: AsyncClientSession | None = None
-) -> dict[str, tuple[Column, ...]]:
+async def read_columns(connection: Connection, record_ids: Sequence[str]) -> dict[str, tuple[Column, ...]]:
     """Return the columns of each Record that has any, by name, with their values."""
     blobs = Blobs(connection, COLUMN)
     query = {"record": {"$in": list(record_ids)}}
     found: dict[str, tuple[Column, ...]] = {}
     order = [("record", ASCENDING), ("name", ASCENDING)]
-    async for document in connection.collection(COLUMN).find(query, sort=order, session=session):
+    async for document in connection.collection(COLUMN).find(query, sort=order):
         column = Column.from_document(await blobs.restore(document))
         found[column.record] = (*found.get(column.record, ()), column)
     return found

@@ -57,7 +57,7 @@ async def check_solutions(source: TaskSource, line: int | None, *, at_once: int)
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            tasks.append(make_task(item.value, "try", 0, 1))
+            tasks.append(make_task(item.value, "try", 1))
         except BadTaskError as error:
             print(f"refused  {clean(str(error))}")
     if not tasks or any(task.environment != NAME for task in tasks):
