@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.."
 apart=(tests/unit tests/exactness tests/fake_gpu tests/unmoved tests/integration/store tests/integration/dashboard
   tests/integration/test_bench_quick.py)
 
-# What tests need outside .venv, and the site: done while .venv is installed and checks run. Exit status 4: no npm.
+# What the second run needs outside .venv, and the site: done until it begins. Exit status 4: no npm.
 install_others() {
   bash scripts/setup_sglang.sh || return 1
   bash scripts/setup_harnesses.sh mini-swe-agent openai-agents || return 1
@@ -49,6 +49,9 @@ elif [ $# -gt 0 ]; then
 fi
 
 step bash scripts/audit_dependencies.sh
+failed=0
+step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}" || failed=1
+
 code=0
 wait "$others" || code=$?
 trap - EXIT
@@ -59,10 +62,8 @@ case $code in
   *) exit "$code" ;;
 esac
 
-rest=("$bin/python" -m pytest -n 2 --dist loadfile "${apart[@]/#/--ignore=}")
-if step "$bin/python" -m pytest -n 2 --dist worksteal "${apart[@]}"; then
-  exec "${rest[@]}"
-fi
+rest=("$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${apart[@]/#/--ignore=}")
+[ "$failed" = 1 ] || exec "${rest[@]}"
 step "${rest[@]}" || true
 echo "test: tests failed in the first of the two runs, ${apart[*]}: see its summary above" >&2
 exit 1

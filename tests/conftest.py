@@ -40,11 +40,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", f"{unclosed}:pytest.PytestUnraisableExceptionWarning")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a failed test of real processes once more: a busy machine delays them. The summary names it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run a failed test of real processes once more: a busy machine delays them. The summary names it.
+
+    With ``--no-loadscope-reorder``, where a process takes whole files, those whose tests may take longest
+    come first, then those of most tests: no process waits at the end for one that has just begun a long file.
+    """
     for item in items:
         if item.get_closest_marker("integration") or item.get_closest_marker("acceptance"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("loadscopereorder", True):
+        return
+    limits: dict[Path, list[float]] = {}
+    for item in items:
+        limits.setdefault(item.path, []).append(_limit(item))
+    items.sort(key=lambda item: (-max(limits[item.path]), -len(limits[item.path])))
+
+
+def _limit(item: pytest.Item) -> float:
+    """The seconds of the test's own ``timeout``; 0 without."""
+    marker = item.get_closest_marker("timeout")
+    return 0.0 if marker is None else float(marker.args[0])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -19,15 +19,16 @@ _THREADS = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
 
 
 def run_forked(
-    program: Sequence[str], arguments: Sequence[str], log: Path, seconds: float
+    program: Sequence[str], arguments: Sequence[str], log: Path, seconds: float, **environment: str
 ) -> tuple[int, str]:
     """Run ``-m MODULE`` or ``-c CODE`` with ``arguments``; return the exit code and the output.
 
-    ``log`` receives the output. Raises TimeoutError after ``seconds``, and kills the process.
+    ``log`` receives the output; the program finds ``environment`` in its own. Raises TimeoutError after
+    ``seconds``, and kills the process.
     """
     os.environ.update(_THREADS)
     _SERVER.set_forkserver_preload(_PRELOADED)
-    process = _SERVER.Process(target=_run, args=(tuple(program), tuple(arguments), str(log)))
+    process = _SERVER.Process(target=_run, args=(tuple(program), tuple(arguments), str(log), environment))
     process.start()
     process.join(seconds)
     code = process.exitcode
@@ -41,8 +42,9 @@ def run_forked(
     return code, output
 
 
-def _run(program: Sequence[str], arguments: Sequence[str], log: str) -> None:
+def _run(program: Sequence[str], arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
     """Do in the fork what ``python`` does with ``program`` and ``arguments``."""
+    os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for stream in (1, 2):
         os.dup2(descriptor, stream)

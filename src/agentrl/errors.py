@@ -104,6 +104,11 @@ class AgentRLError(Exception):
         return f"{self.message}\n  → {self.hint}" if self.hint else self.message
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(name: object, known: Iterable[object]) -> str | None:
     """Return the hint that names the known name nearest to a misspelt one; None if none is near."""
     import difflib

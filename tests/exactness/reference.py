@@ -135,7 +135,7 @@ def _loss(
         mask=torch.ones_like(row, dtype=torch.bool),
         trajectories=rows,
     )
-    whole = Denominators.of(batch.mask, row)
+    whole = Denominators(int(batch.mask.sum()), torch.unique(row[batch.mask]).numel())
     return reduce_losses(token_losses(batch, settings).losses, batch.mask, row, rows, whole, settings)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -14,9 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from agentrl.data.forest import TokenForest
 from agentrl.data.planner import SequenceRows, build_micro_batches
 from agentrl.distributed.mesh import Layout, Mesh
 from agentrl.distributed.parallel_model import ParallelModel
+from agentrl.documents.training import DBRecordData
 from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 from agentrl.train.step import forward_backward
@@ -80,6 +82,31 @@ def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
         return list(pool.map(work, range(count)))
 
 
+def on_ranks(
+    model: Any,
+    forests: list[TokenForest],
+    options: LossSettings,
+    ranks: int,
+    data: Sequence[DBRecordData] = (),
+) -> tuple[list[dict[str, Any]], Computed]:
+    """Return the ranks' reports of one update, and its loss and summed gradients."""
+    meeting = Meeting(ranks)
+    models = [copy.deepcopy(model) for _ in range(ranks)]
+    reports = in_threads(
+        lambda rank: forward_backward(
+            ParallelModel(models[rank], ThreadMesh(meeting, rank, ranks)), forests[rank::ranks], options,
+            data=data,
+        ),
+        ranks,
+    )  # fmt: skip
+    parameters = [dict(each.named_parameters()) for each in models]
+    gradients = {
+        name: torch.stack([grad for each in parameters if (grad := each[name].grad) is not None]).sum(0)
+        for name in parameters[0]
+    }
+    return reports, Computed(reports[0]["loss"], gradients)
+
+
 @pytest.mark.parametrize("loss", PER_TRAJECTORY)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
@@ -101,21 +128,9 @@ def test_ranks_add_up_to_the_plain_step(
         data, longest_sequence(data) + room, vocab_size=VOCABULARY, merging=merging, ranks=ranks, ages=AGES,
         rows=rows,
     )  # fmt: skip
-    meeting = Meeting(ranks)
-    models = [copy.deepcopy(model) for _ in range(ranks)]
-    reports = in_threads(
-        lambda rank: forward_backward(
-            ParallelModel(models[rank], ThreadMesh(meeting, rank, ranks)), forests[rank::ranks], options
-        ),
-        ranks,
-    )
-    parameters = [dict(each.named_parameters()) for each in models]
-    gradients = {
-        name: torch.stack([grad for each in parameters if (grad := each[name].grad) is not None]).sum(0)
-        for name in parameters[0]
-    }
+    reports, computed = on_ranks(model, forests, options, ranks)
     assert len({report["loss"] for report in reports}) == 1
-    assert Computed(reports[0]["loss"], gradients).deviation(plain_step(model, data, options)) <= LIMIT
+    assert computed.deviation(plain_step(model, data, options)) <= LIMIT
 
 
 @pytest.mark.parametrize("loss", PER_TRAJECTORY)

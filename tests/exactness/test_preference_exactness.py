@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,15 +13,13 @@ from hypothesis import strategies as st
 
 from agentrl.data.forest import TokenForest
 from agentrl.data.planner import SequenceRows, build_micro_batches
-from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.model_call import unpack_floats, unpack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.losses.settings import LossSettings
-from agentrl.train.step import forward_backward
 from exactness.models import VOCABULARY, tiny_model
-from exactness.reference import AGES, Computed, longest_sequence, path_to, taken
+from exactness.reference import AGES, longest_sequence, path_to, taken
 from exactness.steps import make_step, random_shape
-from exactness.test_plan_exactness import Meeting, ThreadMesh, in_threads
+from exactness.test_plan_exactness import on_ranks
 
 pytestmark = [pytest.mark.exactness, pytest.mark.timeout(300)]
 
@@ -105,19 +102,6 @@ def test_a_step_equals_the_formula(
         rows=rows,
     )  # fmt: skip
     forests = [referenced(forest) for forest in forests]
-    meeting = Meeting(ranks)
-    models = [copy.deepcopy(model) for _ in range(ranks)]
-    reports = in_threads(
-        lambda rank: forward_backward(
-            ParallelModel(models[rank], ThreadMesh(meeting, rank, ranks)), forests[rank::ranks], options,
-            data=data,
-        ),
-        ranks,
-    )  # fmt: skip
-    parameters = [dict(each.named_parameters()) for each in models]
-    gradients = {
-        name: torch.stack([grad for each in parameters if (grad := each[name].grad) is not None]).sum(0)
-        for name in parameters[0]
-    }
-    assert Computed(reports[0]["loss"], gradients).deviation(expected) <= LIMIT
+    reports, computed = on_ranks(model, forests, options, ranks, data)
+    assert computed.deviation(expected) <= LIMIT
     assert reports[0]["trajectories"] == len(data)

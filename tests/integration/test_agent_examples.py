@@ -15,6 +15,7 @@ from example_training import train_steps
 from fake_llm import fake_llm
 from loaded_tasks import load_tasks
 from test_sampling import Setting, quick, task
+from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
@@ -94,7 +95,7 @@ async def test_the_langgraph_example_samples_and_trains_two_steps(
     assert await violations(store) == []
     again = await rescore_run(store, RescoreOptions(dry_run=True))
     assert (again.errors, again.splits["train"].changed) == ([], 0)
-    await train_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, write_tiny_policy(tmp_path / "model"))
 
 
 def solve_and_judge() -> Callable[[str], str]:

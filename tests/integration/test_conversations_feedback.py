@@ -18,6 +18,7 @@ from gateway_run import answerer_of
 from ready_data import statuses
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, quick, task, until
+from tiny_policy import write_tiny_policy
 
 from agentrl.config.agent import AgentConfig, GatewayConfig
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
@@ -309,7 +310,7 @@ async def test_the_chat_example_trains_two_steps(
         "--config", str(EXAMPLE / "run.yml"), "--run_name", store.run_name, "--groups_per_step", "2",
         "--max_steps", "2", "--publish_steps", "2", "--data_wait_seconds", "60",
     ]  # fmt: skip
-    await train_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, write_tiny_policy(tmp_path / "model"))
     first, second = await store.steps.find()
     assert first.metrics["loss"] == pytest.approx(0.5, abs=1e-3)
     assert second.metrics["kl_reference"] > 0.0

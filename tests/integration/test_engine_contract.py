@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_policy import (
@@ -48,6 +49,7 @@ from agentrl.inference.live_weights import LiveLoader
 from agentrl.inference.router import EngineRouter
 from agentrl.model.lora import add_adapter
 from agentrl.rollout.prompts import Budget
+from agentrl.teaching.engines import FolderTeacher, HttpTeacher
 from agentrl.weights.live import LiveHolder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -541,6 +543,27 @@ async def test_a_cut_connection_loses_no_token_that_was_sent(served: Served, eng
         rest = await direct.generate([*prompt(21), *part.output_ids], SHORT, "rest")
     assert_logprobs(served.first, [*prompt(21), *part.output_ids], rest)
     await until(lambda: idle(engine))
+
+
+async def test_a_server_as_a_teacher_scores_as_its_folder_does(served: Served) -> None:
+    if served.kind == "local":
+        pytest.skip("teachers are served by SGLang and vLLM")
+    nobody, teacher = (
+        HttpTeacher(f"http://127.0.0.1:{free_port('127.0.0.1')}", 60.0),
+        HttpTeacher(served.url, 60.0),
+    )
+    with pytest.raises(EngineError) as down:
+        await nobody.folder()
+    assert down.value.outage is not None
+    assert await teacher.folder() == served.first
+    for top in (0, 3):
+        found, wanted = await asyncio.gather(
+            teacher.score(prompt(22), 3, top), FolderTeacher(Path(served.first)).score(prompt(22), 3, top)
+        )
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-2)
+        assert [set(row) for row in found.top] == [set(row) for row in wanted.top]
+    await nobody.close()
+    await teacher.close()
 
 
 async def test_an_engine_that_dies_is_an_outage_with_the_tokens_that_it_sent(served: Served) -> None:

@@ -72,30 +72,33 @@ async def start(kind: str, folder: Path, log: Path, stack: AsyncExitStack) -> En
     return client
 
 
-async def answers(client: EngineClient) -> list[Generation]:
-    return [
-        await client.generate([token % 250 for token in prompt(seed)], GREEDY, f"greedy-{seed}")
+async def answers(client: EngineClient, name: str) -> list[Generation]:
+    made = [
+        await client.generate([token % 250 for token in prompt(seed)], GREEDY, f"{name}-{seed}")
         for seed in (3, 4, 5)
     ]
+    assert [item.finish_reason for item in made] == ["length"] * 3
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_an_engine_started_on_a_version_equals_one_updated_to_it(
     kind: str, base: Path, trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """It is updated from the version to the base and back: one server is both."""
     published, exact = trained
     async with AsyncExitStack() as stack:
         try:
-            updated = await start(kind, base, tmp_path / "updated.log", stack)
+            engine = await start(kind, published, tmp_path / "engine.log", stack)
         except ConfigError as error:
             if kind in os.environ.get("AGENTRL_REQUIRE_ENGINES", "").split(","):
                 raise
             pytest.skip(str(error))
-        before = await answers(updated)
-        await updated.update_weights(str(published), 1)
-        after = await answers(updated)
-        started = await start(kind, published, tmp_path / "started.log", stack)
-        found = await answers(started)
+        found = await answers(engine, "started")
+        await engine.update_weights(str(base), 1)
+        before = await answers(engine, "base")
+        await engine.update_weights(str(published), 2)
+        after = await answers(engine, "updated")
     assert [item.logprobs for item in after] != [item.logprobs for item in before]
     assert [item.output_ids for item in found] == [item.output_ids for item in after]
     assert [item.logprobs for item in found] == [item.logprobs for item in after]

@@ -12,6 +12,7 @@ from environment_packages import needs_packages
 from example_training import train_steps
 from loaded_tasks import load_tasks
 from test_sampling import Setting, quick
+from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
@@ -77,7 +78,7 @@ async def test_the_example_samples_and_trains_two_steps(
     assert len(records) == 16
     assert all(record.score is not None and record.failure is None for record in records)
     assert sum(record.status is RecordStatus.READY for record in records) >= 8
-    await train_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, write_tiny_policy(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("example", ["reasoning_gym_mixture", "textarena_game", "openenv"])

@@ -12,6 +12,7 @@ import pytest
 from example_training import train_steps
 from loaded_tasks import load_tasks
 from test_sampling import Setting, quick
+from tiny_policy import write_tiny_policy
 
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, RunConfig, TaskConfig, ToolConfig
@@ -67,4 +68,4 @@ async def test_rows_of_verl_are_sampled_scored_and_trained(
     ]
     assert all(record.status is RecordStatus.READY and record.failure is None for record in records)
     assert sorted(record.score for record in records if record.score is not None) == [0.0] * 6 + [1.0] * 6
-    await train_steps(store, run_config, flags, tmp_path / "model", steps=STEPS)
+    await train_steps(store, run_config, flags, write_tiny_policy(tmp_path / "model"), steps=STEPS)

@@ -1,6 +1,6 @@
-"""Trajectories through a real sglang-router in front of two local engines, and of two real SGLang servers.
+"""Trajectories through a real sglang-router in front of a real SGLang server and a local engine.
 
-They keep their engine, resume aborted calls, and lose no token when one of the engines dies.
+They keep their engine, resume aborted calls, and lose no token when SGLang's server dies.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,14 @@ def started(tmp_path: Path) -> Iterator[list[EngineProcess]]:
 
 
 @asynccontextmanager
-async def fleet(
-    kind: str, folder: str, python: str, started: list[EngineProcess], logs: Path
-) -> AsyncIterator[str]:
-    """Two engines registered at a router; yields the router's URL once it has both."""
-    config = EngineConfig(engine=kind, max_total_tokens=16384, inf_mem_ratio=0.1)  # type: ignore[arg-type]
+async def fleet(folder: str, python: str, started: list[EngineProcess], logs: Path) -> AsyncIterator[str]:
+    """SGLang and a local engine registered at a router; yields the router's URL once it has both."""
+    config = EngineConfig(max_total_tokens=16384, inf_mem_ratio=0.1)
     urls = []
-    for number in range(2):
+    for kind in ("sglang", "local"):
         port = free_port(config.host)
-        command = engine_command(folder, ModelConfig(), config, port)
-        started.append(EngineProcess(command, logs / f"{number}.log"))
+        command = engine_command(folder, ModelConfig(), replace(config, engine=kind), port)
+        started.append(EngineProcess(command, logs / f"{kind}.log"))
         urls.append(f"http://{config.host}:{port}")
     port, metrics = free_port(config.host), free_port(config.host)
     argv = [
@@ -107,11 +106,10 @@ async def no_engines() -> list[InferenceService]:
     return []
 
 
-@pytest.mark.parametrize("kind", ["local", "sglang"])
 async def test_trajectories_run_through_a_router(
-    kind: str, folder: str, router_python: str, started: list[EngineProcess], tmp_path: Path
+    folder: str, router_python: str, started: list[EngineProcess], tmp_path: Path
 ) -> None:
-    async with fleet(kind, folder, router_python, started, tmp_path) as url:
+    async with fleet(folder, router_python, started, tmp_path) as url:
         router = EngineRouter(no_engines, router_url=url, vocab_size=512, backoff=0.05)
         async with asyncio.timeout(240):
             counts = await asyncio.gather(*(turns(router, folder, number) for number in range(2)))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example_training import train_steps
 from rollout_fakes import FakeTools
 from served_engine import Served, serve_locally
 from tiny_vision import save_vision_model
@@ -29,7 +27,7 @@ from agentrl.config.schema import (
 from agentrl.data.finalize_group import explain_difference
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
-from agentrl.documents.status import RecordStatus, ServiceStatus, StepStatus
+from agentrl.documents.status import RecordStatus, ServiceStatus
 from agentrl.documents.task_file import read_tasks
 from agentrl.inference.router import EngineRouter
 from agentrl.rollout.finalizer import GroupFinalizer
@@ -108,17 +106,7 @@ async def test_the_example_samples_and_trains_two_steps(
     for item in await store.training.fetch([record.id for record in records]):
         assert len(item.images) == 1
         assert explain_difference(item, await store.model_calls.by_record(item.record), rules) is None
-    command = [
-        sys.executable, "-m", "agentrl", "train", *flags, "--model_name_or_path", str(folder),
-        "--db_connection_string", str(run_config.db_connection_string), "--output_dir",
-        str(run_config.output_dir), "--log_dir", run_config.log_dir,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    done = await asyncio.to_thread(
-        subprocess.run, command, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(await store.steps.find(status=StepStatus.COMMITTED)) == 2
+    await train_steps(store, run_config, flags, folder)
     latest = await store.policy_versions.latest()
     assert latest is not None
     assert (Path(latest.location) / "preprocessor_config.json").is_file()

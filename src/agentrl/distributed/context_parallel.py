@@ -17,10 +17,10 @@ from transformers import AttentionInterface
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.pipeline_stages import receiving
 from agentrl.distributed.rank_tokens import RankTokens, split_tokens
-from agentrl.errors import ConfigError, ModelError
+from agentrl.errors import ConfigError
 from agentrl.model.attention.executor import MaskLimits, check_compatibility
 from agentrl.model.attention.flex import BLOCK, block_attention, forest_block_mask, has_flex
-from agentrl.model.attention.sdpa import Segment, segment_mask, set_attention
+from agentrl.model.attention.sdpa import Segment, check_call, segment_mask, set_attention
 from agentrl.model.forward import ForwardOptions, forest_logprobs
 from agentrl.model.output_head import OutputHead
 from agentrl.model.routing import routing_input
@@ -113,14 +113,9 @@ def split_attention(
     SDPA per segment of ``segments``. Raises ModelError without either, and for a layer with capped scores or
     attention sinks.
     """
-    name = type(module).__name__
-    if exchange is None or (segments is None) == (block_mask is None):
-        raise ModelError(
-            f"{name} was called without a token exchange",
-            hint='call model.set_attn_implementation("sdpa") before the model is run elsewhere',
-        )
-    if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
+    lacks = exchange is None or (segments is None) == (block_mask is None)
+    check_call(module, "token exchange" if lacks else None, softcap, s_aux)
+    assert exchange is not None
     if block_mask is not None:
         key, value = exchange.gather_with_gradient(key, value)
         return block_attention(module, query, key, value, None, scaling=scaling, block_mask=block_mask)

@@ -14,6 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def _shard(module: Any, mesh: Mesh, holders: DeviceMesh, policy: MixedPrecisionP
         fully_shard(
             module,
             mesh=shards if mesh.layout.dp_replicate > 1 else shards["shard"],
-            shard_placement_fn=_even_shards(shards["shard"].size()),
+            shard_placement_fn=partial(_even_shard, shards["shard"].size()),
             mp_policy=policy or MixedPrecisionPolicy(),
         )
 
@@ -111,16 +112,10 @@ def _without_weights(module: nn.Module) -> Any:
     return copy.deepcopy(module, replacements | {id(config): config})
 
 
-def _even_shards(size: int) -> Any:
-    """Return the function that chooses FSDP's dimension: one within an expert, if ``size`` divides it."""
-
-    def choose(parameter: nn.Parameter) -> Shard:
-        sizes = enumerate(parameter.shape)
-        return Shard(
-            next((dimension for dimension, length in sizes if dimension > 0 and length % size == 0), 0)
-        )
-
-    return choose
+def _even_shard(size: int, parameter: nn.Parameter) -> Shard:
+    """Choose the dimension that FSDP shards: one within an expert, if ``size`` divides it."""
+    sizes = enumerate(parameter.shape)
+    return Shard(next((dimension for dimension, length in sizes if dimension > 0 and length % size == 0), 0))
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def sum_partial_gradients(model: nn.Module, group: ProcessGroup) -> None:
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), dist.ReduceOp.SUM, group)
+                dist.all_reduce(local_part(parameter.grad), dist.ReduceOp.SUM, group)
 
 
 def clip_gradients(
@@ -155,7 +155,7 @@ def clip_gradients(
     norm = gradient_norm(counted, stages)
     coefficient = max_norm / (norm + 1e-6)
     if gradients and math.isfinite(coefficient) and coefficient < 1.0:
-        torch._foreach_mul_([_local(gradient) for gradient in gradients], coefficient)
+        torch._foreach_mul_([local_part(gradient) for gradient in gradients], coefficient)
     return norm
 
 
@@ -167,7 +167,7 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
     buckets: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         split = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else ()
-        buckets[split].append(_local(gradient))
+        buckets[split].append(local_part(gradient))
     if not gradients and stages is None:
         return 0.0
     total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
@@ -186,5 +186,6 @@ def gradient_norm(gradients: Sequence[Tensor], stages: ProcessGroup | None = Non
     return math.sqrt(norm_squared) if norm_squared >= 0 else math.nan
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that may be split."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -89,14 +89,7 @@ def check_divides(name: str, config: Any, size: int) -> None:
     ):
         count = getattr(config, key, None)
         if count is not None and count % size:
-            raise ConfigError(
-                f"{name} has {count} {what}, which --tp_size {size} does not divide",
-                hint="choose a --tp_size that divides them" + _padding_hint(key, int(count), size),
-            )
-
-
-def _padding_hint(key: str, count: int, size: int) -> str:
-    if key != "vocab_size":
-        return ""
-    padded = -(-count // size) * size
-    return f", or resize the model's embeddings to {padded}"
+            hint = "choose a --tp_size that divides them"
+            if key == "vocab_size":
+                hint += f", or resize the model's embeddings to {-(-count // size) * size}"
+            raise ConfigError(f"{name} has {count} {what}, which --tp_size {size} does not divide", hint=hint)

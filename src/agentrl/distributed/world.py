@@ -35,7 +35,7 @@ from transformers import AutoConfig
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.distributed.mesh import plan_layout
-from agentrl.errors import ConfigError, TrainingError
+from agentrl.errors import ConfigError, TrainingError, first_line
 from agentrl.weights.folder import base_folder, stored_bytes
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class World:
             dist.broadcast_object_list(received, src=0, group=self.commands)
         except RuntimeError as error:
             raise TrainingError(
-                f"rank {self.rank} lost the connection to rank 0: {str(error).splitlines()[0]}",
+                f"rank {self.rank} lost the connection to rank 0: {first_line(error)}",
                 hint="see the log of rank 0, and start the trainer again: it resumes",
             ) from error
         name, arguments = received[0]

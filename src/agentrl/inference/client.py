@@ -39,11 +39,10 @@ from agentrl.inference.engine import (
     known_format,
     malformed,
 )
-from agentrl.inference.http import LARGEST_ANSWER, silent
+from agentrl.inference.http import LARGEST_ANSWER, refusal, silent
 
 log = logging.getLogger(__name__)
 
-_EXCERPT = 300
 _NO_MASKS = re.compile("sampling.(mask|support)", re.IGNORECASE)
 """What SGLang writes when it cannot return the masks that were asked for."""
 _ABORT_SECONDS = 5.0
@@ -189,7 +188,7 @@ class EngineClient(EngineControl):
                     if "error" in event:
                         error = event["error"]
                         details = error if isinstance(error, dict) else {"message": str(error)}
-                        raise self._failure(str(details.get("message")), details.get("code"))
+                        raise refusal(self.url, details.get("code"), str(details.get("message")))
                     have, now = len(collector.ids), time.monotonic()
                     with known_format(self.url, event):
                         chunk = self._fields(event, have)
@@ -206,13 +205,6 @@ class EngineClient(EngineControl):
         except EngineError as error:
             partial = collector.partial(time.monotonic() - start)
             raise EngineInterruptedError(error.message, partial, hint=error.hint) from error
-
-    def _failure(self, message: str, status: Any) -> EngineError:
-        """Return the error that an event of a stream reports, with the status that it would have had."""
-        text = f"engine {self.url} answered {status}: {message[:_EXCERPT]}"
-        if isinstance(status, int) and 400 <= status < 500:
-            return EngineRefusedError(text)
-        return EngineError(text)
 
     def _request(
         self,
@@ -249,7 +241,7 @@ class EngineClient(EngineControl):
         new = int(meta["completion_tokens"]) - have
         reason = meta["finish_reason"] or {}
         if reason.get("type") == "abort" and reason.get("status_code"):
-            raise self._failure(str(reason.get("message")), reason["status_code"])
+            raise refusal(self.url, reason["status_code"], str(reason.get("message")))
         rows = meta["output_token_logprobs"]
         if len(event["output_ids"]) < new or len(rows) < new:
             raise malformed(

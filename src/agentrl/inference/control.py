@@ -182,11 +182,7 @@ class EngineControl:
         """
         body = {"model_path": path, "weight_version": str(version), "flush_cache": True}
         seconds = max(self._timeout, await asyncio.to_thread(load_seconds, path))
-        answer = await self._post("/update_weights_from_disk", body, seconds)
-        if not answer.get("success", False):
-            raise EngineRefusedError(
-                f"engine {self.url} refused the weights in {path}: {answer.get('message')}"
-            )
+        await self._update_call("/update_weights_from_disk", body, seconds, f"the weights in {path}")
 
     async def prepare_delta(self, files: Sequence[Path], base: int) -> None:
         """Let the local engine read what deltas change in the weights of version ``base``, which it serves.
@@ -263,11 +259,11 @@ class EngineControl:
         await self._update_call("/update_weights_from_distributed", body, self._timeout)
 
     async def _update_call(
-        self, path: str, body: Mapping[str, Any], timeout: float = CONTROL_SECONDS
+        self, path: str, body: Mapping[str, Any], timeout: float = CONTROL_SECONDS, what: str | None = None
     ) -> None:
         answer = await self._post(path, body, timeout)
         if not answer.get("success", False):
-            raise EngineRefusedError(f"engine {self.url} refused {path}: {answer.get('message')}")
+            raise EngineRefusedError(f"engine {self.url} refused {what or path}: {answer.get('message')}")
 
     async def set_version(self, version: int) -> None:
         """Set the policy version of the served weights."""

@@ -236,7 +236,7 @@ class EngineHttp:
         except (OSError, ValueError) as error:
             raise _unreachable(where, error) from error
         if answer.status not in statuses:
-            raise _refusal(where, answer.status, received)
+            raise refusal(where, answer.status, _text(received))
         return answer.headers.get("content-type", ""), received
 
     async def stream(
@@ -261,7 +261,7 @@ class EngineHttp:
                 if answer.status != 200 or "event-stream" not in kind:
                     whole = await _limited(answer.pieces(), where)
                     if answer.status != 200:
-                        raise _refusal(where, answer.status, whole)
+                        raise refusal(where, answer.status, _text(whole))
                     if "json" not in kind:
                         raise malformed(where, f"with {kind or 'no content type'}: {_text(whole)}")
                     yield _object(whole, where)
@@ -335,9 +335,10 @@ def silent(where: str, seconds: float) -> EngineError:
     return EngineError(f"engine {where} sent no token for {seconds:g} s", outage=ENGINES)
 
 
-def _refusal(where: str, status: int, body: bytes) -> EngineError:
-    message = f"engine {where} answered {status}: {_text(body)}"
-    if 400 <= status < 500 and status not in (408, 429):
+def refusal(where: str, status: Any, text: str) -> EngineError:
+    """Return the error for an answer at the address ``where``, or an event of a stream, of this status."""
+    message = f"engine {where} answered {status}: {text[:_EXCERPT]}"
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
         return EngineRefusedError(message)
     return EngineError(message, outage=ENGINES)
 

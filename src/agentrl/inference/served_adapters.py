@@ -14,6 +14,7 @@ from agentrl.errors import EngineError, PublishError
 from agentrl.inference.control import EngineControl
 from agentrl.inference.engine import adapter_name
 from agentrl.weights.local_copy import LocalCopy, chain_to
+from agentrl.weights.merged import MERGED, merged_model
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -23,7 +24,6 @@ log = logging.getLogger(__name__)
 _KEPT = 4
 """Adapters of a run that stay loaded: a sampler names the one that it read a few seconds ago."""
 _LEAVE_SECONDS = 10.0
-_MERGED = Path(".agentrl/merged")
 
 
 class ServedAdapters:
@@ -74,8 +74,6 @@ class ServedAdapters:
 
     async def fetch(self, store: Store, version: PolicyVersion) -> None:
         """Merge ``version``, which is in the copy, if the engine needs that. Raises ModelError."""
-        from agentrl.weights.merged import merged_model
-
         if version.encoding != "adapter" or self._why_merged is None:
             return
         if self._merged is None:
@@ -84,7 +82,7 @@ class ServedAdapters:
         try:
             folder = Path((await self._copy.hold(store, version))[1])
             model = self._folders.get(base.id) or base.location
-            merged = await merged_model(folder, model, _MERGED / self._run_name)
+            merged = await merged_model(folder, model, MERGED / self._run_name)
         finally:
             self._copy.release()
         if self._merged not in (None, merged):

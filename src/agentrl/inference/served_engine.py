@@ -107,8 +107,7 @@ class ServedEngine:
                 self._context_length = (await self._client.model_info()).context_length
                 self._status = ServiceStatus.READY
                 log.info("engine is ready at %s with version %d", self._client.url, self._version)
-                with log_store_errors(log, "samplers learn from the next heartbeat that the engine is ready"):
-                    await self._report()
+                await self._report()
                 tasks.create_task(self._follow())
                 if self._lease is not None:
                     tasks.create_task(self._lend(self._lease))
@@ -126,38 +125,33 @@ class ServedEngine:
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""
         while True:
-            if isinstance(self._process, AttachedEngine):
-                await self._process.check(self._client)
-            elif self._process.returncode is not None:
-                code, tail = self._process.returncode, self._process.log_tail()
-                raise EngineError(
-                    f"the engine ended with exit code {code}:\n{tail}", hint=f"see {self._process.log_file}"
-                )
+            await self._process.check(self._client)
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _send_heartbeats(self) -> None:
         """Report status, version and load every ``heartbeat_seconds``."""
         while True:
-            with log_store_errors(log, "no heartbeat; the engine keeps running"):
-                await self._report()
+            await self._report()
             await asyncio.sleep(self._config.heartbeat_seconds)
 
     async def _report(self) -> None:
+        """Report once; the next heartbeat repeats what the database does not take."""
         if self._status is not ServiceStatus.STARTING:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(self._config.heartbeat_seconds):
                     self._load = await self._client.load()
-        await self._store.services.beat(
-            self._id,
-            status=self._status,
-            policy_version=self._version,
-            adapter=self._weights.adapters.name,
-            running_requests=self._load.requests,
-            running_tokens=self._load.tokens,
-            context_length=self._context_length,
-            detail=self._detail,
-            needs_full=self._weights.needs_full,
-        )
+        with log_store_errors(log, "no heartbeat; the engine keeps running"):
+            await self._store.services.beat(
+                self._id,
+                status=self._status,
+                policy_version=self._version,
+                adapter=self._weights.adapters.name,
+                running_requests=self._load.requests,
+                running_tokens=self._load.tokens,
+                context_length=self._context_length,
+                detail=self._detail,
+                needs_full=self._weights.needs_full,
+            )
 
     async def _follow(self) -> None:
         """Load each newer version; one that could not be fetched is tried again."""
@@ -227,8 +221,7 @@ class ServedEngine:
             async with self._turn:
                 before, self._detail = self._detail, "the trainer has the device"
                 self._status = ServiceStatus.LENT
-                with log_store_errors(log, "no heartbeat; the engine keeps running"):
-                    await self._report()
+                await self._report()
                 try:
                     await self._client.check_instance(self._process.instance)
                     await self._client.pause("abort")
@@ -244,8 +237,7 @@ class ServedEngine:
                     return
                 await self._resume()
                 self._status, self._detail = ServiceStatus.READY, before
-            with log_store_errors(log, "no heartbeat; the engine keeps running"):
-                await self._report()
+            await self._report()
 
     async def _reload(self) -> None:
         """Load the newest version that was fetched, or the one that the engine started with."""

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -169,15 +169,34 @@ class EngineSession:
         if parts and (reason := _reason(parts[-1], done, params, engines.tokens)) != "abort":
             return join(parts, reason, len(input_ids), 0.0)
         while True:
-            part, why = await self._part(
-                [*input_ids, *done] if done else input_ids,
-                _remaining(params, len(done)),
-                deadline,
-                parts.append,
-                None if progress is None else _shifted(progress, len(done)),
-                images,
-                None if routed_from is None else routed_from + sum(routed_tokens(p.routing) for p in parts),
-            )
+            prompt = [*input_ids, *done] if done else input_ids
+            client = await engines.pick(self, len(prompt), deadline)
+            part: Generation | None = None
+            try:
+                part = await client.generate(
+                    prompt,
+                    _remaining(params, len(done)),
+                    f"{uuid.uuid4().hex}-{self.traj_id}",
+                    encoded=self._encoded,
+                    routing_key=self.group or self.traj_id,
+                    keep=parts.append,
+                    progress=None if progress is None else _shifted(progress, len(done)),
+                    images=images,
+                    routed_from=None
+                    if routed_from is None
+                    else routed_from + sum(routed_tokens(each.routing) for each in parts),
+                )
+            except EngineRefusedError:
+                raise
+            except EngineError as error:
+                why = error.message
+                log.warning("%s: %s", self.traj_id, why)
+                engines.avoid(self)
+                if isinstance(error, EngineInterruptedError):
+                    part = error.partial
+            else:
+                why = f"aborted by {part.engine_url}"
+                engines.generated()
             if part is not None:
                 parts.append(part)
                 done.extend(part.output_ids)
@@ -189,41 +208,6 @@ class EngineSession:
                     deadline, failures = time.monotonic() + engines.wait_seconds, 0
             failures += 1
             await engines.wait(f"{self.traj_id}: {why}", deadline, failures)
-
-    async def _part(
-        self,
-        input_ids: Sequence[int],
-        params: SamplingParams,
-        deadline: float,
-        keep: Callable[[Generation], None],
-        progress: Progress | None,
-        images: Sequence[Image],
-        routed_from: int | None,
-    ) -> tuple[Generation | None, str]:
-        """Return the tokens of one request, if there are any, and why it may have to be continued."""
-        engines = self._engines
-        client = await engines.pick(self, len(input_ids), deadline)
-        rid = f"{uuid.uuid4().hex}-{self.traj_id}"
-        try:
-            part = await client.generate(
-                input_ids,
-                params,
-                rid,
-                encoded=self._encoded,
-                routing_key=self.group or self.traj_id,
-                keep=keep,
-                progress=progress,
-                images=images,
-                routed_from=routed_from,
-            )
-        except EngineRefusedError:
-            raise
-        except EngineError as error:
-            log.warning("%s: %s", self.traj_id, error.message)
-            engines.avoid(self)
-            return error.partial if isinstance(error, EngineInterruptedError) else None, error.message
-        engines.generated()
-        return part, f"aborted by {part.engine_url}"
 
 
 def _shifted(progress: Progress, by: int) -> Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -128,11 +127,6 @@ class Denominators:
 
     tokens: int
     trajectories: float
-
-    @classmethod
-    def of(cls, mask: Tensor, row: Tensor) -> Self:
-        """Count one micro-batch: mask bool[T], row int64[T]."""
-        return cls(int(mask.sum()), int(torch.unique(row[mask]).numel()))
 
     def __add__(self, other: Denominators) -> Denominators:
         return Denominators(self.tokens + other.tokens, self.trajectories + other.trajectories)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _VOCABULARY, _FEATURES, _LAYERS = 64, 64, 3
 _LOGITS = 10.0
 """Standard deviation of the copy's logits: as large as a trained model's, so that a cap on them shows."""
+_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +227,7 @@ def _shapes(layer: nn.Module) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, tolerance: float = 1e-2) -> None:
+def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor) -> None:
     """Raise ModelError if ``output_head`` of ``hidden`` [n, H] is not the model's own ``logits`` [n, V].
 
     Such a head does something that the model's config does not declare.
@@ -235,7 +236,7 @@ def check_output_head(model: nn.Module, hidden: Tensor, logits: Tensor, *, toler
     blocks = Projection(head, DEFAULT_VOCAB_CHUNK).blocks(hidden, 1.0)  # each block overwrites the last
     ours = torch.cat([block.clone() for _, block in blocks], -1)
     error = float((ours - logits.float()).abs().max())
-    if not error <= tolerance * max(1.0, float(logits.abs().max())):
+    if not error <= _TOLERANCE * max(1.0, float(logits.abs().max())):
         raise ModelError(
             f"the logits of {type(model).__name__} differ by {error:.3g} from its linear head's",
             hint="use a model whose logits are a linear layer of the last hidden state",

@@ -26,7 +26,7 @@ from transformers.initialization import meta_device_safe_creation_ops
 from transformers.utils import logging as transformers_logging
 
 from agentrl.config.schema import AdapterConfig, ModelConfig
-from agentrl.errors import ModelError
+from agentrl.errors import ModelError, first_line
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
@@ -114,20 +114,17 @@ def load_policy(
             hint="resize the model's embeddings, or use the tokenizer that belongs to it",
         )
     disable_dropout(model)
-    if reads_images(model.config):
-        if is_adapted:
-            raise ModelError(
-                "--lora_rank with a vision model has not been tested",
-                hint="leave it out, or freeze parts with --freeze",
-            )
-        pixels = PixelReader(base)
-        return Policy(model, tokenizer, base, template, pixels=pixels, source=source, own_dtype=own_dtype)
-    if adapter is None or not is_adapted:
-        return Policy(model, tokenizer, base, template, source=source, own_dtype=own_dtype)
-
-    with placeholders(model) if is_empty else nullcontext():
-        added = add_adapter(model, adapter, base, weights)
-    return Policy(model, tokenizer, base, template, added, source=source, own_dtype=own_dtype)
+    pixels = PixelReader(base) if reads_images(model.config) else None
+    if is_adapted and pixels is not None:
+        raise ModelError(
+            "--lora_rank with a vision model has not been tested",
+            hint="leave it out, or freeze parts with --freeze",
+        )
+    added = None
+    if adapter is not None and is_adapted:
+        with placeholders(model) if is_empty else nullcontext():
+            added = add_adapter(model, adapter, base, weights)
+    return Policy(model, tokenizer, base, template, added, pixels, source, own_dtype)
 
 
 def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokenizerBase, str | None]:
@@ -136,7 +133,7 @@ def load_tokenizer(config: ModelConfig, folder: Path) -> tuple[PreTrainedTokeniz
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"the tokenizer of {folder} cannot be loaded: {_first_line(error)}",
+            f"the tokenizer of {folder} cannot be loaded: {first_line(error)}",
             hint="check its tokenizer.json and tokenizer_config.json",
         ) from error
     template = _own_template(config)
@@ -218,7 +215,7 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise ModelError(
-            f"the model in {folder} cannot be loaded: {_first_line(error)}",
+            f"the model in {folder} cannot be loaded: {first_line(error)}",
             hint="check its config.json and weights; code of its own needs --trust_remote_code true",
         ) from error
 
@@ -239,10 +236,6 @@ def _own_template(config: ModelConfig) -> str | None:
             f"--chat_template {config.chat_template} cannot be read: {error.strerror}",
             hint="give an existing file",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_empty(model: Any) -> bool:

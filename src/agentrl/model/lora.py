@@ -55,9 +55,7 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
             hint="give all-linear, or names such as q_proj,v_proj",
         ) from error
     for name, parameter in model.named_parameters():
-        if (
-            ".lora_" in name
-        ):  # peft makes them in the dtype of the layer, which small updates would not change
+        if ".lora_" in name:  # peft takes the dtype of the layer, which small updates would not change
             parameter.data = parameter.data.float()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
@@ -215,8 +213,7 @@ class ServedAdapter:
         """Yield the adapter's weights."""
         dtype = self.adapter.model.dtype
         for part in self.adapter.parts():
-            like = torch.empty(part.like.shape, dtype=dtype, device="meta")
-            yield Part(part.name, like, partial(_converted, part, dtype))
+            yield replace(part, like=torch.empty(part.like.shape, dtype=dtype, device="meta"))
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ``tensors`` under their names in peft's files.
@@ -230,10 +227,6 @@ class ServedAdapter:
     def configuration(self) -> dict[str, bytes]:
         """Return the content of ``adapter_config.json``."""
         return self.adapter.configuration()
-
-
-def _converted(part: Part, dtype: torch.dtype) -> Tensor:
-    return part.make().to(dtype)
 
 
 def _peft() -> ModuleType:

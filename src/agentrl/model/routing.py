@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,16 +51,13 @@ def record_choices(model: Any) -> dict[int, Tensor]:
     chosen: dict[int, Tensor] = {}
     for layer, router in find_routers(model).items():
         chosen[layer] = torch.empty(0)
-        router.register_forward_hook(_recorder(chosen, layer))
+        router.register_forward_hook(partial(_record, chosen, layer))
     return chosen
 
 
-def _recorder(chosen: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    def hook(_: nn.Module, args: Any, result: Any) -> None:
-        if isinstance(result, tuple):  # (logits, weights, experts), as transformers' routers return them
-            chosen[layer] = result[2]
-
-    return hook
+def _record(chosen: dict[int, Tensor], layer: int, _: nn.Module, args: Any, result: Any) -> None:
+    if isinstance(result, tuple):  # (logits, weights, experts), as transformers' routers return them
+        chosen[layer] = result[2]
 
 
 def routing_input(
@@ -101,7 +99,7 @@ class RouterReplay:
         for number, router in routers.items():
             layer, current = model.get_decoder().layers[number], _Current()
             for mixer in (child for child in layer.children() if hasattr(child, "layer_idx")):
-                mixer.register_forward_pre_hook(current.receive(number), with_kwargs=True)
+                mixer.register_forward_pre_hook(partial(current.receive, number), with_kwargs=True)
             router.forward = replay._replaying(router, current)
         return replay
 
@@ -142,15 +140,11 @@ class _Current:
 
     chosen: Tensor | None = None
 
-    def receive(self, layer: int) -> Callable[..., Any]:
-        """Return the hook that takes the choice of ``layer`` from the arguments of its attention."""
-
-        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            routing = kwargs.pop(ARGUMENT, None)
-            self.chosen = None if routing is None else routing[:, layer]
-            return args, kwargs
-
-        return hook
+    def receive(self, layer: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Take the choice of ``layer`` from the arguments of its attention: a hook before its forward."""
+        routing = kwargs.pop(ARGUMENT, None)
+        self.chosen = None if routing is None else routing[:, layer]
+        return args, kwargs
 
 
 class _Replayed(TorchFunctionMode):

@@ -15,9 +15,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest
+from agentrl.distributed.fsdp import local_part
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
 from agentrl.model.flops import Stopwatch
@@ -40,7 +40,7 @@ class Direction:
         products = []
         for parameter, numbers in self.parts:
             if parameter.grad is not None:
-                products.append((_local(parameter.grad).float() * numbers).sum(dtype=torch.float64))
+                products.append((local_part(parameter.grad).float() * numbers).sum(dtype=torch.float64))
                 parameter.grad = None
         return float(torch.stack(products).sum()) if products else 0.0
 
@@ -57,7 +57,7 @@ class Direction:
                 scales.append(None)
                 continue
             group = groups[id(parameter)]
-            moment = _local(state["exp_avg_sq"]).to(numbers.device).float()
+            moment = local_part(state["exp_avg_sq"]).to(numbers.device).float()
             corrected = moment / (1 - group["betas"][1] ** float(state["step"]))
             scales.append(1 / (corrected.sqrt() + group["eps"]))
         known = [scale for scale in scales if scale is not None]
@@ -85,7 +85,7 @@ def likelihood_direction(
     with explain_out_of_memory(trainer.memory, trainer.max_tokens):
         trainer.model.forward_backward(forests, trainer.options, weighted, _watch(trainer))
     parts = [
-        (item, _local(item.grad).float().clone())
+        (item, local_part(item.grad).float().clone())
         for item in trainer.model.parameters()
         if item.grad is not None
     ]
@@ -171,7 +171,3 @@ def _backward(
 
 def _watch(trainer: PolicyTrainer) -> Stopwatch:
     return Stopwatch(trainer.policy.model.device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

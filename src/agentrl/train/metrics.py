@@ -18,34 +18,29 @@ def speed_metrics(
     shape: ModelShape,
     peak: DevicePeak,
     *,
-    backward: Backward | None = None,
-    step_tokens: int | None = None,
-    positions: int | None = None,
-    ranks: int = 1,
+    backward: Backward,
+    step_tokens: int,
+    ranks: int,
 ) -> dict[str, float]:
     """Return the speed of one update on a rank that ran ``forests``; ``mfu`` only if ``peak`` is known.
 
-    ``backward`` has what the backward pass computes; the default is that of a model that is trained whole.
-    ``seconds`` has the wall-clock times of ``forward``, ``backward`` and ``optimizer``. ``step_tokens`` is
-    the number of tokens of all ranks, ``positions`` what the executor ran with padding; the default of both
-    is the number of tokens of ``forests``. ``ranks`` computed the same forests together.
+    ``backward`` has what the backward pass computes. ``seconds`` has the wall-clock times of ``forward``,
+    ``backward`` and ``optimizer``. ``step_tokens`` is the number of tokens of all ranks. ``ranks`` computed
+    the same forests together.
     """
-    tokens = sum(forest.tokens for forest in forests)
-    flops = (
-        shape.step_flops(
-            tokens,
-            sum(forest.trainable_tokens for forest in forests),
-            sum(attention_pairs(forest) for forest in forests),
-            backward or Backward(),
-        )
-        / ranks
+    flops = shape.step_flops(
+        sum(forest.tokens for forest in forests),
+        sum(forest.trainable_tokens for forest in forests),
+        sum(attention_pairs(forest) for forest in forests),
+        backward,
     )
+    flops /= ranks
     forward_backward = seconds["forward"] + seconds.get("backward", 0.0)
     elapsed = max(forward_backward + seconds["optimizer"], 1e-9)
     mfu = peak.share(flops / elapsed)
     return {
-        "tokens_per_second": (step_tokens or tokens) / elapsed,
-        "padding_efficiency": tokens / max(positions or tokens, 1),
+        "tokens_per_second": step_tokens / elapsed,
+        "padding_efficiency": 1.0,  # forests are packed; what executors and ranks pad is not counted
         "micro_batches": len(forests),
         **({} if mfu is None else {"mfu": mfu}),
         "tflops_per_second": flops / elapsed / 1e12,

@@ -115,7 +115,9 @@ def _fine_tune(configs: Configs, world: World) -> None:
     steps = train.max_steps
     if steps <= 0:
         steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
-    max_tokens = _token_budget(data, train.max_tokens)
+    max_tokens = train.max_tokens
+    if not torch.accelerator.is_available():
+        max_tokens = min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))
     precision = step_precision(configs[ModelConfig], train, world)
     controller = lead(world, partial(_build, configs, world), steps, max_tokens, precision)
     logger.info("%d trajectories, %d steps of %d", len(data), steps, settings.batch_size)
@@ -161,13 +163,6 @@ def _read(configs: Configs) -> tuple[list[DBRecordData], Images]:
         source = replace(run, run_name=settings.sft_from_records)
         return asyncio.run(from_records(source, settings.sft_split, settings.sft_min_score, base))
     return from_conversations(Path(str(configs[TaskConfig].train_file)), open_chat_format(base, model))
-
-
-def _token_budget(data: Sequence[DBRecordData], max_tokens: int) -> int:
-    """Return the number of tokens per micro-batch: ``max_tokens``, or fewer on a CPU."""
-    if torch.accelerator.is_available():
-        return max_tokens
-    return min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))
 
 
 def _batches(count: int, size: int, seed: int) -> Iterator[Sequence[int]]:
@@ -238,8 +233,8 @@ async def _one_record(store: Store, record: Record) -> DBRecordData | None:
 
 async def _check_tokenizer(store: Store, run_name: str, base: Path) -> None:
     first = await store.policy_versions.get(0)
-    files: Sequence[tuple[str, str]] = [] if first is None else [(f.name, f.sha256) for f in first.files]
-    sampled = dict(files).get(_TOKENIZER)
+    files = () if first is None else first.files
+    sampled = next((file.sha256 for file in files if file.name == _TOKENIZER), None)
     own = base / _TOKENIZER
     if sampled is None or not own.is_file():
         return

@@ -321,11 +321,8 @@ async def _total_steps(store: Store, configs: Configs, parent: Relative | None) 
 
 def _parameters(configs: Configs) -> dict[str, Any]:
     """Return the flags that trackers record as hyperparameters."""
-    parameters: dict[str, Any] = {}
     groups = (ModelConfig, GroupConfig, LossConfig, OptimConfig, AdapterConfig, MemoryConfig, TrainConfig)
-    for group in groups:
-        parameters |= vars(configs[group])
-    return parameters
+    return {name: value for group in groups for name, value in vars(configs[group]).items()}
 
 
 def _stop_on_signals() -> asyncio.Event:

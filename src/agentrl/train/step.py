@@ -23,7 +23,7 @@ from agentrl.distributed.fsdp import clean_step
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.documents.images import Image
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import TrainingError
+from agentrl.errors import TrainingError, first_line
 from agentrl.losses.settings import LossSettings
 from agentrl.model.flops import Backward, DevicePeak, ModelShape, Stopwatch
 from agentrl.model.forward import ForwardOptions
@@ -79,6 +79,11 @@ class FrozenLogprobs:
                 for forest, (logprobs, _) in zip(attached, computed, strict=True)
             ]
         return attached
+
+
+def _to_numpy(logprobs: Tensor) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = logprobs.detach().float().cpu().numpy()
+    return found
 
 
 @dataclass(frozen=True)
@@ -242,7 +247,7 @@ def explain_out_of_memory(config: MemoryConfig, max_tokens: int, *, ranks: int =
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
         raise TrainingError(
-            f"out of memory with micro-batches of --max_tokens {max_tokens}: {_first_line(error)}",
+            f"out of memory with micro-batches of --max_tokens {max_tokens}: {first_line(error)}",
             hint="; or ".join(_remedies(config, max_tokens, ranks)),
         ) from error
 
@@ -262,10 +267,6 @@ def _remedies(config: MemoryConfig, max_tokens: int, ranks: int) -> Sequence[str
         remedies.append("set --optimizer_offload true")
     remedies.append("shard the model over more devices")
     return remedies
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def split_updates(data: Sequence[DBRecordData], parts: int) -> list[list[DBRecordData]]:
@@ -323,8 +324,3 @@ def forward_backward(
         "trajectories": round(loss.whole.trajectories),
         **report.report(),
     }
-
-
-def _to_numpy(logprobs: Tensor) -> NDArray[np.float32]:
-    found: NDArray[np.float32] = logprobs.detach().float().cpu().numpy()
-    return found

@@ -7,7 +7,6 @@ uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of th
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import mmap
 import os
@@ -22,18 +21,12 @@ from torch import Tensor
 
 from agentrl.errors import PublishError
 from agentrl.weights.folder import read_header
+from agentrl.weights.tensor_checksums import file_header, raw, torch_dtype
 
 PREFIX = "agentrl-weights-"
 """Of the names of memory files, as /proc shows them."""
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-_ALIGNED = 64
-_CODES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -79,28 +72,21 @@ def unflatten(item: StoredTensor, flat: Tensor) -> Tensor:
 def write_memory_file(name: str, tensors: Mapping[str, Tensor]) -> int:
     """Write ``tensors``, on the CPU, into a new memory file and seal it; return its descriptor.
 
-    Larger dtypes come first, so that every tensor is aligned. Raises PublishError if memory is short.
+    Raises PublishError if memory is short.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, end = {}, 0
-    for key, tensor in ordered:
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[key] = {
-            "dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNED)
+    names, start = file_header(tensors)
     descriptor = os.memfd_create(PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as stream:
-            stream.write(struct.pack("<Q", len(text)) + text)
-            for _, tensor in ordered:
-                stream.write(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+            stream.write(start)
+            for name in names:
+                stream.write(raw(tensors[name]).data)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
         os.close(descriptor)
         raise PublishError(
-            f"{end:,} bytes of weights do not fit into memory: {error.strerror}",
+            f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes of weights do not fit into memory:"
+            f" {error.strerror}",
             hint="use --weight_sync disk, or a machine with more memory",
         ) from error
     return descriptor
@@ -128,7 +114,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         header = read_header(Path(own))
         ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         tensors = tuple(
-            StoredTensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
+            StoredTensor(name, torch_dtype(entry["dtype"]), tuple(entry["shape"]), *entry["data_offsets"])
             for name, entry in ordered
         )
         (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
@@ -137,7 +123,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         for item in tensors:
             if item.end - item.begin != math.prod(item.shape) * item.dtype.itemsize or item.end > len(data):
                 raise ValueError(f"the size of {item.name} is wrong")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, PublishError) as error:
         raise _unusable(path, error) from error
     finally:
         os.close(descriptor)

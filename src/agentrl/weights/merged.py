@@ -12,13 +12,13 @@ from agentrl.errors import ModelError
 from agentrl.weights.folder import ADAPTER_CONFIG
 from agentrl.weights.model_folder import checksums
 
-FOLDER = Path(".agentrl/merged")
+MERGED = Path(".agentrl/merged")
 _SECONDS = 1800.0
 _STOP_SECONDS = 10.0
 _LINES = 5
 
 
-async def merged_model(adapter: Path, base: str | None, root: Path | None = None) -> Path:
+async def merged_model(adapter: Path, base: str | None, root: Path = MERGED) -> Path:
     """Return a folder with the whole model; merge unless the same adapter was merged into the same model.
 
     ``base`` is the model that the run starts from; None takes the folder that the adapter names. Raises
@@ -27,7 +27,7 @@ async def merged_model(adapter: Path, base: str | None, root: Path | None = None
     model = await asyncio.to_thread(_base_of, adapter, base)
     files = await asyncio.to_thread(checksums, adapter)
     key = json.dumps([[file.name, file.sha256] for file in files] + [[str(model)]])
-    target = (root or FOLDER) / hashlib.sha256(key.encode()).hexdigest()[:16]
+    target = root / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not target.is_dir():
         await _merge(adapter, model, target)
     return target

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from agentrl.documents.run import FileChecksum
 from agentrl.weights.snapshot import WHOLE, Snapshot, Snapshots, WeightSource
-from agentrl.weights.tensor_checksums import TensorChecksum, dtype_code, raw, weights_digest
+from agentrl.weights.tensor_checksums import TensorChecksum, file_header, raw, weights_digest
 
 INDEX = f"{WHOLE}.index.json"
 _PARALLEL_FILES = 4
@@ -81,18 +80,7 @@ def write_alone(source: WeightSource, folder: Path) -> Written:
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor], hashers: ThreadPoolExecutor) -> Written:
     """Write one file; another thread computes the tensors' own checksums meanwhile."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": dtype_code(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    start = len(text).to_bytes(8, "little") + text
+    names, start = file_header(tensors)
     whole = hashlib.sha256(start)
     checksums = {name: hashers.submit(TensorChecksum.of, tensors[name]) for name in names}
     with path.open("xb") as file:
@@ -101,8 +89,9 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], hashers: ThreadPoolEx
             data = raw(tensors[name]).data
             whole.update(data)
             file.write(data)
+        size = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    written = FileChecksum(name=path.name, bytes=len(start) + end, sha256=whole.hexdigest())
+    written = FileChecksum(name=path.name, bytes=size, sha256=whole.hexdigest())
     found = {name: checksum.result() for name, checksum in checksums.items()}
     return Written((written,), found, dict.fromkeys(names, path.name))

@@ -44,7 +44,7 @@ class Part:
     @property
     def bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.like.numel() * self.like.element_size()
+        return self.like.nbytes
 
 
 def model_parts(model: Any) -> Iterator[Part]:
@@ -121,11 +121,6 @@ class Holding:
     ranks: tuple[int, ...]
     like: Tensor
     """A tensor on the meta device."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.like.numel() * self.like.element_size()
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,7 @@ def _layers(source: WeightSource, holdings: Mapping[str, Holding]) -> list[tuple
 
 
 def _bytes(holdings: Mapping[str, Holding], names: Sequence[str]) -> int:
-    return sum(holdings[name].bytes for name in names)
+    return sum(holdings[name].like.nbytes for name in names)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,7 +82,7 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
             target, lambda: _call(target, "_put_file", str(source), target, seconds=seconds, **options)
         )
 
-    await _parallel([lambda name=file.name: put(name) for file in files])  # type: ignore[misc]
+    await _parallel(lambda file: put(file.name), files)
     await put(MANIFEST)
 
 
@@ -92,7 +92,7 @@ async def download(location: str, files: Sequence[FileChecksum], folder: Path) -
     Raises PublishError if one is missing, differs from its checksum, or cannot be read, after
     ``OUTAGE_SECONDS`` where that may be temporary. Raises OSError if ``folder`` cannot be written.
     """
-    await _parallel([lambda file=file: _download(location, file, folder) for file in files])  # type: ignore[misc]
+    await _parallel(lambda file: _download(location, file, folder), files)
 
 
 async def _download(location: str, file: FileChecksum, folder: Path) -> None:
@@ -172,14 +172,14 @@ async def delete(location: str, files: Sequence[FileChecksum]) -> None:
         log.warning("%s is not deleted: %s", location, error)
 
 
-async def _parallel(calls: Sequence[Callable[[], Any]]) -> None:
+async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequence[FileChecksum]) -> None:
     limit = asyncio.Semaphore(_PARALLEL)
 
-    async def bounded(call: Callable[[], Any]) -> None:
+    async def bounded(file: FileChecksum) -> None:
         async with limit:
-            await call()
+            await call(file)
 
-    await asyncio.gather(*(bounded(call) for call in calls))
+    await asyncio.gather(*map(bounded, files))
 
 
 async def _retried(location: str, work: Callable[[], T]) -> T:

@@ -86,6 +86,25 @@ def raw(tensor: Tensor) -> NDArray[np.uint8]:
     return found
 
 
+def file_header(tensors: Mapping[str, Tensor]) -> tuple[list[str], bytes]:
+    """Return the names of ``tensors`` in the order of their bytes, and what a safetensors file begins with.
+
+    Larger dtypes come first, so that every tensor is aligned.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": dtype_code(tensor), "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return names, len(text).to_bytes(8, "little") + text
+
+
 def weights_digest(tensors: Mapping[str, TensorChecksum]) -> str:
     """Return the SHA-256 over names, dtypes, shapes and checksums, ordered by name."""
     content = [[name, *tensors[name].to_json()] for name in sorted(tensors)]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from agentrl.errors import PublishError
+from agentrl.errors import PublishError, first_line
 from agentrl.weights.memory_file import MemoryFile
 
 logger = logging.getLogger(__name__)
@@ -38,11 +38,6 @@ _RATE = 20e6
 """Bytes per second of a transfer, at least; a slower one is given up."""
 _MOST_GROUPS = 64
 _GROUP = re.compile(r"[0-9a-f]{32}")
-
-
-def transfer_seconds(count: int) -> float:
-    """Return how long ``count`` bytes may take."""
-    return JOIN_SECONDS + count / _RATE
 
 
 def join_group(store: Any, name: str, rank: int, backend: GroupBackend) -> Any:
@@ -80,7 +75,7 @@ def broadcast(group: Any, flat: Tensor) -> None:
     """Send ``flat`` from rank 0, or receive into it. Raises RuntimeError if that fails or takes too long."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([flat], options).wait(timedelta(seconds=transfer_seconds(flat.numel())))
+    group.broadcast([flat], options).wait(timedelta(seconds=JOIN_SECONDS + flat.numel() / _RATE))
 
 
 @dataclass
@@ -143,7 +138,7 @@ class WeightSender:
                     group = join_group(connect("localhost", self.port), name, 0, backend)
                 self._send(group, weights, backend)
             except (RuntimeError, PublishError) as error:
-                logger.warning("an engine did not receive the weights: %s", str(error).split("\n")[0])
+                logger.warning("an engine did not receive the weights: %s", first_line(error))
             else:
                 self._groups[name] = group
                 for oldest in list(self._groups)[:-_MOST_GROUPS]:

@@ -14,6 +14,7 @@ from gateway_run import answerer_of
 from installed_harnesses import ROOT, call, require_harness
 from loaded_tasks import load_tasks
 from rollout_fakes import FakeTools, ScriptedEngine, format_of
+from tiny_policy import write_tiny_policy
 
 from agentrl.config.agent import GatewayConfig
 from agentrl.config.load import parse
@@ -95,7 +96,7 @@ async def test_the_example_samples_and_trains_two_steps(
         record.failure for record in records
     ]
     assert sorted(record.score or 0.0 for record in records) == [0.0, 0.0, 1.0, 1.0]
-    await train_steps(store, run_config, flags, tmp_path / "model")
+    await train_steps(store, run_config, flags, write_tiny_policy(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("example", ["openai_agents", "claude_code"])

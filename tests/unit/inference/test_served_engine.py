@@ -141,7 +141,6 @@ class Client:
 class Process:
     pid = 4711
     instance = "i1"
-    log_file = Path("engine.log")
 
     def __init__(self) -> None:
         self.returncode: int | None = None
@@ -152,8 +151,9 @@ class Process:
     async def stop(self) -> None:
         self.returncode = -15
 
-    def log_tail(self) -> str:
-        return "Segmentation fault"
+    async def check(self, client: Client) -> None:
+        if self.returncode is not None:
+            raise EngineError(f"exit code {self.returncode}")
 
 
 class Harness:
@@ -360,14 +360,13 @@ async def test_an_engine_that_keeps_its_memory_is_ended(turns: tuple[Harness, De
     turn.cancel()
 
 
-async def test_an_engine_that_ends_is_an_error_that_shows_its_log(harness: Harness) -> None:
+async def test_an_engine_that_ends_is_an_error(harness: Harness) -> None:
     task = asyncio.create_task(harness.engine.run())
     await harness.until(lambda: len(harness.store.services.beats) >= 2)
     harness.process.returncode = -11
     async with asyncio.timeout(10):
-        with pytest.raises(EngineError, match="-11") as caught:
+        with pytest.raises(EngineError, match="-11"):
             await task
-    assert "Segmentation fault" in str(caught.value)
     assert harness.store.services.stopped == ["e1"]
 
 

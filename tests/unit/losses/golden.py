@@ -144,7 +144,7 @@ def batch_of(example: Example, settings: LossSettings) -> TokenBatch:
 def loss_of(batch: TokenBatch, settings: LossSettings) -> tuple[Tensor, tuple[int, ...]]:
     """Return the loss of a whole step in one batch, with gradient, and 1 for each token that it keeps."""
     result = token_losses(batch, settings)
-    whole = Denominators.of(batch.mask, batch.row)
+    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
     loss = reduce_losses(result.losses, batch.mask, batch.row, batch.trajectories, whole, settings)
     return loss, tuple((~(result.masked | result.clipped)).int().tolist())
 

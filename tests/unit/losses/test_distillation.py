@@ -40,7 +40,7 @@ def test_golden_values_of_ratios_of_one_half_one_and_three_halves(
 ) -> None:
     batch, settings = distilled(**flags)
     losses = token_losses(batch, settings).losses
-    whole = Denominators.of(batch.mask, batch.row)
+    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
     value = reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings)
     assert value.item() == pytest.approx(expected, abs=1e-4)
 

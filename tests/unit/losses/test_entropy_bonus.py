@@ -34,7 +34,7 @@ def test_the_bonus_is_reduced_as_the_loss_is(token_level: bool) -> None:
     entropy = torch.rand(24).requires_grad_()
     batch = replace(random_batch(2), entropy=entropy, advantages=torch.zeros(24))
     settings = LossSettings(entropy_coef=0.5, token_level_loss=token_level)
-    whole = Denominators.of(batch.mask, batch.row)
+    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
     losses = token_losses(batch, settings).losses
     reduce_losses(losses, batch.mask, batch.row, batch.trajectories, whole, settings).backward()
     lengths = torch.bincount(batch.row)[batch.row]

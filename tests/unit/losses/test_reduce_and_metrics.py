@@ -41,7 +41,7 @@ def step(
     micro = [take(batch, rows) for rows in parts]
     whole = Denominators(0, 0)
     for part in micro:
-        whole = whole + Denominators.of(part.mask, part.row)
+        whole = whole + Denominators(int(part.mask.sum()), len(part.row[part.mask].unique()))
     shares = [
         reduce_losses(
             token_losses(part, settings).losses, part.mask, part.row, part.trajectories, whole, settings
@@ -84,7 +84,7 @@ def test_reductions_by_hand() -> None:
     losses = torch.tensor([1.0, 3.0, 5.0, 100.0])
     mask = torch.tensor([True, True, True, False])
     row = torch.tensor([0, 0, 1, 1])
-    whole = Denominators.of(mask, row)
+    whole = Denominators(int(mask.sum()), len(row[mask].unique()))
     assert whole == Denominators(3, 2)
 
     def value(token_level: bool, skip: bool) -> float:
@@ -99,7 +99,7 @@ def test_reductions_by_hand() -> None:
 def test_a_constant_length_divides_a_trajectorys_sum_whatever_its_own_length_is() -> None:
     losses, row = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
     mask = torch.ones(3, dtype=torch.bool)
-    whole = Denominators.of(mask, row)
+    whole = Denominators(int(mask.sum()), len(row[mask].unique()))
     for skip in (False, True):
         settings = LossSettings(
             token_level_loss=False, skip_length_normalization=skip, loss_length_divisor=10
@@ -122,13 +122,9 @@ def test_corrections_mask_numerators_and_leave_denominators() -> None:
     batch = three_tokens((0.0, 0.0), (1.0, 1.0), behavior=(0.0, -math.log(9.0)))
     settings = LossSettings(importance_correction="token_mask", token_level_loss=True)
     result = token_losses(batch, settings)
-    whole = Denominators.of(batch.mask, batch.row)
+    whole = Denominators(int(batch.mask.sum()), len(batch.row[batch.mask].unique()))
     loss = reduce_losses(result.losses, batch.mask, batch.row, 1, whole, settings)
     assert float(loss.detach()) == pytest.approx(-0.5)
-
-
-def test_a_trajectory_without_tokens_counts_nowhere() -> None:
-    assert Denominators.of(torch.tensor([False, True]), torch.tensor([0, 1])) == Denominators(1, 1)
 
 
 def test_old_logprobs() -> None:

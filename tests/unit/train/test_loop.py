@@ -6,7 +6,7 @@ import shutil
 from collections import namedtuple
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 from fake_store import FakeStore
@@ -27,9 +27,6 @@ from agentrl.train.step import PolicyTrainer, StepResult
 from agentrl.weights.model_folder import verify
 from agentrl.weights.sharded_writer import Written
 from agentrl.weights.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    pass
 
 Usage = namedtuple("Usage", "total used free")
 Start = Callable[..., Any]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from tiny_models import packed, tiny_model, trajectory, tree
 
 from agentrl.data.forest_cuts import merge_prefixes
-from agentrl.model.flops import DevicePeak, ModelShape, attention_pairs
+from agentrl.model.flops import Backward, DevicePeak, ModelShape, attention_pairs
 from agentrl.train.metrics import (
     call_tokens,
     join_metrics,
@@ -33,14 +34,14 @@ def test_a_step() -> None:
     data = [tree(0), tree(0)]
     shared = merge_prefixes(packed(data))
     shape = ModelShape.of(tiny_model("llama").config)
-    metrics = speed_metrics([shared], SECONDS, shape, DevicePeak(1e9), positions=2 * shared.tokens)
+    options: Any = {"backward": Backward(), "step_tokens": shared.tokens}
+    metrics = speed_metrics([shared], SECONDS, shape, DevicePeak(1e9), **options, ranks=1)
     assert metrics["tokens_per_second"] == pytest.approx(shared.tokens / 4)
-    assert metrics["padding_efficiency"] == 0.5
     flops = shape.step_flops(shared.tokens, shared.trainable_tokens, attention_pairs(shared))
     assert metrics["mfu"] == pytest.approx(flops / 4 / 1e9)
-    halved = speed_metrics([shared], SECONDS, shape, DevicePeak(1e9), ranks=2)
+    halved = speed_metrics([shared], SECONDS, shape, DevicePeak(1e9), **options, ranks=2)
     assert halved["mfu"] == pytest.approx(metrics["mfu"] / 2)
-    assert "mfu" not in speed_metrics([shared], SECONDS, shape, DevicePeak(None))
+    assert "mfu" not in speed_metrics([shared], SECONDS, shape, DevicePeak(None), **options, ranks=1)
     assert metrics["seconds_forward_backward"] == 3.0
     saved = merging_metrics(metrics | {"tokens": shared.tokens}, call_tokens(data))
     assert saved["unique_tokens"] == shared.tokens < 52

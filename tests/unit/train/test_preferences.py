@@ -69,7 +69,7 @@ def batch(h: list[float], score: list[float], group: list[int]) -> TokenBatch:
 def value(given: TokenBatch, **flags: object) -> tuple[float, list[float]]:
     """Loss and its derivative by the Σ log πθ of each trajectory (of its first token)."""
     settings = LossSettings(**flags)
-    whole = Denominators.of(given.mask, given.row)
+    whole = Denominators(int(given.mask.sum()), len(given.row[given.mask].unique()))
     losses = token_losses(given, settings).losses
     loss = reduce_losses(losses, given.mask, given.row, given.trajectories, whole, settings)
     (gradient,) = torch.autograd.grad(loss, given.logprobs)

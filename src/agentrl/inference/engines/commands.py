@@ -119,7 +119,7 @@ def _local_command(
         *("--quantization", config.rollout_quantization),
         *("--max_running_requests", str(config.max_running_requests or CPU_RUNNING_REQUESTS)),
         *("--max_total_tokens", str(config.max_total_tokens)),
-        *_context("--max_model_len", model),
+        *_limit("--max_model_len", model.max_model_len),
     ]
     env = {"OMP_NUM_THREADS": _omp_threads(), "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
     return EngineCommand(argv, env, instance, model_path)
@@ -138,7 +138,7 @@ def _sglang_command(
         *_limit("--max-running-requests", _running_requests(config)),
         *_limit("--mem-fraction-static", _memory_fraction(config)),
         *("--log-level", "warning"),
-        *_context("--context-length", model),
+        *_limit("--context-length", model.max_model_len),
         *("--incremental-streaming-output", "--stream-interval", str(_STREAM_INTERVAL)),
     ]
     if replayed_experts(model, model_path) is not None:
@@ -186,7 +186,7 @@ def _vllm_command(
         *("--logprobs-mode", "processed_logprobs"),
         *("--enable-scale-out", "--enable-prompt-tokens-details"),
         *("--stream-interval", str(_STREAM_INTERVAL)),
-        *_context("--max-model-len", model),
+        *_limit("--max-model-len", model.max_model_len),
         "--disable-uvicorn-access-log",
     ]
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -237,11 +237,6 @@ def _memory_fraction(config: EngineConfig) -> float | None:
 
 def _limit(flag: str, value: float | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
-
-
-def _context(flag: str, model: ModelConfig) -> list[str]:
-    """Return the engine's flag for ``--max_model_len``, if that is given."""
-    return _limit(flag, model.max_model_len)
 
 
 def _omp_threads() -> str:

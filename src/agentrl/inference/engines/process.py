@@ -60,11 +60,7 @@ class EngineProcess:
         deadline = time.monotonic() + seconds
         while True:
             healthy = await client.health()
-            if self.returncode is not None:
-                raise EngineError(
-                    f"the engine ended with exit code {self.returncode} while starting:\n{self.log_tail()}",
-                    hint=f"see {self.log_file}",
-                )
+            self._require_running(" while starting")
             if healthy:
                 await client.check_instance(self.instance)
                 return
@@ -79,6 +75,17 @@ class EngineProcess:
     async def stop(self, seconds: float = 10.0) -> None:
         """Send SIGTERM to the process group, and SIGKILL to what is left of it after ``seconds``."""
         await asyncio.to_thread(stop_child, self._child, seconds)
+
+    async def check(self, client: EngineClient) -> None:
+        """Raise EngineError once the server has ended."""
+        self._require_running()
+
+    def _require_running(self, when: str = "") -> None:
+        if self.returncode is not None:
+            raise EngineError(
+                f"the engine ended with exit code {self.returncode}{when}:\n{self.log_tail()}",
+                hint=f"see {self.log_file}",
+            )
 
     def log_tail(self) -> str:
         """Return the last lines of the log."""

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from agentrl.data.forest import Ints, TokenForest
-from agentrl.errors import ModelError
-from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.attention.sdpa import check_call, set_attention
+from agentrl.model.flops import ModelShape
 from agentrl.model.routing import routing_input
 
 IMPLEMENTATION = "agentrl_flex"
@@ -56,17 +56,17 @@ def padded_ends(subtree_end: Ints) -> Ints:
     return np.concatenate([subtree_end, np.arange(count, max(2, -(-count // BLOCK)) * BLOCK) + 1])
 
 
-def block_kinds(subtree_end: Ints, block: int = BLOCK) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def block_kinds(subtree_end: Ints) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return (partial, full), bool[query blocks, key blocks]: some, or all, queries see all keys there.
 
     A query after key k sees it up to ``subtree_end[k]``, so the largest and the smallest end in a key block
-    decide every block below the diagonal. N must be a multiple of ``block``; the cost is (N / block)².
+    decide every block below the diagonal. N must be a multiple of ``BLOCK``; the cost is (N / BLOCK)².
     """
-    ends = subtree_end.reshape(-1, block)
-    start = np.arange(len(ends)) * block
+    ends = subtree_end.reshape(-1, BLOCK)
+    start = np.arange(len(ends)) * BLOCK
     below = start[:, None] > start[None, :]
     touched = below & (ends.max(1)[None, :] > start[:, None])
-    full = below & (ends.min(1)[None, :] >= start[:, None] + block)
+    full = below & (ends.min(1)[None, :] >= start[:, None] + BLOCK)
     return (touched & ~full) | np.eye(len(ends), dtype=np.bool_), full
 
 
@@ -108,9 +108,7 @@ def has_flex(model: Any) -> bool:
     """Return whether FlexAttention has a kernel for the model, backward included: on CUDA."""
     if model.device.type != "cuda":
         return False
-    config = model.config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return bool(width >= MIN_HEAD_DIM)
+    return ModelShape.of(model.config).head_dim >= MIN_HEAD_DIM
 
 
 def run_flex(model: Any, forest: TokenForest) -> Tensor:
@@ -201,14 +199,7 @@ def block_attention(
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
     Raises ModelError without a mask, and for a layer with capped scores or attention sinks.
     """
-    name = type(module).__name__
-    if block_mask is None:
-        raise ModelError(
-            f"{name} was called without a block mask",
-            hint='run it through build_executor, or call model.set_attn_implementation("sdpa") before',
-        )
-    if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
+    check_call(module, "block mask" if block_mask is None else None, softcap, s_aux)
     value = value.to(query.dtype)
     for states in (query, key, value):
         _any_length(states, 2)

@@ -42,6 +42,21 @@ def set_attention(model: Any, implementation: str) -> None:
         raise ModelError(f"{name} does not let its attention be set to {implementation!r}", hint=hint)
 
 
+def check_call(module: Any, lacking: str | None, softcap: float | None, s_aux: Tensor | None) -> None:
+    """Raise ModelError for an attention layer that no executor called, or that computes more than they do.
+
+    ``lacking`` is what the call should have been given; None: nothing.
+    """
+    name = type(module).__name__
+    if lacking is not None:
+        raise ModelError(
+            f"{name} was called without a {lacking}",
+            hint='run it through build_executor, or call model.set_attn_implementation("sdpa") before',
+        )
+    if softcap is not None or s_aux is not None:
+        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """An unbranched run of tokens ``[start, end)``, each the parent of the next, and their ancestors."""
@@ -159,14 +174,9 @@ def segment_attention(
     query [1, heads, N, d]; key and value [1, key-value heads, N, d]; returns ([1, N, heads, d], None).
     Raises ModelError without a plan, and for a layer with capped scores or attention sinks.
     """
-    name = type(module).__name__
-    if segment_plan is None or segment_masks is None:
-        raise ModelError(
-            f"{name} was called without a segment plan",
-            hint='run it through build_executor, or call model.set_attn_implementation("sdpa") before',
-        )
-    if softcap is not None or s_aux is not None:
-        raise ModelError(f"{name} caps its scores or has attention sinks", hint="use a model without them")
+    check_call(module, "segment plan" if segment_plan is None else None, softcap, s_aux)
+    assert segment_plan is not None
+    assert segment_masks is not None
     keys, values = (states.split_with_sizes(segment_plan.pieces, 2) for states in (key, value))
     outputs = [
         scaled_dot_product_attention(

@@ -157,11 +157,6 @@ class KVCache:
         """Drop every idle sequence, or those of ``adapter``."""
         self._slots = [slot for slot in self._slots if slot.busy or adapter not in (None, slot.adapter)]
 
-    @property
-    def held_tokens(self) -> int:
-        """The number of tokens whose keys and values are in the cache."""
-        return sum(slot.computed for slot in self._slots)
-
     def _place(self, slot: Slot, rows: int, keep: Slot | None) -> bool:
         """Assign the lowest free range of ``rows`` rows to ``slot``; drop idle sequences as needed."""
         rows = min(-(-rows // _ROUND) * _ROUND, self.max_tokens)

@@ -23,6 +23,7 @@ from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, 
 from agentrl.inference.engines.local.patch import Patch, Places, find_places, read_patch
 from agentrl.inference.engines.local.vision import Chunk, vision_inputs
 from agentrl.model.attention.sdpa import set_attention
+from agentrl.model.flops import ModelShape
 from agentrl.model.precision import bfloat16_speed
 from agentrl.model.routing import record_choices
 from agentrl.model.vision import PixelReader
@@ -58,10 +59,7 @@ class LocalModel:
         self._model: Any = _load(folder, dtype, device).to(self.dtype)  # type: ignore[arg-type]
         self._experts = expert_shape(config.to_dict())
         self._chosen = record_choices(self._model) if self._experts else {}
-        self._num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self._head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._group = config.num_attention_heads // self._num_kv_heads
-        self._num_layers: int = config.num_hidden_layers
+        self._shape = ModelShape.of(config)
         self._adapted = AdapterRows()
         self._places: Places | None = None
         self._check_against_plain_attention()
@@ -131,10 +129,10 @@ class LocalModel:
     def new_cache(self, max_tokens: int) -> KVCache:
         """Return an empty cache of the model's shape."""
         return KVCache(
-            num_layers=self._num_layers,
+            num_layers=self._shape.layers,
             max_tokens=max_tokens,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
+            num_kv_heads=self._shape.kv_heads,
+            head_dim=self._shape.head_dim,
             dtype=self.dtype,
             device=self.device,
             experts=self._experts if self._chosen else None,
@@ -142,12 +140,10 @@ class LocalModel:
 
     def _check_same_shape(self, other: LocalModel) -> None:
         """Raise ModelError unless ``other`` can replace this model on the same cache."""
-        for name in ("vocab_size", "_num_layers", "_num_kv_heads", "_head_dim"):
-            ours, theirs = getattr(self, name), getattr(other, name)
+        for name in ("vocabulary", "layers", "kv_heads", "head_dim"):
+            ours, theirs = getattr(self._shape, name), getattr(other._shape, name)
             if ours != theirs:
-                raise ModelError(
-                    f"{other.folder} has another shape: {name.lstrip('_')} {theirs} instead of {ours}"
-                )
+                raise ModelError(f"{other.folder} has another shape: {name} {theirs} instead of {ours}")
 
     def forward(self, chunks: Sequence[Chunk], cache: KVCache) -> Tensor:
         """Compute ``chunks``, at most one per sequence, and store their keys and values.
@@ -216,7 +212,7 @@ class LocalModel:
         if count > 1:
             keys = torch.arange(length, device=self.device)
             queries = torch.arange(chunk.start, length, device=self.device)
-            mask = (keys[None, :] <= queries[:, None]).repeat(self._group, 1)
+            mask = (keys[None, :] <= queries[:, None]).repeat(self._shape.heads // self._shape.kv_heads, 1)
         first = chunk.slot.start
         return Segment(end - count, end, first, first + length, mask)
 

@@ -9,6 +9,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from agentrl.errors import first_line
+
 
 class BadRequestError(Exception):
     """The request is not valid; the answer has status 400."""
@@ -19,14 +21,25 @@ async def bad_request(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": {"message": str(error)}}, status_code=400)
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """Return the body, a JSON object. Raises BadRequestError."""
+async def refusal(_: Request, error: Exception) -> JSONResponse:
+    """Answer an AgentRLError: what is served stays as it was."""
+    return JSONResponse({"success": False, "message": first_line(error)}, status_code=400)
+
+
+async def read_json(request: Request, **needed: type) -> dict[str, Any]:
+    """Return the body, a JSON object; ``needed`` are the types of fields that it must have.
+
+    Raises BadRequestError.
+    """
     try:
         body = orjson.loads(await request.body())
     except ValueError as error:
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")
+    if not all(isinstance(body.get(name), kind) for name, kind in needed.items()):
+        fields = " and ".join(f"{name} ({kind.__name__})" for name, kind in needed.items())
+        raise BadRequestError(f"{request.url.path} needs {fields}")
     return body
 
 

@@ -7,7 +7,7 @@ import base64
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import numpy as np
 import orjson
@@ -26,6 +26,7 @@ from agentrl.inference.engines.local.requests import (
     bad_request,
     read_json,
     read_routed_from,
+    refusal,
 )
 from agentrl.inference.engines.local.sampling import RowSampler, StopStrings, read_params, read_stops
 from agentrl.inference.engines.local.scheduler import GenerationRequest, PauseMode, Scheduler
@@ -34,7 +35,6 @@ from agentrl.inference.engines.local.weights import LoadedWeights
 from agentrl.inference.engines.local.worker import Worker
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
 STREAM_INTERVAL = 16
 """Tokens per event of a stream; the first token is sent at once."""
@@ -76,7 +76,7 @@ class LocalServer:
             Route("/abort_request", self.abort, methods=["POST"]),
             *self._weights.routes(),
         ]
-        handlers: Any = {BadRequestError: bad_request}
+        handlers: Any = {BadRequestError: bad_request, AgentRLError: refusal}
         return Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=handlers)
 
     @asynccontextmanager
@@ -85,10 +85,6 @@ class LocalServer:
         yield
         await asyncio.to_thread(self._worker.stop)
         self._weights.close()
-
-    async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
-        """Return what ``function`` returns between two steps of the scheduler."""
-        return await asyncio.wrap_future(self._worker.call(function))
 
     async def generate(self, request: Request) -> Response:
         """Generate, with ``stream`` as events; abort the request if the client disconnects."""
@@ -102,7 +98,7 @@ class LocalServer:
         generation = self._generation(body, report)
         if body.get("image_data"):
             await asyncio.to_thread(self._add_images, generation, body["image_data"])
-        await self._in_thread(lambda scheduler: scheduler.submit(generation))
+        await self._worker.run(lambda scheduler: scheduler.submit(generation))
         if body.get("stream"):
             return StreamingResponse(self._events(generation, parts), media_type="text/event-stream")
         answer = await self._whole(request, generation, parts)
@@ -184,7 +180,7 @@ class LocalServer:
 
     async def flush_cache(self, _: Request) -> Response:
         """Drop cached prefixes; return 400 while requests are running."""
-        flushed = await self._in_thread(Scheduler.flush)
+        flushed = await self._worker.run(Scheduler.flush)
         text = "Cache flushed." if flushed else "Requests are running: the cache was not flushed."
         return Response(text, status_code=200 if flushed else 400, media_type="text/plain")
 
@@ -193,13 +189,13 @@ class LocalServer:
         mode = (await read_json(request)).get("mode", "abort")
         if mode not in _PAUSE_MODES:
             raise BadRequestError(f"unknown pause mode {mode!r}; choose one of {', '.join(_PAUSE_MODES)}")
-        await self._in_thread(lambda scheduler: scheduler.pause(mode))
+        await self._worker.run(lambda scheduler: scheduler.pause(mode))
         return JSONResponse({"status": "ok", "message": "Generation is paused."})
 
     async def resume(self, _: Request) -> Response:
         """Continue after a pause."""
         try:
-            await self._in_thread(Scheduler.resume)
+            await self._worker.run(Scheduler.resume)
         except AgentRLError as error:
             raise BadRequestError(str(error)) from error
         return JSONResponse({"status": "ok", "message": "Generation continues."})
@@ -211,7 +207,7 @@ class LocalServer:
         if not body.get("abort_all") and not rid:
             raise BadRequestError("abort_request needs rid, or abort_all true")
         chosen = None if body.get("abort_all") else str(rid)
-        await self._in_thread(lambda scheduler: scheduler.abort(chosen))
+        await self._worker.run(lambda scheduler: scheduler.abort(chosen))
         return Response(status_code=200)
 
     def _generation(

@@ -7,11 +7,10 @@ trainer's memory or over a process group. They replace the served ones once they
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from starlette.requests import Request
@@ -24,15 +23,9 @@ from agentrl.errors import AgentRLError, ModelError
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.patch import Patch
 from agentrl.inference.engines.local.requests import BadRequestError, read_json
-from agentrl.inference.engines.local.scheduler import Scheduler
 from agentrl.inference.engines.local.worker import Worker
 from agentrl.weights.memory_file import StoredTensor, open_memory_file, unflatten
 from agentrl.weights.weight_group import broadcast, connect, join_group
-
-log = logging.getLogger(__name__)
-
-Json = dict[str, Any]
-T = TypeVar("T")
 
 _MEMORY = ("kv_cache", "weights")
 
@@ -46,7 +39,10 @@ class _Update:
 
 
 class LoadedWeights:
-    """The served model, and the calls that replace it or its adapters."""
+    """The served model, and the calls that replace it or its adapters.
+
+    A call that raises AgentRLError is answered with status 400, and leaves what is served as it was.
+    """
 
     def __init__(self, worker: Worker, model: LocalModel) -> None:
         self.model = model
@@ -81,20 +77,14 @@ class LoadedWeights:
         self._groups.clear()
 
     async def update_from_disk(self, request: Request) -> JSONResponse:
-        """Load other weights of the same shape; if they cannot be used, return 400 and keep the old ones."""
-        body = await read_json(request)
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str):
-            raise BadRequestError("update_weights_from_disk needs model_path")
-        flush = bool(body.get("flush_cache", True))
+        """Load other weights of the same shape."""
+        body = await read_json(request, model_path=str)
         async with self._updating:
-            try:
-                model = await asyncio.to_thread(self.model.updated, path)
-                if body.get("abort_all_requests"):
-                    await self._in_thread(lambda scheduler: scheduler.abort(None))
-                await self._replace(model, version, flush)
-            except AgentRLError as error:
-                return JSONResponse({**_failed(error), "num_paused_requests": 0}, status_code=400)
+            model = await asyncio.to_thread(self.model.updated, body["model_path"])
+            if body.get("abort_all_requests"):
+                await self._worker.run(lambda scheduler: scheduler.abort(None))
+            flush = bool(body.get("flush_cache", True))
+            await self._replace(model, body.get("weight_version"), flush)
         scheduler = self._worker.scheduler
         paused = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0
         return JSONResponse({"success": True, "message": "Weights loaded.", "num_paused_requests": paused})
@@ -102,71 +92,55 @@ class LoadedWeights:
     async def _replace(self, model: LocalModel, version: Any, flush: bool) -> None:
         name = self._worker.scheduler.version if version is None else str(version)
         self._patch = None
-        await asyncio.wrap_future(
-            self._worker.swap(lambda scheduler: scheduler.replace_model(model, name, flush=flush))
-        )
+        await self._worker.swap(lambda scheduler: scheduler.replace_model(model, name, flush=flush))
         self.model = model
 
     async def prepare_delta(self, request: Request) -> JSONResponse:
         """Read what the deltas in ``files``, oldest first, change in the weights of ``base_version``.
 
-        Requests go on. Return 400 if these are not the served weights, or cannot be changed in place.
+        Requests go on. Raises ModelError if these are not the served weights, or cannot be changed in place.
         """
-        body = await read_json(request)
-        files, base = body.get("files"), body.get("base_version")
-        if not isinstance(files, list) or not isinstance(base, str):
-            raise BadRequestError("prepare_weight_delta needs files and base_version")
+        body = await read_json(request, files=list, base_version=str)
+        base, files = body["base_version"], [Path(file) for file in body["files"]]
         async with self._updating:
             served = self._worker.scheduler.version
+            if served != base:
+                raise ModelError(f"the deltas change version {base}, and version {served} is served")
             try:
-                if served != base:
-                    raise ModelError(f"the deltas change version {base}, and version {served} is served")
-                self._patch = await asyncio.to_thread(self.model.read_patch, [Path(file) for file in files])
-            except (AgentRLError, OSError) as error:
-                return _refusal(error)
-        return JSONResponse({"success": True, "message": "Success"})
+                self._patch = await asyncio.to_thread(self.model.read_patch, files)
+            except OSError as error:
+                raise ModelError(str(error)) from error
+        return _success()
 
     async def apply_delta(self, request: Request) -> JSONResponse:
         """Serve ``weight_version``, for which ``prepare_delta`` has read the changed elements."""
-        version = (await read_json(request)).get("weight_version")
-        if not isinstance(version, str):
-            raise BadRequestError("apply_weight_delta needs weight_version")
+        version = (await read_json(request, weight_version=str))["weight_version"]
         async with self._updating:
             patch, self._patch = self._patch, None
-            try:
-                if patch is None:
-                    raise ModelError("no delta of the served weights is prepared")
-                await asyncio.wrap_future(
-                    self._worker.swap(lambda scheduler: scheduler.patch_model(patch, version))
-                )
-            except AgentRLError as error:
-                return _refusal(error)
-        return JSONResponse({"success": True, "message": "Success"})
+            if patch is None:
+                raise ModelError("no delta of the served weights is prepared")
+            await self._worker.swap(lambda scheduler: scheduler.patch_model(patch, version))
+        return _success()
 
     async def update_version(self, request: Request) -> Response:
         """Set the version of the served weights."""
-        version = (await read_json(request)).get("new_version")
-        if not isinstance(version, str):
-            raise BadRequestError("update_weight_version needs new_version, a string")
-        await self._in_thread(lambda scheduler: setattr(scheduler, "version", version))
+        version = (await read_json(request, new_version=str))["new_version"]
+        await self._worker.run(lambda scheduler: setattr(scheduler, "version", version))
         message = f"Weight version is {version}."
         return JSONResponse({"success": True, "message": message, "new_version": version})
 
     async def begin_update(self, _: Request) -> JSONResponse:
         """Expect parts of new weights; those of an update that was not ended are dropped."""
         self._update = _Update()
-        return JSONResponse({"success": True, "message": "Success"})
+        return _success()
 
     async def update_from_memory(self, request: Request) -> JSONResponse:
         """Take the weights in the memory file ``file`` of the trainer, called ``name``; nothing is unpickled.
 
         SGLang's ``serialized_named_tensors`` are refused: they are pickles.
         """
-        body = await read_json(request)
-        file, name = body.get("file"), body.get("name")
-        if not isinstance(file, str) or not isinstance(name, str):
-            raise BadRequestError("update_weights_from_tensor needs file and name of a memory file")
-        return await self._take(body, lambda: open_memory_file(file, name).named())
+        body = await read_json(request, file=str, name=str)
+        return await self._take(body, lambda: open_memory_file(body["file"], body["name"]).named())
 
     async def join_group(self, request: Request) -> JSONResponse:
         """Join a group of two as rank 1; the trainer is rank 0."""
@@ -180,10 +154,10 @@ class LoadedWeights:
             raise BadRequestError(f"init_weights_update_group: {error}") from error
         try:
             group = await asyncio.to_thread(lambda: join_group(connect(host, port), name, 1, backend))
-        except (AgentRLError, RuntimeError) as error:
-            return _refusal(error)
+        except RuntimeError as error:
+            raise ModelError(str(error)) from error
         self._groups[name] = group
-        return JSONResponse({"success": True, "message": "The group is joined."})
+        return _success("The group is joined.")
 
     async def update_from_group(self, request: Request) -> JSONResponse:
         """Receive one flat bucket of tensors from rank 0 of a group."""
@@ -208,42 +182,36 @@ class LoadedWeights:
 
         return await self._take(body, receive)
 
-    async def _take(self, body: Json, read: Callable[[], dict[str, Tensor]]) -> JSONResponse:
+    async def _take(self, body: dict[str, Any], read: Callable[[], dict[str, Tensor]]) -> JSONResponse:
         """Add what ``read`` returns to the update that has begun; drop the update if it fails."""
         async with self._updating:
             if self._update is None:
-                return _refusal(ModelError("call /begin_weight_update first"))
+                raise ModelError("call /begin_weight_update first")
             try:
                 self._update.tensors |= await asyncio.to_thread(read)
             except (AgentRLError, RuntimeError) as error:
                 self._update = None
-                return _refusal(error)
+                raise ModelError(str(error)) from error
             self._update.version = body.get("weight_version") or self._update.version
-        return JSONResponse({"success": True, "message": "Success"})
+        return _success()
 
     async def end_update(self, _: Request) -> JSONResponse:
-        """Serve the weights that have arrived; if they do not fit, return 400 and keep the old ones."""
+        """Serve the weights that have arrived. Raises ModelError if they do not fit."""
         update, self._update = self._update, None
         if update is None:
-            return _refusal(ModelError("no weight update has begun"))
+            raise ModelError("no weight update has begun")
         if not update.tensors:
-            return JSONResponse({"success": True, "message": "Nothing has arrived: the weights stay."})
+            return _success("Nothing has arrived: the weights stay.")
         async with self._updating:
-            try:
-                model = await asyncio.to_thread(self.model.updated_from, update.tensors)
-                await self._replace(model, update.version, flush=True)
-            except AgentRLError as error:
-                return _refusal(error)
-        return JSONResponse({"success": True, "message": "Success"})
+            model = await asyncio.to_thread(self.model.updated_from, update.tensors)
+            await self._replace(model, update.version, flush=True)
+        return _success()
 
     async def release_memory(self, request: Request) -> JSONResponse:
-        """Give the memory of weights and KV cache back to the system; return 400 while requests run."""
+        """Give the memory of weights and KV cache back to the system. ModelError while requests run."""
         tags = await _memory_tags(request)
         async with self._updating:
-            try:
-                await self._in_thread(lambda scheduler: scheduler.release_memory(tags))
-            except AgentRLError as error:
-                return _refusal(error)
+            await self._worker.run(lambda scheduler: scheduler.release_memory(tags))
             self._patch = None
             await asyncio.to_thread(return_freed_memory)
             if self.model.device.type == "cuda":
@@ -253,19 +221,18 @@ class LoadedWeights:
     async def resume_memory(self, request: Request) -> JSONResponse:
         """Allocate the KV cache again. The next update brings the weights."""
         if "kv_cache" in await _memory_tags(request):
-            await self._in_thread(lambda scheduler: scheduler.cache.allocate())
+            await self._worker.run(lambda scheduler: scheduler.cache.allocate())
         return JSONResponse({})
 
     async def load_adapter(self, request: Request) -> JSONResponse:
         """Load the adapter in folder ``lora_path`` for requests that name ``lora_name``."""
-        body = await read_json(request)
-        name, path = body.get("lora_name"), body.get("lora_path")
-        if not isinstance(name, str) or not isinstance(path, str):
-            raise BadRequestError("load_lora_adapter needs lora_name and lora_path")
+        body = await read_json(request, lora_name=str, lora_path=str)
         async with self._updating:
             try:
-                adapter = await asyncio.to_thread(self.model.read_adapter, name, path)
-                await self._in_thread(lambda scheduler: scheduler.load_adapter(adapter))
+                adapter = await asyncio.to_thread(
+                    self.model.read_adapter, body["lora_name"], body["lora_path"]
+                )
+                await self._worker.run(lambda scheduler: scheduler.load_adapter(adapter))
             except AgentRLError as error:
                 return self._adapters(str(error))
         return self._adapters()
@@ -274,20 +241,17 @@ class LoadedWeights:
         """Refuse requests that name ``lora_name`` from now on; those that run finish with it."""
         name = str((await read_json(request)).get("lora_name"))
         try:
-            await self._in_thread(lambda scheduler: scheduler.unload_adapter(name))
+            await self._worker.run(lambda scheduler: scheduler.unload_adapter(name))
         except AgentRLError as error:
             return self._adapters(str(error))
         return self._adapters()
 
     def _adapters(self, error: str | None = None) -> JSONResponse:
         loaded = {adapter.name: adapter.path for adapter in self._worker.scheduler.adapters.values()}
-        answer: Json = {"success": error is None, "loaded_adapters": loaded}
-        if error is not None:
-            answer["error_message"] = error
-        return JSONResponse(answer, status_code=200 if error is None else 400)
-
-    async def _in_thread(self, function: Callable[[Scheduler], T]) -> T:
-        return await asyncio.wrap_future(self._worker.call(function))
+        if error is None:
+            return JSONResponse({"success": True, "loaded_adapters": loaded})
+        answer = {"success": False, "loaded_adapters": loaded, "error_message": error}
+        return JSONResponse(answer, status_code=400)
 
 
 async def _memory_tags(request: Request) -> list[str]:
@@ -311,9 +275,5 @@ def _bucket(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> lis
     return parts
 
 
-def _failed(error: Exception) -> Json:
-    return {"success": False, "message": str(error).split("\n")[0]}
-
-
-def _refusal(error: Exception) -> JSONResponse:
-    return JSONResponse(_failed(error), status_code=400)
+def _success(message: str = "Success") -> JSONResponse:
+    return JSONResponse({"success": True, "message": message})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
@@ -42,7 +43,11 @@ class Worker:
         self._calls.put(lambda: self._settle(done, function))
         return done
 
-    def swap(self, change: Callable[[Scheduler], None]) -> Future[None]:
+    async def run(self, function: Callable[[Scheduler], T]) -> T:
+        """Return what ``function`` returns between two steps of the scheduler."""
+        return await asyncio.wrap_future(self.call(function))
+
+    async def swap(self, change: Callable[[Scheduler], None]) -> None:
         """Change the served weights: at once while paused, else when the running requests have ended."""
         done: Future[None] = Future()
 
@@ -54,7 +59,7 @@ class Worker:
             self._swap = (change, done)
 
         self._calls.put(schedule)
-        return done
+        await asyncio.wrap_future(done)
 
     def _run(self) -> None:
         scheduler = self.scheduler
