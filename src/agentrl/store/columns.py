@@ -10,7 +10,7 @@ from pymongo import ASCENDING, UpdateOne
 
 from agentrl.documents.column import Column, TopLogprobs, column_key
 from agentrl.documents.model_call import pack_floats
-from agentrl.documents.status import ColumnStatus
+from agentrl.documents.status import ColumnStatus, values
 from agentrl.documents.task import Task
 from agentrl.errors import LeaseLostError
 from agentrl.store.mechanics.blobs import Blobs
@@ -20,7 +20,7 @@ from agentrl.store.names import COLUMN
 
 UNFILLED = (ColumnStatus.OPEN, ColumnStatus.RUNNING)
 """Statuses of a column that its group waits for."""
-_UNFILLED = [status.value for status in UNFILLED]
+_UNFILLED = values(UNFILLED)
 _RESTED = {"$lte": [{"$ifNull": ["$not_before", "$$NOW"]}, "$$NOW"]}
 _CLAIMABLE: Json = {
     "$or": [

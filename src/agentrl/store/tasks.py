@@ -14,7 +14,7 @@ from pymongo.errors import BulkWriteError
 
 from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.retraction import Withdrawn
-from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.status import SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
 from agentrl.store.epochs import Epochs
@@ -226,7 +226,7 @@ class Tasks(Repository):
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
         """Return whether a Task has one of these statuses; reads at most one document."""
-        query = {"split": split, "status": {"$in": [status.value for status in states]}}
+        query = {"split": split, "status": {"$in": values(states)}}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
     @database_call

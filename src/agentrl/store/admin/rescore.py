@@ -12,7 +12,7 @@ from pymongo import UpdateOne
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
-from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import Task
 from agentrl.errors import StoreError
 from agentrl.store.admin.regroup import (
@@ -161,7 +161,7 @@ class Rescoring(Repository):
 def _query(
     split: str | None, tasks: Sequence[str], records: Sequence[str], statuses: Sequence[RecordStatus]
 ) -> Json:
-    scored: Json = {"status": {"$in": [status.value for status in statuses]}, "score": {"$ne": None}}
+    scored: Json = {"status": {"$in": values(statuses)}, "score": {"$ne": None}}
     return scored | selection(split, tasks, records)
 
 
