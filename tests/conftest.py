@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from memory_folder import memory_folder
 from pymongo import MongoClient
+from warm_python import warm_server
 
 from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import RunConfig
@@ -141,6 +143,21 @@ def drop_later(mongo_uri: str) -> Iterator[Callable[[str], object]]:
         yield lambda name: dropped.append(pool.submit(client.drop_database, name))
         for future in dropped:
             future.result(60)
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A ``python`` that starts in 0.1 s, for tests of commands as a person enters them."""
+    with warm_server(tmp_path_factory.mktemp("warm")) as python:
+        yield python
+
+
+@pytest.fixture(scope="module")
+def starts_warm(warm_python: Path) -> Iterator[None]:
+    """Let the file's tests start engines and commands by ``warm_python``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -30,6 +31,14 @@ def inside(root: Path, workdir: str, command: list[str]) -> list[str]:
     return ["unshare", "--map-root-user", f"--root={root}", f"--wd={workdir}", *command]
 
 
+def kill_inside(root: Path) -> None:
+    """Kill the processes that run with this root."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/root") == str(root.resolve()):
+                os.kill(int(pid), signal.SIGKILL)
+
+
 def _split(words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """Return flags with their values, and the other words."""
     flags = []
@@ -55,13 +64,12 @@ def main() -> None:
     elif command == "rm":
         for name in words:
             if os.path.isdir(f"{state}/{name}"):
-                os.kill(int(Path(f"{state}/{name}/pid").read_text()), signal.SIGKILL)
+                kill_inside(Path(state, name, "root"))
                 shutil.rmtree(f"{state}/{name}", ignore_errors=True)
     elif command == "run":
         folder = Path(state, options["--name"])
         folder.mkdir()
         shutil.copytree(rootfs, folder / "root", symlinks=True)
-        (folder / "pid").write_text(str(os.getpid()))
         line = inside(folder / "root", "/", [options["--entrypoint"], *words[1:]])
         os.execvpe(line[0], line, {"PATH": os.environ["PATH"]})
     elif command == "exec":

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
-from fake_docker import inside
+from fake_docker import inside, kill_inside
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
@@ -95,6 +95,7 @@ class FakeKubernetes:
             self.jobs[name] = body
             return 201, body
         if kind == "jobs" and method == "DELETE":
+            kill_inside(self.folder / name)
             shutil.rmtree(self.folder / name, ignore_errors=True)
             return (200, {}) if self.jobs.pop(name, None) else (404, {"message": "no such job"})
         if kind == "jobs":
@@ -136,6 +137,7 @@ class FakeKubernetes:
                     process.stdin.close()
                 else:
                     process.stdin.write(message[1:])
+            process.stdin.close()
 
         feeding = asyncio.create_task(feed())
         try:

@@ -19,23 +19,19 @@ import os
 import random
 import statistics
 import sys
-import tempfile
-import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import demo_path  # noqa: F401
+from commands import database, train_run
 from demo.arithmetic import evaluate
 from demo.tiny import build_tiny_model, prepare_tiny_model
-from harness import Row, add_quick, finish
+from harness import Row, bench_parser, finish
 
 from agentrl.config.schema import RunConfig
-from agentrl.processes import thread_limits
 from agentrl.store.client import open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import SupervisedProcess, Supervisor
 
 MEDIAN_SECONDS = "AGENTRL_BENCH_TOOL_SECONDS"
 SIGMA = 1.0
@@ -99,28 +95,13 @@ def train(mode: str, seed: int, options: argparse.Namespace, folder: Path, mongo
         "--model_name_or_path", str(model), "--seed", str(seed), "--tools", "async_sampling:calculator",
         *MODES[mode], *(QUICK if options.quick else ()),
     ]  # fmt: skip
-    environment = {
-        **os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", MEDIAN_SECONDS: str(options.median),
-        "PYTHONPATH": str(Path(__file__).parent),
-    }  # fmt: skip
-
-    def process(command: str, *flags: str, is_server: bool = False) -> SupervisedProcess:
-        words = [sys.executable, "-m", "agentrl", command, *common, *flags]
-        log = folder / f"{name}-{command}.out"
-        return SupervisedProcess(command, words, log, environment, is_server=is_server)
-
-    supervisor = Supervisor(lambda text: print(f"{mode} {seed}: {text}", flush=True))
-    try:
-        supervisor.start(process("serve", "--engine", "local", is_server=True))
-        supervisor.start(process("sample"))
-        trainer = process(
-            "train", "--max_steps", str(options.steps), "--output_dir", str(folder / name / "output")
-        )
-        code = supervisor.run_main(trainer, deadline=time.monotonic() + 60 * _MINUTES)
-        if code != 0:
-            raise RuntimeError(f"the trainer ended with {code}; see {folder}")
-    finally:
-        supervisor.stop()
+    flags = {
+        "serve": [*common, "--engine", "local"],
+        "sample": common,
+        "train": [*common, "--max_steps", str(options.steps), "--output_dir", str(folder / name / "output")],
+    }
+    variables = {MEDIAN_SECONDS: str(options.median), "PYTHONPATH": str(Path(__file__).parent)}
+    train_run(flags, folder / name, 60 * _MINUTES, variables)
     return asyncio.run(read_curve(name, mongo))
 
 
@@ -175,29 +156,22 @@ def _standard_error(values: list[float]) -> float:
 
 def main(argv: list[str]) -> int:
     """Train every seed in both modes, print the curves and the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--median", type=float, default=1.0, help="median time of a tool call, in seconds")
     parser.add_argument("--json", type=Path)
-    add_quick(parser)
     options = parser.parse_args(argv)
     if options.quick:
         options.steps, options.seeds, options.median = 1, [0], 0.01
     curves: list[dict[str, Curve]] = []
-    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
-        folder = Path(scratch)
-        mongo = EmbeddedMongo(folder / "mongo")
-        mongo.up()
-        try:
-            for seed in options.seeds:
-                modes = ["async"] if options.quick else [*MODES]
-                found = {mode: train(mode, seed, options, folder, folder / "mongo") for mode in modes}
-                found.setdefault("sync", found["async"])
-                curves.append(found)
-                print_curves(seed, found)
-        finally:
-            mongo.down()
+    with database() as (folder, _):
+        for seed in options.seeds:
+            modes = ["async"] if options.quick else [*MODES]
+            found = {mode: train(mode, seed, options, folder, folder / "mongo") for mode in modes}
+            found.setdefault("sync", found["async"])
+            curves.append(found)
+            print_curves(seed, found)
     table = rows(curves)
     code = finish(
         f"asynchronous sampling, tool calls of {options.median:g} s (log-normal)", table, quick=options.quick

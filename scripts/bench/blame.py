@@ -16,15 +16,15 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from harness import Row, add_quick, print_rows
-from poisoned_run import WAIT_SECONDS, PoisonedRun, agentrl, make_model
-from store_fixtures import run_database, server
+from commands import agentrl, database
+from harness import Row, bench_parser, finish
+from poisoned_run import PoisonedRun, make_model
+from store_fixtures import run_database
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.run import Evaluation
@@ -83,7 +83,8 @@ async def measure(folder: Path, uri: str, seed: int, steps: int, *, controls: bo
         a, b = await run.evaluate(0), await run.evaluate(steps)
         out, wrong, started = folder / "blamed.txt", folder / "wrong.txt", time.perf_counter()
         more = ("--out", str(out), "--csv", str(folder / "effects.csv"), "--label", "blamed", "--limit", "5")
-        await finish("blame", store.run_name, a.id, b.id, *run.flags(), *more)
+        words = [store.run_name, a.id, b.id, *run.flags(), *more]
+        await asyncio.to_thread(agentrl, "blame", words, folder)
         seconds = time.perf_counter() - started
         wrong.write_text("\n".join(run.poisoned), encoding="utf-8")
         blamed = out.read_text(encoding="utf-8").split()
@@ -100,10 +101,11 @@ async def measure(folder: Path, uri: str, seed: int, steps: int, *, controls: bo
 async def train_without(run: PoisonedRun, ids: Path) -> float:
     """Train the steps of ``run`` again without the Records in a file; return pass@1 after the last one."""
     child = f"{run.store.run_name}_{ids.stem}"
-    await finish(
-        "whatif", run.store.run_name, child, "--without", str(ids), "--db_connection_string", run.uri,
+    words = [
+        run.store.run_name, child, "--without", str(ids), "--db_connection_string", run.uri,
         "--output_dir", str(run.folder / child), "--log_dir", str(run.folder / "logs"),
-    )  # fmt: skip
+    ]  # fmt: skip
+    await asyncio.to_thread(agentrl, "whatif", words, run.folder)
     async with await open_store(RunConfig(run_name=child, db_connection_string=run.uri)) as store:
         return pass_at_1(await replace(run, store=store).evaluate(run.steps))
 
@@ -113,27 +115,14 @@ def pass_at_1(evaluation: Evaluation) -> float:
     return float(evaluation.total["pass_at"]["1"]["value"])
 
 
-async def finish(*arguments: str) -> None:
-    """Run an ``agentrl`` command to its end; RuntimeError if it fails."""
-    with agentrl(*arguments) as process:
-        try:
-            code = await asyncio.to_thread(process.wait, WAIT_SECONDS)
-        finally:
-            process.kill()
-    if code != 0:
-        raise RuntimeError(f"agentrl {arguments[0]} ended with exit code {code}")
-
-
 async def run(options: argparse.Namespace) -> list[Result]:
     """Measure every seed on one server."""
     results = []
-    with tempfile.TemporaryDirectory(prefix="agentrl-blame-") as scratch, server() as uri:
+    with database() as (scratch, uri):
         for seed in options.seeds:
-            folder = Path(scratch) / str(seed)
+            folder = scratch / str(seed)
             folder.mkdir()
-            result = await measure(
-                folder, uri, seed, options.steps, controls=not options.quick
-            )  # fmt: skip
+            result = await measure(folder, uri, seed, options.steps, controls=not options.quick)
             print(json.dumps(asdict(result)), flush=True)
             results.append(result)
     return results
@@ -141,17 +130,15 @@ async def run(options: argparse.Namespace) -> list[Result]:
 
 def main() -> int:
     """Print a table; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=24)
-    add_quick(parser)
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.steps = [0], 2
     torch.set_num_threads(1)
     rows = [row for result in asyncio.run(run(options)) for row in result.rows]
-    print_rows("blame", rows)
-    return 0 if options.quick else int(any(row.passed is False for row in rows))
+    return finish("blame", rows, quick=options.quick)
 
 
 if __name__ == "__main__":

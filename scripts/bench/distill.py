@@ -19,7 +19,6 @@ losses, rewards and published weights are equal.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -28,7 +27,6 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,14 +36,13 @@ from statistics import fmean
 from typing import Any
 
 import demo_path  # noqa: F401
+from commands import agentrl, command, database, environment
 from demo.tiny import build_tiny_model
-from harness import Row, add_quick, finish
-from learning import agentrl, environment
+from harness import Row, bench_parser, finish
 
 from agentrl.config.schema import RunConfig
 from agentrl.processes import signal_session, start_child, stop_children, tail
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 LEVEL, SPAN = 0.9, 3
 """The reward to reach, as a mean over that many steps."""
@@ -107,10 +104,7 @@ class Setting:
 
 def main() -> int:
     """Compare the steps to a reward, or the runs with and without kills."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of models (default: 3)")
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first model (default: 0)")
     parser.add_argument(
@@ -128,21 +122,15 @@ def main() -> int:
     given = parser.parse_args()
     steps = given.steps or (2 if given.quick else 12 if given.kills else 120)
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick or given.kills else given.seeds))
-    with tempfile.TemporaryDirectory(prefix="agentrl-distill-") as scratch:
-        work = given.work or Path(scratch)
-        mongo = EmbeddedMongo(work / "mongo")
-        uri = mongo.up().uri
-        try:
-            settings = [
-                Setting(work=work, seed=seed, uri=uri, steps=steps, digits=given.digits) for seed in seeds
-            ]
-            for setting in settings:
-                prepare(setting, is_quick=given.quick)
-            if given.kills:
-                return compare_kills(settings[0], given.kills)
-            rewards = {setting.seed: compare_losses(setting, given.ways) for setting in settings}
-        finally:
-            mongo.down()
+    with database(given.work) as (work, uri):
+        settings = [
+            Setting(work=work, seed=seed, uri=uri, steps=steps, digits=given.digits) for seed in seeds
+        ]
+        for setting in settings:
+            prepare(setting, is_quick=given.quick)
+        if given.kills:
+            return compare_kills(settings[0], given.kills)
+        rewards = {setting.seed: compare_losses(setting, given.ways) for setting in settings}
     if given.json is not None:
         given.json.write_text(json.dumps(rewards, indent=1), encoding="utf-8")
     rows = [row for seed, ways in rewards.items() for row in compared(seed, ways)]
@@ -258,18 +246,18 @@ async def follow(store: Store, trainer: Any, log: Path, *, until_reached: bool =
 
 @contextmanager
 def processes(
-    setting: Setting, run: str, flags: list[str], commands: tuple[str, ...], top: int = TOP
+    setting: Setting, run: str, flags: list[str], names: tuple[str, ...], top: int = TOP
 ) -> Iterator[list[Any]]:
     """Run processes for the duration of the block; a teacher stores its ``top`` likeliest ids."""
     logs = setting.work / "logs"
     logs.mkdir(exist_ok=True)
     started: list[Any] = []
     try:
-        for command in commands:
+        for name in names:
             teacher = ["--teacher", str(setting.folder("teacher")), "--teacher_top_logprobs", str(top)]
-            own = teacher if command == "teach" else []
-            words = [sys.executable, "-m", "agentrl", command, *flags, *own]
-            started.append(start_child(words, log=logs / f"{run}-{command}.out", env=environment()))
+            own = teacher if name == "teach" else []
+            log = logs / f"{run}-{name}.out"
+            started.append(start_child(command(name, [*flags, *own]), log=log, env=environment()))
         yield started
     finally:
         stop_children(started)

@@ -11,8 +11,6 @@ layout, with the ratio of transformers' figures to ours, and exits with 1 if the
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from harness import add_quick
+from harness import bench_parser, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group,
@@ -73,9 +71,13 @@ def _sent(name: str, args: Any) -> float:
     return 0.0
 
 
-def run_rank(rank: int, ep: int, tp: int, folder: str, results: Any) -> None:
-    """Run both exchanges on one rank, and put the figures of rank 0 into ``results``."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ep * tp)
+Found = tuple[dict[str, tuple[float, float]], float]
+"""{way: (bytes sent, CPU seconds)}, and the largest relative difference between the two ways."""
+
+
+def run_rank(rank: int, world: int, ep: int, tp: int, folder: str) -> Found:
+    """Run both exchanges on one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (ep, tp), mesh_dim_names=("ep", "tp"))
     flat = mesh["ep", "tp"]._flatten("experts")
@@ -107,38 +109,21 @@ def run_rank(rank: int, ep: int, tp: int, folder: str, results: Any) -> None:
         figures[name] = (sent.total, (time.process_time() - started) / ROUNDS)
     pairs = zip(*values.values(), strict=True)
     apart = max(float((one - other).norm() / one.norm()) for one, other in pairs)
-    if rank == 0:
-        results.put((figures, apart))
     dist.destroy_process_group()
-
-
-def run_layout(ep: int, tp: int) -> tuple[dict[str, tuple[float, float]], float]:
-    """Return {way: (bytes sent, CPU seconds)} of rank 0, and the largest relative difference between them."""
-    context = multiprocessing.get_context("fork")  # the ranks share what is imported
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=run_rank, args=(rank, ep, tp, folder, results)) for rank in range(ep * tp)
-        ]
-        for process in ranks:
-            process.start()
-        found: tuple[dict[str, tuple[float, float]], float] = results.get(timeout=300)
-        for process in ranks:
-            process.join(60)
-    return found
+    return figures, apart
 
 
 def main() -> int:
     """Print a line for each layout; return 1 if the two ways differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     layouts = {"ep 2": LAYOUTS["ep 2"]} if parser.parse_args().quick else LAYOUTS
     print(
         f"{TOKENS} tokens a rank, hidden size {HIDDEN}, {EXPERTS} experts, {CHOSEN} for each token, float32"
     )
     worst = 0.0
     for name, (ep, tp) in layouts.items():
-        figures, apart = run_layout(ep, tp)
+        with tempfile.TemporaryDirectory() as folder:  # forked ranks share what is imported
+            figures, apart = run_ranks(run_rank, ep * tp, ep, tp, folder)[0]
         (ours, our_cpu), (theirs, their_cpu) = figures["ours"], figures["transformers"]
         print(
             f"{name:12} sent {ours / 2**20:.2f} MiB, transformers {theirs / 2**20:.2f}"

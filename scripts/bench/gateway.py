@@ -12,10 +12,8 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import random
 import secrets
 import statistics
 import subprocess
@@ -30,11 +28,12 @@ from typing import Any
 
 import httpx
 import psutil
-from harness import Row, add_quick, finish
+from commands import database
+from harness import Row, bench_parser, finish
 from rollout import make_model
-from store_fixtures import run_database, server
+from rollout_engine import WORDS, text_of
+from store_fixtures import run_database
 
-from agentrl.chat.model_folder import read_chat_files
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import RecordStatus, ServiceStatus
@@ -59,8 +58,6 @@ class Sizes:
 
 QUICK = Sizes(conversations=2, turns=2, calls=6, streams=4, tokens=200)
 
-_TEXT = "the of tower river year author page museum century because tool found number first city"
-_WORDS = _TEXT.split()
 _MILLI = 1000.0
 _LEASE = 3600.0
 
@@ -106,14 +103,6 @@ class Bench:
             found.append(f"{self.url}/t/{token}/v1/chat/completions")
         return found
 
-    def text(self, tokens: int) -> str:
-        """Return text of about so many tokens."""
-        rng = random.Random(tokens)
-        tokenizer = read_chat_files(self.model).tokenizer
-        words = rng.choices(_WORDS, k=2000)
-        per_word = len(tokenizer.encode(" ".join(words), add_special_tokens=False).ids) / len(words)
-        return " ".join(rng.choices(_WORDS, k=int(tokens / per_word)))
-
     async def stream(self, url: str, messages: list[Any]) -> tuple[str, float]:
         """Make a streamed call; return its text and the seconds to the first of it."""
         began, first, texts = time.perf_counter(), 0.0, []
@@ -151,7 +140,7 @@ class Bench:
 
 async def contexts(bench: Bench, tokens: int, sizes: Sizes) -> list[Row]:
     """Measure the CPU time of calls in long conversations."""
-    text = bench.text(sizes.tokens or tokens)
+    text = text_of(bench.model, sizes.tokens or tokens)
     urls = await bench.urls(sizes.conversations)
     conversations: list[list[Any]] = [[{"role": "user", "content": f"{n} {text}"}] for n in range(len(urls))]
     spent, relayed = [], []
@@ -163,7 +152,7 @@ async def contexts(bench: Bench, tokens: int, sizes: Sizes) -> list[Row]:
         await asyncio.gather(*map(bench.relayed, conversations))
         relayed.append((bench.cpu(bench.relay) - began) / len(urls))
         for conversation, (said, _) in zip(conversations, answers, strict=True):
-            result = f"result {turn}: " + " ".join(_WORDS * 4)
+            result = f"result {turn}: " + " ".join(WORDS * 4)
             conversation += [{"role": "assistant", "content": said}, {"role": "user", "content": result}]
     name, limit = f"{tokens // 1000}K tokens", 5.0 if tokens < 50_000 else 10.0
     later, least = (_MILLI * statistics.mean(values[1:]) for values in (spent, relayed))
@@ -180,7 +169,7 @@ async def contexts(bench: Bench, tokens: int, sizes: Sizes) -> list[Row]:
 async def first_token(bench: Bench, sizes: Sizes) -> list[Row]:
     """Compare the time to the first token with the engine's, one call at a time, in alternation."""
     (url,) = await bench.urls(1)
-    messages: list[Any] = [{"role": "user", "content": bench.text(sizes.tokens or 6000)}]
+    messages: list[Any] = [{"role": "user", "content": text_of(bench.model, sizes.tokens or 6000)}]
     ours, plain = [], []
     for turn in range(sizes.calls):
         said, first = await bench.stream(url, messages)
@@ -198,7 +187,7 @@ async def first_token(bench: Bench, sizes: Sizes) -> list[Row]:
 async def streams(bench: Bench, sizes: Sizes) -> list[Row]:
     """Measure many streams at a time."""
     urls = await bench.urls(sizes.streams)
-    text = bench.text(1000)
+    text = text_of(bench.model, 1000)
     began, cpu = time.perf_counter(), bench.cpu()
     answers = await asyncio.gather(
         *(bench.stream(url, [{"role": "user", "content": f"{n} {text}"}]) for n, url in enumerate(urls))
@@ -294,14 +283,13 @@ async def measure(uri: str, model: str, names: list[str], sizes: Sizes) -> list[
 def main(argv: list[str]) -> int:
     """Print a table; return 1 if a target is missed."""
     names = ["6k", "75k", "first-token", "streams"]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=names, default=names)
     parser.add_argument("--model", help="folder of a model; its tokenizer and chat template are used")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, server() as uri:
-        model = options.model or make_model(Path(folder))
+    with database() as (folder, uri):
+        model = options.model or make_model(folder)
         rows = asyncio.run(measure(uri, model, options.only, QUICK if options.quick else Sizes()))
     return finish("gateway", rows, quick=options.quick, file=options.json)
 

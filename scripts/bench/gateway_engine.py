@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import orjson
+from rollout_engine import requests_of, write_info
 
 from agentrl.chat.model_folder import read_chat_files
 
@@ -29,20 +30,11 @@ class StreamingEngine:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                lengths = [
-                    line[15:] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"
-                ]
-                await reader.readexactly(int(lengths[0]) if lengths else 0)
-                if head.split(b" ", 2)[1] == b"/generate":
-                    await self._stream(writer)
-                else:
-                    info = orjson.dumps({"weight_version": "0", "model_path": "", "vocab_size": 1_000_000})
-                    first = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
-                    writer.write(first + b"%d\r\n\r\n" % len(info) + info)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+        async for path, _ in requests_of(reader, writer):
+            if path == b"/generate":
+                await self._stream(writer)
+            else:
+                write_info(writer)
 
     async def _stream(self, writer: asyncio.StreamWriter) -> None:
         writer.write(

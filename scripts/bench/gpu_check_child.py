@@ -129,7 +129,7 @@ def step(*, shape: str, folder: str, layers: int, fake: bool) -> dict[str, Any]:
         if memory is not None:
             trainer = dataclasses.replace(trainer, recorded_tokens=0)  # it reads values
         reduction = choose_reduction("auto", trainer.policy.model, trainer.model.mesh.layout)
-        steps, peak, tokens = [], 0, GROUPS_PER_STEP * group_tokens(group)
+        steps, peak, tokens = [], 0, GROUPS_PER_STEP * group.computed
         for number in range(2 if fake else STEPS):
             gc.collect()
             if memory is not None:
@@ -154,7 +154,7 @@ def step(*, shape: str, folder: str, layers: int, fake: bool) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in trainer.policy.model.parameters()),
         "tokens": tokens, "micro_batches": best["micro_batches"], "peak_bytes": peak,
         "reduction": reduction,
-        "context": group_context(group), "max_tokens": group_tokens(group), "group": group.plain(),
+        "context": group.context, "max_tokens": group.computed, "group": group.plain(),
         **({} if fake else {name: best.get(name) for name in shown} | {"first": steps[0]["seconds"]}),
     }  # fmt: skip
 
@@ -197,19 +197,9 @@ def recipe(folder: Path, group: Group) -> Configs:
             *(kind() for kind in FLAG_GROUPS),
             ModelConfig(model_name_or_path=str(folder)),
             OptimConfig(learning_rate=LEARNING_RATE),
-            TrainConfig(max_tokens=group_tokens(group), autocast_bf16="true", gradient_checkpointing=True),
+            TrainConfig(max_tokens=group.computed, autocast_bf16="true", gradient_checkpointing=True),
         ]
     )
-
-
-def group_context(group: Group) -> int:
-    """Return the tokens of a trajectory of ``group``."""
-    return group.prompt + group.turns * group.output + (group.turns - 1) * group.observation
-
-
-def group_tokens(group: Group) -> int:
-    """Return the tokens that are computed of ``group``, whose prompt is computed once."""
-    return group.prompt + group.trajectories * (group_context(group) - group.prompt)
 
 
 def step_data(group: Group, vocabulary: int, number: int) -> list[DBRecordData]:

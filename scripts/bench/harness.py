@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
+import queue
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 _WIDTH = 150
+T = TypeVar("T")
 
 Timed = Callable[[], Awaitable[float]]
 """Run one round of work and return its cost: seconds, or seconds per item."""
@@ -71,11 +76,13 @@ def print_rows(what: str, rows: list[Row]) -> None:
     Console(width=_WIDTH, markup=False, highlight=False).print(table)
 
 
-def add_quick(parser: argparse.ArgumentParser) -> None:
-    """Add ``--quick``, which every benchmark has: the smallest run of all its code."""
+def bench_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is ``text``, with ``--quick``: the smallest run of all the code."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="a run of seconds, whose targets of speed do not count"
     )
+    return parser
 
 
 def finish(what: str, rows: list[Row], *, quick: bool, file: Path | None = None) -> int:
@@ -111,6 +118,57 @@ def percentile(values: list[float], share: float) -> float:
     """Return the value below which ``share`` of the values lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def run_child(program: Path, wanted: Mapping[str, Any], *, seconds: float, **variables: str) -> Any:
+    """Run a program in a process of its own, with ``wanted`` as JSON; return its last line, also JSON.
+
+    ``variables`` are added to its environment. Raises SubprocessError if it fails, or after ``seconds``.
+    """
+    done = subprocess.run(
+        [sys.executable, str(program), json.dumps(wanted)], env={**os.environ, **variables},
+        stdout=subprocess.PIPE, text=True, timeout=seconds, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_ranks(
+    call: Callable[..., T], world: int, *arguments: Any, method: str = "fork", seconds: float = 1800.0
+) -> list[T]:
+    """Return ``call(rank, world, *arguments)`` of each rank, which runs in a process of its own.
+
+    ``method`` starts the processes. Exits if one ends without a result, or after ``seconds``.
+    """
+    context = multiprocessing.get_context(method)
+    results: Any = context.Queue()
+    ranks = [
+        context.Process(target=_run_rank, args=(results, call, rank, world, arguments))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    found: dict[int, T] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while len(found) < world:
+            try:
+                rank, value = results.get(timeout=1.0)
+                found[rank] = value
+            except queue.Empty:
+                codes = [process.exitcode for process in ranks if process.exitcode]
+                if codes or time.monotonic() > deadline:
+                    what = f"exit code {codes[0]}" if codes else f"no result in {seconds:g} s"
+                    raise SystemExit(f"a rank failed: {what}") from None
+        for process in ranks:
+            process.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+    return [found[rank] for rank in range(world)]
+
+
+def _run_rank(results: Any, call: Callable[..., Any], rank: int, world: int, arguments: Any) -> None:
+    results.put((rank, call(rank, world, *arguments)))
 
 
 @contextmanager

@@ -14,14 +14,11 @@ seeds. Exits with 1 if the score does not rise with p < 0.01 over all seeds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,25 +28,25 @@ from statistics import fmean
 from typing import Any
 
 import demo_path  # noqa: F401
+from commands import agentrl, database, newest_version, train_run
 from demo.tiny import build_tiny_model
-from harness import add_quick
+from harness import bench_parser
 from learning_cases import CASES, Case, corpus, quick_case
 
 from agentrl.config.schema import RunConfig
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
-from agentrl.processes import thread_limits
 from agentrl.scoring.evaluation import Difference, EvaluatedTask, difference
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import SupervisedProcess, Supervisor
 
 SIGNIFICANT = 0.01
 HELD_OUT_SEED = 77
 BATCH_SIZE = 16
 SAMPLES = 4
 """Trajectories of each held-out task in an evaluation."""
-EVAL_SECONDS = 900.0
 SERVER_SECONDS = 60.0
+
+Pairs = list[tuple[float, float]]
+"""The mean score of each held-out task before and after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +61,17 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One seed: its evaluations by step, and the mean score of each held-out task before and after."""
+    """One seed: its evaluations by step, and the scores of the first and the last."""
 
     seed: int
     seconds: float
     points: list[Point]
-    pairs: list[tuple[float, float]]
+    pairs: Pairs
 
 
 def main() -> int:
     """Train and evaluate every seed, print the tests, and write the plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--case", choices=CASES, help="the environment")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs (default: 3)")
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first run (default: 0)")
@@ -93,10 +87,7 @@ def main() -> int:
     elif given.case is None:
         parser.error("--case is missing: " + " or ".join(CASES))
     case: Case = quick_case(CASES[given.case or "gcd"]) if given.quick else CASES[given.case]
-    with tempfile.TemporaryDirectory() as scratch:
-        work = given.work or Path(scratch)
-        mongo = EmbeddedMongo(work / "mongo")
-        mongo.up()
+    with database(given.work) as (work, _):
         server = serve_environment(case)
         try:
             seeds = range(given.first_seed, given.first_seed + given.seeds)
@@ -104,14 +95,14 @@ def main() -> int:
         finally:
             if server is not None:
                 server.kill()
-            mongo.down()
-    overall = difference([pair for result in results for pair in result.pairs])
-    print_results(results, overall)
+    every = [pair for result in results for pair in result.pairs]
+    print_results(results, every)
+    overall = difference(every)
     if given.json is not None:
         given.json.write_text(json.dumps(as_json(case, results, overall), indent=1), encoding="utf-8")
     if given.plot is not None:
         plot(case, results, overall, given.plot)
-    return 0 if given.quick or (overall.effect.value > 0 and overall.p_permutation < SIGNIFICANT) else 1
+    return 0 if given.quick or rises(every) else 1
 
 
 def serve_environment(case: Case) -> subprocess.Popen[bytes] | None:
@@ -143,12 +134,18 @@ def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:
         "--output_dir", str(work / "output" / run.run_name), *case.flags,
     ]  # fmt: skip
     began = time.monotonic()
-    train(case, common, minutes, Path(run.log_dir))
-    seconds = time.monotonic() - began
     every = max(1, case.steps // 6)
+    flags = {
+        "serve": common,
+        "sample": [*common, "--train_file", case.address(case.training_tasks, 1)],
+        "train": [*common, "--max_steps", str(case.steps), "--save_steps", str(10 * case.steps),
+                  "--publish_steps", "1", "--keep_every", str(every)],
+    }  # fmt: skip
+    train_run(flags, Path(run.log_dir), 60 * minutes)
+    seconds = time.monotonic() - began
     held_out = ["--eval_file", case.address(case.held_out, HELD_OUT_SEED), "--eval_samples", str(SAMPLES)]
     agentrl("eval", [*common, *held_out, "--eval_steps", str(every), "--idle_exit_seconds", "1"], work)
-    last = asyncio.run(newest(run))
+    last = asyncio.run(newest_version(run))
     if case.steps > 1:
         agentrl("eval", [*common, *held_out, "--eval_engine", "own", "--eval_version", str(last)], work)
     result = asyncio.run(read(run, seed, seconds))
@@ -184,40 +181,6 @@ def prepare_model(case: Case, seed: int, work: Path) -> Path:
     return folder
 
 
-def train(case: Case, common: list[str], minutes: float, logs: Path) -> None:
-    """Run an engine, a sampler and the trainer until the trainer has its steps or ``minutes`` have passed."""
-    supervisor = Supervisor(print)
-    flags = [*common, "--train_file", case.address(case.training_tasks, 1)]
-    every = max(1, case.steps // 6)
-    commands = {
-        "serve": common,
-        "sample": flags,
-        "train": [*common, "--max_steps", str(case.steps), "--save_steps", str(10 * case.steps),
-                  "--publish_steps", "1", "--keep_every", str(every)],
-    }  # fmt: skip
-    members = [
-        SupervisedProcess(
-            name, command(name, words), logs / f"{name}.out", environment(), is_server=name == "serve"
-        )
-        for name, words in commands.items()
-    ]
-    try:
-        for member in members[:-1]:
-            supervisor.start(member)
-        code = supervisor.run_main(members[-1], deadline=time.monotonic() + 60 * minutes)
-    finally:
-        supervisor.stop()
-    if code != 0:
-        raise SystemExit(f"the trainer ended with exit code {code}; its log is {members[-1].log}")
-
-
-async def newest(run: RunConfig) -> int:
-    """Return the newest published version."""
-    async with await open_store(run) as store:
-        version = await store.policy_versions.latest()
-        return 0 if version is None else version.id
-
-
 async def read(run: RunConfig, seed: int, seconds: float) -> Result:
     """Read the evaluations of a run."""
     async with await open_store(run) as store:
@@ -230,8 +193,7 @@ async def read(run: RunConfig, seed: int, seconds: float) -> Result:
             points.append(Point(step=item.step or 0, score=score, low=low, high=high))
         trained = {task.query for task in await store.tasks.find("train")}
         before, after = [await scores(store, item.id, trained) for item in (found[0], found[-1])]
-    pairs = [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
-    return Result(seed=seed, seconds=seconds, points=points, pairs=pairs)
+    return Result(seed=seed, seconds=seconds, points=points, pairs=paired(before, after))
 
 
 async def scores(store: Store, split: str, without: set[str]) -> Mapping[str, float]:
@@ -245,20 +207,33 @@ async def scores(store: Store, split: str, without: set[str]) -> Mapping[str, fl
     }
 
 
-def print_results(results: Sequence[Result], overall: Difference) -> None:
+def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Pairs:
+    """Return the scores before and after of the tasks that both have."""
+    return [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
+
+
+def rises(pairs: Pairs) -> bool:
+    """Return whether the score rises significantly."""
+    test = difference(pairs)
+    return bool(test.effect.value > 0 and test.p_permutation < SIGNIFICANT)
+
+
+def print_results(results: Sequence[Result], every: Pairs) -> None:
     """Print a Markdown table: a row per seed, and one for all."""
     print("\n| seed | held-out tasks | before | after | difference [95 %] | p | steps | training |")
     print("|---" * 8 + "|")
     for result in results:
-        steps, seconds = str(result.points[-1].step), f"{result.seconds:.0f} s"
-        _print_row(str(result.seed), len(result.pairs), difference(result.pairs), steps, seconds)
-    _print_row("all", sum(len(result.pairs) for result in results), overall, "", "")
+        print(
+            f"| {result.seed} | {cells(result.pairs)} | {result.points[-1].step} | {result.seconds:.0f} s |"
+        )
+    print(f"| all | {cells(every)} | | |")
 
 
-def _print_row(name: str, tasks: int, test: Difference, steps: str, seconds: str) -> None:
+def cells(pairs: Pairs) -> str:
+    """Return the cells of a table: tasks, score before and after, difference with its interval, and p."""
+    test = difference(pairs)
     effect = f"{test.effect.value:+.3f} [{test.effect.low:+.3f}, {test.effect.high:+.3f}]"
-    numbers = f"{test.a:.3f} | {test.b:.3f} | {effect} | {test.p_permutation:.4f}"
-    print(f"| {name} | {tasks} | {numbers} | {steps} | {seconds} |")
+    return f"{len(pairs)} | {test.a:.3f} | {test.b:.3f} | {effect} | {test.p_permutation:.4f}"
 
 
 def as_json(case: Case, results: Sequence[Result], overall: Difference) -> dict[str, Any]:
@@ -289,33 +264,6 @@ def plot(case: Case, results: Sequence[Result], overall: Difference, out: Path) 
     label_steps(axes)
     finish(axes)
     save_figure(figure, out, "--plot")
-
-
-def command(name: str, flags: Sequence[str]) -> list[str]:
-    """Return the command line of an ``agentrl`` command."""
-    return [sys.executable, "-m", "agentrl", name, *flags]
-
-
-def agentrl(name: str, flags: Sequence[str], work: Path) -> None:
-    """Run a command to its end; its output goes to a file. Exits if it fails."""
-    log = work / "logs" / f"{name}.out"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as sink:
-        done = subprocess.run(
-            command(name, flags),
-            stdout=sink,
-            stderr=sink,
-            env=environment(),
-            timeout=EVAL_SECONDS,
-            check=False,
-        )
-    if done.returncode != 0:
-        raise SystemExit(f"agentrl {name} ended with exit code {done.returncode}; its log is {log}")
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of the processes: few threads, no network."""
-    return {**os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ loads by shards takes more than 1.2 × its shard + 2 GiB.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import add_quick
+from harness import bench_parser, run_ranks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
@@ -109,45 +107,20 @@ def load(way: str, folder: Path, layout: TrainConfig) -> Any:
     return model
 
 
-def run_rank(
-    rank: int, world: int, way: str, folder: Path, layout: TrainConfig, told: multiprocessing.Queue[Loaded]
-) -> None:
-    """Load as one rank, and report what that took."""
+def run_rank(rank: int, world: int, way: str, folder: Path, layout: TrainConfig) -> Loaded:
+    """Load as one rank, and return what that took."""
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-    }  # transformers reads them
+    # transformers reads these
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/{way}", rank=rank, world_size=world)
     before, start = memory("VmRSS"), time.perf_counter()
     model = load(way, folder, layout)
     seconds = time.perf_counter() - start
     held = [value.to_local() if isinstance(value, DTensor) else value for value in model.parameters()]
-    peak = memory("VmHWM")
-    told.put(Loaded(rank, sum(value.nbytes for value in held), before, peak, seconds))
+    found = Loaded(rank, sum(value.nbytes for value in held), before, memory("VmHWM"), seconds)
     del model, held
     leave_processes()
-
-
-def measure(way: str, folder: Path, world: int, layout: TrainConfig) -> list[Loaded]:
-    """Start the ranks, and return what each reports."""
-    context = multiprocessing.get_context("spawn")
-    told: Any = context.Queue()
-    ranks = [
-        context.Process(target=run_rank, args=(rank, world, way, folder, layout, told))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        found = [told.get(timeout=900) for _ in ranks]
-        for process in ranks:
-            process.join(timeout=60)
-    finally:
-        for process in ranks:
-            process.kill()
-    return sorted(found, key=lambda item: int(item.rank))
+    return found
 
 
 def print_way(way: str, found: list[Loaded]) -> None:
@@ -165,13 +138,12 @@ def print_way(way: str, found: list[Loaded]) -> None:
 
 def main() -> int:
     """Measure the ways that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--shape", choices=[*SHAPES], default="135M")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     for name in ("tp_size", "pp_size", "ep_size"):
         parser.add_argument(f"--{name}", type=int, default=1)
-    add_quick(parser)
     given = parser.parse_args()
     if given.quick:
         given.shape, given.ranks, given.ways = "tiny", 1, ["shards"]
@@ -187,7 +159,9 @@ def main() -> int:
         model.save_pretrained(folder)
         print(f"{given.shape}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters, MiB")
         del model
-        results = {way: measure(way, folder, given.ranks, layout) for way in given.ways}
+        results = {
+            way: run_ranks(run_rank, given.ranks, way, folder, layout, method="spawn") for way in given.ways
+        }
     for way, found in results.items():
         print_way(way, found)
     growth = {way: max(item.peak - item.before for item in found) for way, found in results.items()}

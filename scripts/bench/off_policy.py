@@ -13,7 +13,6 @@ as engines round them, and there is no plot.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import multiprocessing
 import sys
@@ -25,7 +24,7 @@ from statistics import fmean
 from typing import Any, cast
 
 import torch
-from harness import add_quick
+from harness import bench_parser
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -230,11 +229,9 @@ def print_table(results: Mapping[tuple[str, int], Sequence[Run]]) -> None:
 
 def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
     """Plot the reward over the steps, one panel per staleness. Faint lines are single seeds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from agentrl.observe.plotting import finish, new_figure, save_figure
 
-    figure = Figure(figsize=(10.0, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10.0, 3.6)
     panels = figure.subplots(1, len(STALENESS), sharey=True)
     for axes, staleness in zip(panels, STALENESS, strict=True):
         for variant, color in COLORS.items():
@@ -247,19 +244,14 @@ def plot(results: Mapping[tuple[str, int], Sequence[Run]], out: Path) -> None:
         axes.set_title(f"staleness {staleness}", loc="left", fontsize=10)
         axes.set_xlabel("optimizer step")
         axes.set_ylim(0, 1.03)
-        axes.grid(color="#dddddd", linewidth=0.8)
-        axes.spines[["top", "right"]].set_visible(False)
+        finish(axes)
     panels[0].set_ylabel("reward of the newest weights")
-    panels[-1].legend(frameon=False, fontsize=8, loc="upper left")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=100)
+    save_figure(figure, out, "--plot")
 
 
 def main() -> int:
     """Train all variants, print the table and write the plot."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps per run (default: 80)")
     parser.add_argument("--seeds", type=int, default=3, help="runs per variant and staleness (default: 3)")
     parser.add_argument("--processes", type=int, default=1, help="concurrent runs (default: 1)")
@@ -267,7 +259,6 @@ def main() -> int:
         "--plot", type=Path, default=PLOT, help=f"write the plot to this file (default: {PLOT})"
     )
     parser.add_argument("--fp8", action="store_true", help="sample with weights rounded to fp8")
-    add_quick(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         train("tis", 1, 0, 2, fp8=True)

@@ -14,9 +14,7 @@ is printed beside it. Prints a line per layout; exits with 1 if one is off by mo
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
 import resource
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import add_quick
+from harness import bench_parser, run_ranks
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.distributed.apply import parallelize
@@ -42,7 +40,6 @@ from fake_gpu.rank_step import StepSpec, build_model, local_tensor, planned_memo
 from peak_memory import peak_allocated
 
 LIMIT = 0.10
-SECONDS = 1800.0
 MIB = 2**20
 
 
@@ -101,8 +98,13 @@ def step_spec(model: str, kind: str, tokens: int, checkpointing: str) -> Any:
     )  # fmt: skip
 
 
-def measure_rank(name: str, model: str, tokens: int, checkpointing: str) -> dict[str, float]:
+def measure_rank(
+    rank: int, world: int, store: Path, name: str, model: str, tokens: int, checkpointing: str
+) -> dict[str, float]:
     """Train two steps as one rank; return bytes of the second one."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
     case = CASES[name]
     spec, layout = step_spec(model, case.kind, tokens, checkpointing), Layout(**case.sizes)
     if case.balanced:
@@ -125,51 +127,27 @@ def measure_rank(name: str, model: str, tokens: int, checkpointing: str) -> dict
     before = sum(storage.nbytes() for storage in storages.values())
     resident = _resident()
     peak = before + peak_allocated(step)
-    return {"peak": float(peak), "grown": float(max(0, _peak_resident() - resident))}
+    found = {"peak": float(peak), "grown": float(max(0, _peak_resident() - resident))}
+    if world > 1:
+        dist.barrier()
+        leave_processes()
+    return found
 
 
 def run_case(name: str, model: str, tokens: int, checkpointing: str, folder: Path) -> dict[str, float]:
     """Measure one layout in processes of its own, forked from this one; return the rank that needs most."""
     world = math.prod(CASES[name].sizes.values())
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    store = folder / f"{model}-{name}"
-    ranks = [
-        context.Process(
-            target=run_rank, args=(rank, world, store, results, (name, model, tokens, checkpointing))
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(SECONDS)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            raise SystemExit(f"{model} {name}: a process ended with {process.exitcode}")
-    return max((results.get(timeout=60) for _ in ranks), key=lambda found: found["peak"])
-
-
-def run_rank(rank: int, world: int, store: Path, results: Any, case: tuple[str, str, int, str]) -> None:
-    """Join the other ranks, and put this rank's measurement into ``results``."""
-    torch.set_num_threads(1)
-    if world > 1:
-        dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{store}")
-    results.put(measure_rank(*case))
-    if world > 1:
-        dist.barrier()
-        leave_processes()
+    found = run_ranks(measure_rank, world, folder / f"{model}-{name}", name, model, tokens, checkpointing)
+    return max(found, key=lambda item: item["peak"])
 
 
 def main() -> int:
     """Compare the layouts that the command line names."""
-    parser = argparse.ArgumentParser(description="planned against measured memory")
+    parser = bench_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=["tiny", "135M"], choices=["tiny", "135M"])
     parser.add_argument("--layouts", nargs="+", choices=list(CASES), help="default: six by model")
     parser.add_argument("--tokens", type=int, help="tokens of a micro-batch (default: by model)")
     parser.add_argument("--checkpointing", default="none", choices=["none", "selective", "full"])
-    add_quick(parser)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.models, arguments.layouts, arguments.tokens = ["tiny"], ["tp2"], 1024

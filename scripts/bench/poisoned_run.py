@@ -9,18 +9,16 @@ process of its own.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import demo_path  # noqa: F401
 import torch
+from commands import command, environment
 from demo.tiny import build_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,6 +31,7 @@ from agentrl.documents.status import CallStatus, RecordStatus, StopReason
 from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.evaluation.identity import digest_tasks
 from agentrl.evaluation.report import results_of
+from agentrl.processes import start_child
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.evaluation import Prices
 from agentrl.store.client import Store
@@ -197,7 +196,8 @@ class PoisonedRun:
         questions = training_questions(self.steps, self.seed)
         await self.load("train", questions)
         generator = torch.Generator().manual_seed(self.seed)
-        with agentrl("train", *self.train_flags()) as trainer:
+        log = self.folder / "logs" / "train.out"
+        with start_child(command("train", self.train_flags()), log=log, env=environment()) as trainer:
             try:
                 for step in range(self.steps):
                     policy = await self._policy_after(step, trainer)
@@ -297,11 +297,3 @@ class PoisonedRun:
         )
         await store.records.advance(claim, RecordStatus.SCORING)
         await store.attempts.score(claim, score, {"scorer": claim.task.scorer})
-
-
-def agentrl(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    """Start an ``agentrl`` command on one thread."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "agentrl", *arguments], env=environment, stdin=subprocess.DEVNULL, **options
-    )

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,17 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import demo_path  # noqa: F401
+from commands import agentrl, database, newest_version, train_run
 from demo.tasks import QUESTION, tiny_expressions
-from harness import add_quick
-from learning import SIGNIFICANT, agentrl, command, environment, scores
+from harness import bench_parser
+from learning import Pairs, cells, paired, rises, scores
 
 from agentrl.config.schema import RunConfig
 from agentrl.launch.demo import SERVERS_FILE, demo_model
 from agentrl.scoring.evaluation import difference
 from agentrl.shipped_files import shipped_files
 from agentrl.store.client import open_store
-from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import SupervisedProcess, Supervisor
 
 RECIPE = shipped_files() / "configs" / "quickstart-tiny.yml"
 TASKS = shipped_files() / "tasks" / "tiny_train.jsonl"
@@ -43,8 +41,6 @@ HELD_OUT, HELD_OUT_SEED, SAMPLES = 96, 7701, 4
 TRAIN_SECONDS = 900.0
 FLAGS = ("--learning_rate", "1e-4")
 """What the losses change beside themselves."""
-
-Pairs = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +58,7 @@ class Result:
 
 def main() -> int:
     """Run every seed, print the tests, and return 0 if each loss raises the score."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="number of runs (default: 3)")
     parser.add_argument("--first_seed", type=int, default=0, help="seed of the first run (default: 0)")
     parser.add_argument("--losses", nargs="+", default=["DPO", "KTO"], help="losses (default: DPO KTO)")
@@ -75,19 +68,13 @@ def main() -> int:
     given = parser.parse_args()
     if given.quick:
         given.seeds, given.steps, given.losses = 1, 2, ["DPO"]
-    with tempfile.TemporaryDirectory() as scratch:
-        work: Path = given.work or Path(scratch)
-        mongo = EmbeddedMongo(work / "mongo")
-        mongo.up()
-        try:
-            seeds = range(given.first_seed, given.first_seed + given.seeds)
-            results = [result for seed in seeds for result in run_seed(seed, given, work)]
-        finally:
-            mongo.down()
-    rises = [print_results(loss, [each for each in results if each.loss == loss]) for loss in given.losses]
+    with database(given.work) as (work, _):
+        seeds = range(given.first_seed, given.first_seed + given.seeds)
+        results = [result for seed in seeds for result in run_seed(seed, given, work)]
+    tests = [print_results(loss, [each for each in results if each.loss == loss]) for loss in given.losses]
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
-    return 0 if given.quick or all(rises) else 1
+    return 0 if given.quick or all(tests) else 1
 
 
 def run_seed(seed: int, given: argparse.Namespace, work: Path) -> Iterator[Result]:
@@ -101,7 +88,8 @@ def run_seed(seed: int, given: argparse.Namespace, work: Path) -> Iterator[Resul
         "--mcp_servers_file", str(SERVERS_FILE), "--output_dir", str(work / "output" / parent.run_name),
     ]  # fmt: skip
     began = time.monotonic()
-    train(common, given.steps, work / "logs" / parent.run_name)
+    flags = {"serve": common, "sample": common, "train": [*common, "--max_steps", str(given.steps)]}
+    train_run(flags, work / "logs" / parent.run_name, TRAIN_SECONDS)
     parent_seconds = time.monotonic() - began
     held_out = work / "held_out.jsonl"
     held_out.write_text("".join(f"{json.dumps(task)}\n" for task in held_out_tasks()), encoding="utf-8")
@@ -118,7 +106,7 @@ def run_seed(seed: int, given: argparse.Namespace, work: Path) -> Iterator[Resul
         seconds = time.monotonic() - began
         named = ["--run_name", child.run_name, *output]
         after = evaluate([*common, *named], asked, work, child, version=None)
-        pairs = [(before[key], after[key]) for key in sorted(before.keys() & after.keys())]
+        pairs = paired(before, after)
         yield Result(
             loss=loss, seed=seed, pairs=pairs, trajectories=trajectories, parent_seconds=parent_seconds,
             seconds=seconds,
@@ -138,42 +126,17 @@ def held_out_tasks() -> Iterator[dict[str, Any]]:
         yield {**example, **asked, "answer": str(int(left) + int(right))}
 
 
-def train(common: Sequence[str], steps: int, logs: Path) -> None:
-    """Run an engine, a sampler and the trainer until the trainer has its steps; then stop them."""
-    supervisor = Supervisor(print)
-    words = {"serve": [*common], "sample": [*common], "train": [*common, "--max_steps", str(steps)]}
-    members = [
-        SupervisedProcess(
-            name, command(name, flags), logs / f"{name}.out", environment(), is_server=name == "serve"
-        )
-        for name, flags in words.items()
-    ]
-    try:
-        for member in members[:-1]:
-            supervisor.start(member)
-        code = supervisor.run_main(members[-1], deadline=time.monotonic() + TRAIN_SECONDS)
-    finally:
-        supervisor.stop()
-    if code != 0:
-        raise SystemExit(f"the trainer ended with exit code {code}; its log is {members[-1].log}")
-
-
 def evaluate(
     flags: Sequence[str], asked: Sequence[str], work: Path, run: RunConfig, *, version: int | None
 ) -> dict[str, float]:
     """Return the mean score of each held-out task by a version of a run; None: the newest."""
-
-    async def newest() -> int:
-        async with await open_store(run) as store:
-            found = await store.policy_versions.latest()
-            return 0 if found is None else found.id
 
     async def read() -> dict[str, float]:
         async with await open_store(run) as store:
             found = [item for item in await store.evaluations.all() if item.results is not None]
             return dict(await scores(store, found[-1].id, set()))
 
-    number = asyncio.run(newest()) if version is None else version
+    number = asyncio.run(newest_version(run)) if version is None else version
     agentrl("eval", [*flags, *asked, "--eval_version", str(number)], work)
     return asyncio.run(read())
 
@@ -188,20 +151,12 @@ def print_results(loss: str, results: Sequence[Result]) -> bool:
     """Print a Markdown table of a loss: a row per seed, and one for all; return whether the score rises."""
     print(f"\n| {loss}: seed | tasks | before | after | difference [95 %] | p | stored | sampled | trained |")
     print("|---" * 9 + "|")
-    rows = [(str(item.seed), item.pairs, item) for item in results]
-    every: Pairs = [pair for item in results for pair in item.pairs]
-    for name, pairs, item in [*rows, ("all", every, None)]:
-        test = difference(pairs)
-        effect = f"{test.effect.value:+.3f} [{test.effect.low:+.3f}, {test.effect.high:+.3f}]"
-        times = (
-            "| | |"
-            if item is None
-            else f"{item.trajectories} | {item.parent_seconds:.0f} s | {item.seconds:.0f} s |"
-        )
-        numbers = f"{test.a:.3f} | {test.b:.3f} | {effect} | {test.p_permutation:.4f}"
-        print(f"| {name} | {len(pairs)} | {numbers} | {times}")
-    overall = difference(every)
-    return bool(overall.effect.value > 0 and overall.p_permutation < SIGNIFICANT)
+    for item in results:
+        times = f"{item.trajectories} | {item.parent_seconds:.0f} s | {item.seconds:.0f} s"
+        print(f"| {item.seed} | {cells(item.pairs)} | {times} |")
+    every = [pair for item in results for pair in item.pairs]
+    print(f"| all | {cells(every)} | | | |")
+    return rises(every)
 
 
 if __name__ == "__main__":

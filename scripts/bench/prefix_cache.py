@@ -12,7 +12,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import demo_path  # noqa: F401
 from demo.tiny import build_tiny_model
-from harness import Row, add_quick, finish
+from harness import Row, bench_parser, finish
 
 from agentrl.config.schema import EngineConfig, ModelConfig
 from agentrl.documents.run import InferenceService
@@ -194,10 +193,9 @@ def rows_of(kind: str, ours: Counts, baseline: Counts) -> list[Row]:
 
 def main(argv: list[str]) -> int:
     """Measure each kind of engine, print a table, and return 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = bench_parser(__doc__)
     parser.add_argument("--engines", nargs="*", choices=["local", "sglang"], default=["local", "sglang"])
     parser.add_argument("--json", type=Path)
-    add_quick(parser)
     options = parser.parse_args(argv)
     sizes = QUICK if options.quick else Sizes()
     rows = []

@@ -9,7 +9,6 @@ wall-clock seconds on a GPU. Exits with 1 if a ratio misses its target.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Row, add_quick, finish
+from harness import Row, bench_parser, finish
 
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead
@@ -68,8 +67,7 @@ def seconds(run: Callable[[], None]) -> float:
 
 def main() -> int:
     """Run the benchmark and print its table. Return 1 if a ratio misses its target."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="default: 2048")
     parser.add_argument("--vocabulary", type=int, default=32768, help="vocabulary size (default: 32768)")
     parser.add_argument("--hidden", type=int, default=576, help="hidden size (default: 576)")

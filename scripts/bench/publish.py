@@ -14,17 +14,14 @@ Exits with 1 if a target is missed.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import Row, add_quick, finish
-from store_fixtures import server
+from commands import database
+from harness import Row, bench_parser, finish, run_child
 from train_workload import SMOLLM
 
 CHILD = Path(__file__).with_name("publish_child.py")
@@ -45,13 +42,9 @@ def measure(way: str, model: str, options: argparse.Namespace, uri: str) -> dict
             "way": way, "model": model, "steps": options.steps, "uri": uri, "folder": folder,
             "text_steps": 3 if options.quick else 50,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, str(CHILD), json.dumps(wanted)],
-            env={**os.environ, "OMP_NUM_THREADS": str(options.threads), "TQDM_DISABLE": "1"},
-            stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT, check=True,
-        )  # fmt: skip
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        variables = {"OMP_NUM_THREADS": str(options.threads), "TQDM_DISABLE": "1"}
+        found: dict[str, Any] = run_child(CHILD, wanted, seconds=_TIMEOUT, **variables)
+        return found
 
 
 def rows(model: str, way: str, found: dict[str, Any], baseline: dict[str, Any]) -> list[Row]:
@@ -107,10 +100,7 @@ def _mb(size: float) -> str:
 
 def main(argv: list[str]) -> int:
     """Run the chosen measurements, print their table, and return 1 if a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*WAYS, BYTES], default=[*WAYS, BYTES])
     parser.add_argument("--models", nargs="+", choices=["135M", "1B"], default=["135M", "1B"])
     parser.add_argument("--steps", type=int, default=3, help="versions of each way, after one that warms up")
@@ -123,7 +113,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"{SMOLLM} is missing; `agentrl quickstart` makes it")
     options.steps = 1 if options.quick else options.steps
     table: list[Row] = []
-    with server() as uri:
+    with database() as (_, uri):
         for model in models:
             baseline = measure(BASELINE, model, options, uri)
             for way in ("delta",) if options.quick else WAYS:

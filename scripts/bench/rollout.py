@@ -11,12 +11,10 @@ quickstart. Exits with 1 if a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Row, add_quick, finish
-from store_fixtures import server
+from commands import database
+from harness import Row, bench_parser, finish, run_child
 
 HERE = Path(__file__).parent
 TURNS = 10
@@ -77,14 +75,11 @@ def measure(uri: str, model: str, work: Workload, profile: str | None = None) ->
             "engine_url": f"http://127.0.0.1:{process.stdout.readline().strip()}", "groups": work.groups,
             "generations": 8, "turns": work.turns, "concurrency": work.concurrency, "profile": profile,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, str(HERE / "rollout_child.py"), json.dumps(options)],
-            stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT, check=True,
-        )  # fmt: skip
+        found = run_child(HERE / "rollout_child.py", options, seconds=_TIMEOUT)
         process.stdin.write("\n")
         process.stdin.flush()
         latencies = json.loads(process.stdout.readline())
-    return {**json.loads(done.stdout.splitlines()[-1]), "latencies": latencies}
+    return {**found, "latencies": latencies}
 
 
 def row(name: str, found: dict[str, Any]) -> Row:
@@ -120,15 +115,14 @@ def make_model(folder: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """Run the chosen workloads, print a table, and return 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument("--only", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--model", help="folder of a model; its tokenizer and chat template are used")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", help="print cProfile's table of the sampler, sorted by this column")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder, server() as uri:
-        model = options.model or make_model(Path(folder))
+    with database() as (folder, uri):
+        model = options.model or make_model(folder)
         if options.quick:  # one run has all figures
             found = measure(uri, model, QUICK, options.profile)
             rows = [row(name, found) for name in options.only]

@@ -14,8 +14,9 @@ import sys
 import time
 from typing import Any
 
+from rollout_engine import WORDS, text_of
+
 from agentrl import tool
-from agentrl.chat.model_folder import read_chat_files
 from agentrl.config.load import parse
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.run import InferenceService
@@ -27,9 +28,7 @@ from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import open_worker, sampler_config
 from agentrl.store.client import open_store
 
-_TEXT = "the of tower river year author page museum century because tool found number first city"
-_WORDS = _TEXT.split()
-_RESULT = " ".join(random.Random(1).choices(_WORDS, k=60))
+_RESULT = " ".join(random.Random(1).choices(WORDS, k=60))
 
 
 @tool("look")
@@ -40,11 +39,7 @@ async def look(query: str) -> str:
 
 def make_tasks(options: dict[str, Any]) -> list[Task]:
     """Return tasks whose prompts have about ``tokens`` tokens."""
-    tokenizer = read_chat_files(options["model"]).tokenizer
-    rng = random.Random(0)
-    words = rng.choices(_WORDS, k=2000)
-    per_word = len(tokenizer.encode(" ".join(words), add_special_tokens=False).ids) / len(words)
-    text = " ".join(rng.choices(_WORDS, k=int(options["tokens"] / per_word)))
+    text = text_of(options["model"], options["tokens"])
     return [
         Task(
             id=task_key("train", 0, str(number)), task_id=str(number), split="train", epoch=0, order=number,

@@ -11,18 +11,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import sys
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 
 from agentrl.chat.model_folder import read_chat_files
 
+WORDS = (
+    "the", "of", "tower", "river", "year", "author", "page", "museum", "century", "because", "tool", "found",
+    "number", "first", "city",
+)  # fmt: skip
 _NAME = re.compile(rb'"rid":"[^"-]*-([^"]*)"')
-_WORDS = "the page says that the tower by the river was built in that century and the author lived there"
+_SAID = "the page says that the tower by the river was built in that century and the author lived there"
+
+
+def text_of(model: str, tokens: int) -> str:
+    """Return text of about ``tokens`` tokens of a model's tokenizer, the same for the same number."""
+    rng, tokenizer = random.Random(tokens), read_chat_files(model).tokenizer
+    words = rng.choices(WORDS, k=2000)
+    per_word = len(tokenizer.encode(" ".join(words), add_special_tokens=False).ids) / len(words)
+    return " ".join(rng.choices(WORDS, k=int(tokens / per_word)))
 
 
 class InstantEngine:
@@ -41,25 +55,11 @@ class InstantEngine:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the requests of one connection."""
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                path = head.split(b" ", 2)[1].decode()
-                length = next(
-                    (
-                        int(line[15:])
-                        for line in head.split(b"\r\n")
-                        if line[:15].lower() == b"content-length:"
-                    ),
-                    0,
-                )
-                body = await reader.readexactly(length)
-                if path == "/generate":
-                    self._generate(writer, body)
-                else:
-                    info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
-                    _write(writer, orjson.dumps(info), stream=False)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+        async for path, body in requests_of(reader, writer):
+            if path == b"/generate":
+                self._generate(writer, body)
+            else:
+                write_info(writer)
 
     def _generate(self, writer: asyncio.StreamWriter, body: bytes) -> None:
         """Note when the request arrived; its ids are parsed when it is answered, in nobody's time."""
@@ -99,8 +99,26 @@ class InstantEngine:
     def _text(self, turn: int, name: str) -> str:
         if turn == self._turns:
             return f"<answer>{len(name) + sum(map(ord, name)) % 2}</answer>"
-        call = {"name": "look", "arguments": {"query": f"{_WORDS} {turn}"}}
+        call = {"name": "look", "arguments": {"query": f"{_SAID} {turn}"}}
         return f"I look at page {turn}. <tool_call>{json.dumps(call)}</tool_call>"
+
+
+async def requests_of(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> AsyncIterator[tuple[bytes, bytes]]:
+    """Yield path and body of each request of a connection; close it at its end."""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            lengths = [line[15:] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"]
+            yield head.split(b" ", 2)[1], await reader.readexactly(int(lengths[0]) if lengths else 0)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        writer.close()
+
+
+def write_info(writer: asyncio.StreamWriter) -> None:
+    """Answer what a client asks before it generates."""
+    info = {"weight_version": "0", "model_path": "", "vocab_size": 1_000_000}
+    _write(writer, orjson.dumps(info), stream=False)
 
 
 def _write(writer: asyncio.StreamWriter, body: bytes, *, stream: bool) -> None:

@@ -18,7 +18,6 @@ quickstart. It stops after 56 trained groups.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -32,23 +31,16 @@ from typing import Any
 
 import demo_path  # noqa: F401
 import torch
-from demo.arithmetic import ArithmeticTextError, evaluate
-from demo.tasks import CALCULATOR_TOOLS, QUESTION, expressions, tiny_expressions
+from demo.tasks import expressions, tiny_expressions
 from demo.tiny import build_tiny_model, prepare_tiny_model
-from harness import add_quick
+from harness import bench_parser
 from rich.console import Console
 from rich.table import Table
-from torch.nn.functional import cross_entropy
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from selection_policy import Policy, Trajectory
 
-from agentrl.chat.conversation import Conversation
-from agentrl.chat.open_format import open_chat_format
-from agentrl.chat.parsers.base import get_parser
-from agentrl.config.schema import GroupConfig, ModelConfig
+from agentrl.config.schema import GroupConfig
 from agentrl.documents.record import Record
 from agentrl.documents.task import Begin
-from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.difficulty import LIMIT, Trials, estimate_ability, pass_probability
 from agentrl.scoring.groups import decide_group, summarize
 from agentrl.store.selection import (
@@ -61,114 +53,10 @@ from agentrl.store.selection import (
     ease_after_group,
 )
 
-GENERATIONS, GROUPS_PER_STEP, TURNS, NEW_TOKENS = 8, 16, 2, 40
+GENERATIONS, GROUPS_PER_STEP = 8, 16
 EPOCHS, OPEN_GROUPS = 50, 2 * GROUPS_PER_STEP
-LEARNING_RATE, GRAD_NORM = 2e-4, 1.0
 TARGET = 0.9
 HELD_OUT = 128
-MICRO_BATCH = 64
-
-
-@dataclass
-class Trajectory:
-    """One conversation as token ids. ``generated`` marks the tokens that the policy sampled."""
-
-    ids: list[int] = field(default_factory=list)
-    generated: list[bool] = field(default_factory=list)
-    score: float = 0.0
-    advantage: float = 0.0
-
-
-@dataclass
-class Group:
-    """A group whose scores differ, waiting to be trained."""
-
-    trajectories: list[Trajectory]
-
-
-class Policy:
-    """The model: it samples and is trained."""
-
-    def __init__(self, folder: Path, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.chat_format = open_chat_format(folder, ModelConfig())
-        self.parser = get_parser("hermes")
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.stops = sorted(self.chat_format.stop_ids)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-
-    def sample(self, questions: Sequence[str]) -> list[Trajectory]:
-        """Sample one trajectory per question in one batch, with its score."""
-        conversations = [
-            Conversation(
-                self.chat_format, [{"role": "user", "content": QUESTION.format(q)}], CALCULATOR_TOOLS
-            )
-            for q in questions
-        ]
-        trajectories = [Trajectory() for _ in questions]
-        going = list(range(len(questions)))
-        for _ in range(TURNS):
-            outputs = self._generate([conversations[i].prompt_ids() for i in going]) if going else []
-            still = []
-            for i, output in zip(going, outputs, strict=True):
-                one, context = trajectories[i], conversations[i].context_ids()
-                one.ids += [*context, *output]
-                one.generated += [False] * len(context) + [True] * len(output)
-                text = self.chat_format.decode(output)
-                answer = extract_answer(text, "answer")
-                one.score = float(answer == evaluate(questions[i]))
-                if answer is None:
-                    conversations[i].append_generation(output, {"role": "assistant", "content": text})
-                    conversations[i].append_messages(self._results(text))
-                    still.append(i)
-            going = still
-        return trajectories
-
-    def train(self, groups: Sequence[Group]) -> None:
-        """Take one policy-gradient step, with the token mean over the whole step."""
-        batch = [one for group in groups for one in group.trajectories]
-        tokens = sum(sum(one.generated[1:]) for one in batch)
-        for start in range(0, len(batch), MICRO_BATCH):
-            part = batch[start : start + MICRO_BATCH]
-            ids = pad_sequence([torch.tensor(one.ids) for one in part], batch_first=True)
-            weight = pad_sequence(
-                [torch.tensor(one.generated, dtype=torch.float32) * one.advantage for one in part],
-                batch_first=True,
-            )
-            logits = self.model(ids).logits[:, :-1]
-            minus_logprobs = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-            (minus_logprobs * weight[:, 1:] / tokens).sum().backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    @torch.no_grad()
-    def _generate(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        out = self.model.generate(
-            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            max_new_tokens=NEW_TOKENS, eos_token_id=self.stops, pad_token_id=0,
-        )  # fmt: skip
-        return [self._cut(row[longest:].tolist()) for row in out]
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        ends = [place for place, token in enumerate(ids) if token in self.chat_format.stop_ids]
-        return ids[: ends[0] + 1] if ends else ids
-
-    def _results(self, text: str) -> list[dict[str, Any]]:
-        parsed = self.parser.parse(text, ())
-        if not parsed.tool_calls:
-            return [{"role": "user", "content": "?"}]
-        results = []
-        for call in parsed.tool_calls:
-            try:
-                content = evaluate(str(call.arguments.get("expression", "")))
-            except ArithmeticTextError as error:
-                content = str(error)
-            results.append({"role": "tool", "content": content})
-        return results
 
 
 class Tasks:
@@ -259,25 +147,25 @@ class Run:
 def measure(folder: Path, questions: Sequence[str], held_out: Sequence[str], run: Run, steps: int) -> None:
     """Train with one selection and one seed, and record the results in ``run``."""
     policy, tasks = Policy(folder, run.seed), Tasks(questions, run.selection, run.seed)
-    waiting: list[Group] = []
-    run.rewards.append(score(policy, held_out))
+    waiting: list[list[Trajectory]] = []
+    run.rewards.append(policy.score(held_out))
     for step in range(steps):
         started, before = time.process_time(), (run.sampled, run.abandoned)
         while len(waiting) < GROUPS_PER_STEP:
             waiting += sample_groups(policy, tasks, run, min(OPEN_GROUPS - len(waiting), 8))
-        policy.train(waiting[:GROUPS_PER_STEP])
+        policy.train([one for group in waiting[:GROUPS_PER_STEP] for one in group])
         waiting = waiting[GROUPS_PER_STEP:]
         run.seconds += time.process_time() - started
         sampled = run.sampled - before[0]
         run.shares.append((run.abandoned - before[1]) / sampled if sampled else 0.0)
-        run.rewards.append(score(policy, held_out))
+        run.rewards.append(policy.score(held_out))
         print(
             f"{run.selection} seed {run.seed} step {step + 1}: abandoned {run.shares[-1]:.2f} of {sampled},"
             f" reward {run.rewards[-1]:.3f}, {run.seconds:.0f} s", flush=True,
         )  # fmt: skip
 
 
-def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Group]:
+def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[list[Trajectory]]:
     """Sample ``count`` groups and return those whose scores differ."""
     begun = tasks.begin(count)
     questions = [tasks.questions[int(option.task_id)] for option, _ in begun for _ in range(GENERATIONS)]
@@ -299,15 +187,8 @@ def sample_groups(policy: Policy, tasks: Tasks, run: Run, count: int) -> list[Gr
         run.abandoned += len(members) - len(trained)
         run.early += begin.by == PASS_RATE
         if trained:
-            kept.append(Group(members))
+            kept.append(members)
     return kept
-
-
-def score(policy: Policy, questions: Sequence[str]) -> float:
-    """Return the mean reward, without changing the random state of training."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return fmean(one.score for one in policy.sample(questions))
 
 
 def questions_of(kind: str) -> tuple[list[str], list[str]]:
@@ -359,14 +240,13 @@ def show_simulation(seeds: int = 20) -> None:
 
 def main() -> int:
     """Measure both selections with every seed and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = bench_parser(__doc__)
     parser.add_argument("--model", type=Path, help="model folder (default: that of quickstart --tiny)")
     parser.add_argument("--tasks", choices=("tiny", "mixed"), default="tiny", help="default: tiny")
     parser.add_argument("--steps", type=int, default=30, help="steps per run (default: 30)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--json", type=Path, help="write the runs to this file too")
     parser.add_argument("--simulate", action="store_true", help="draw scores without a model")
-    add_quick(parser)
     options = parser.parse_args()
     if options.simulate:
         show_simulation()
@@ -379,7 +259,7 @@ def main() -> int:
             model = build_tiny_model(Path(folder) / "model", 0)
             policy, tasks = Policy(model, 0), Tasks(train[:16], PASS_RATE, 0)
             sample_groups(policy, tasks, Run(PASS_RATE, 0), 2)
-            score(policy, held_out[:4])
+            policy.score(held_out[:4])
         return 0
     model = options.model or prepare_tiny_model(0, print)
     runs = []

@@ -10,15 +10,14 @@ checkout. Exits with 1 if a ratio misses its target.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from harness import Row, add_quick, finish
-from store_fixtures import server
+from commands import database
+from harness import Row, bench_parser, finish
 from store_operations import claim_latency, claim_rate, reading, size, writing
 from store_scale import admission, finalizing, samplers, streams
 from store_trajectories import whole
@@ -38,10 +37,7 @@ COMPARED: dict[str, Compared] = {
 
 def main() -> int:
     """Run the benchmarks and print their table. Return 1 if a ratio misses its target."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=[*MEASURES, *COMPARED], default=[*MEASURES, *COMPARED],
         help="run only these benchmarks",
@@ -55,7 +51,7 @@ def main() -> int:
     if against is not None and not (against / "src" / "agentrl").is_dir():
         parser.error(f"--against {against} is not a checkout of AgentRL: src/agentrl is missing")
     rows: list[Row] = []
-    with server() as uri:
+    with database() as (_, uri):
         for name in arguments.only:
             print(f"measuring {name} …", file=sys.stderr, flush=True)
             if name in MEASURES:

@@ -1,12 +1,11 @@
-"""Provide a temporary MongoDB server, run databases and documents of realistic size."""
+"""Provide run databases and documents of realistic size."""
 
 from __future__ import annotations
 
 import random
-import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
 from agentrl.store.client import Store, open_store
-from agentrl.store.embedded.server import EmbeddedMongo
 
 Json = dict[str, Any]
 SPLIT = "train"
@@ -46,17 +44,6 @@ _TOOL = {
         },
     },
 }
-
-
-@contextmanager
-def server() -> Iterator[str]:
-    """Start a mongod in a temporary folder and yield its URI. Stop it and remove the folder at the end."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
-        mongo = EmbeddedMongo(folder)
-        try:
-            yield mongo.up().uri
-        finally:
-            mongo.down()
 
 
 @asynccontextmanager

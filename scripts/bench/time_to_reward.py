@@ -15,22 +15,20 @@ if the quickstart needs more than 0.45 of the seconds of TRL to the reward 0.6.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-from harness import add_quick
+from harness import bench_parser
+from process_meter import Meter
 from rich.console import Console
 from rich.table import Table
 from time_to_reward_trl import SETTINGS
@@ -78,64 +76,6 @@ class Run:
     def reached(self, level: float) -> Step | None:
         """Return the first step whose reward is at least ``level``."""
         return next((step for step in self.steps if step.reward >= level), None)
-
-
-class Meter(threading.Thread):
-    """Samples CPU seconds and resident memory of the processes that a command has started.
-
-    A server that has left the command's process tree, as mongod does, is found by ``scratch`` in its command.
-    """
-
-    def __init__(self, pid: int, scratch: str) -> None:
-        super().__init__(daemon=True)
-        self._root = psutil.Process(pid)
-        self._scratch = scratch
-        self._cpu: dict[int, float] = {}
-        self.samples: list[tuple[float, float]] = [(time.time(), 0.0)]
-        self.peak_gb: dict[str, float] = {}
-
-    def run(self) -> None:
-        """Sample until the command has ended."""
-        while True:
-            try:
-                if self._root.status() == psutil.STATUS_ZOMBIE:
-                    return
-                processes = [self._root, *self._root.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                return
-            servers = [each for each in psutil.process_iter(["cmdline"]) if self._is_server(each)]
-            for process in {*processes, *servers}:
-                self._read(process)
-            self.samples.append((time.time(), sum(self._cpu.values())))
-            time.sleep(0.5)
-
-    def cpu_at(self, when: float) -> float:
-        """Return the CPU seconds used until the Unix time ``when``."""
-        return max((cpu for at, cpu in self.samples if at <= when), default=0.0)
-
-    def _is_server(self, process: psutil.Process) -> bool:
-        words = process.info["cmdline"] or ()
-        return _kind(words) == "mongod" and any(self._scratch in word for word in words)
-
-    def _read(self, process: psutil.Process) -> None:
-        try:
-            with process.oneshot():
-                kind = _kind(process.cmdline())
-                times = process.cpu_times()
-                resident = process.memory_info().rss / 1e9
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return
-        self._cpu[process.pid] = times.user + times.system
-        self.peak_gb[kind] = max(self.peak_gb.get(kind, 0.0), resident)
-
-
-def _kind(command: Sequence[str]) -> str:
-    words = " ".join(command)
-    named = {
-        "agentrl.inference.engines.local": "engine", "agentrl train": "trainer", "agentrl sample": "sampler",
-        "mongod": "mongod", TRL_CHILD.name: "TRL",
-    }  # fmt: skip
-    return next((kind for part, kind in named.items() if part in words), "other")
 
 
 def run_agentrl(seed: int, steps: int, environment: Mapping[str, str], *flags: str) -> Run:
@@ -309,9 +249,7 @@ def plot(runs: Sequence[Run], out: Path) -> None:
 
 def main() -> int:
     """Run what was asked for, print the result and return 0 if the target is met."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=12, help="steps of the quickstart")
     parser.add_argument("--trl_steps", type=int, default=30, help="most steps of TRL; it ends at reward 0.9")
@@ -326,7 +264,6 @@ def main() -> int:
     parser.add_argument("--only", choices=("agentrl", "trl"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--json", type=Path)
-    add_quick(parser)
     given = parser.parse_args()
     if given.quick:
         run = run_agentrl(0, 1, {**os.environ, "HF_HUB_OFFLINE": "1"}, "--tiny")

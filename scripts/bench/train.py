@@ -14,17 +14,14 @@ Exits with 1 if a ratio misses its target, or if gradient norms differ: then the
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Row, add_quick, finish
+from harness import Row, bench_parser, finish, run_child
 from train_workload import SMOLLM, Group
 
 CHILD = Path(__file__).with_name("train_child.py")
@@ -64,15 +61,11 @@ class Bench:
     def child(self, name: str, **wanted: Any) -> dict[str, Any]:
         """Run one measurement in its own process."""
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        ran = subprocess.run(
-            [sys.executable, str(CHILD), json.dumps(wanted)],
-            env=os.environ | {
-                "OMP_NUM_THREADS": str(self.threads), "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
-                "AGENTRL_BENCH_TRL": str(self.trl),
-            },
-            stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_SECONDS, check=True,
-        )  # fmt: skip
-        result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        variables = {
+            "OMP_NUM_THREADS": str(self.threads), "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
+            "AGENTRL_BENCH_TRL": str(self.trl),
+        }  # fmt: skip
+        result: dict[str, Any] = run_child(CHILD, wanted, seconds=TIMEOUT_SECONDS, **variables)
         self.raw[name] = {"wanted": wanted, **result}
         return result
 
@@ -122,7 +115,7 @@ def _merged_rows(model: str, found: dict[str, dict[str, Any]]) -> list[Row]:
         ))  # fmt: skip
         if not is_sample:
             rows.append(_same_gradient(f"{model}: gradient norm, {way} : off", found[way], off))
-    rows.append(_ratio(f"{model}: the same for group, wall clock", off, group, "seconds", "s"))
+    rows.append(_wall_clock(f"{model}: the same for group", off, group))
     speedup = off["cpu_seconds"] / group["cpu_seconds"]
     rows += [
         Row(
@@ -169,7 +162,7 @@ def _against_trl(bench: Bench, name: str, model: str, group: Group) -> list[Row]
                 baseline=f"{tokens / theirs['cpu_seconds']:.0f}",
                 ratio=theirs["cpu_seconds"] / ours["cpu_seconds"], target=target,
             ),
-            _ratio(f"{name}: the same, wall clock", theirs, ours, "seconds", "s"),
+            _wall_clock(f"{name}: the same", theirs, ours),
             Row(
                 what=f"{name}: {way} against TRL, peak memory above the model",
                 ours=_mib(ours["peak_bytes"]), baseline=_mib(theirs["peak_bytes"]),
@@ -213,10 +206,10 @@ def logprobs(bench: Bench) -> list[Row]:
     ]  # fmt: skip
 
 
-def _ratio(what: str, baseline: dict[str, Any], ours: dict[str, Any], key: str, unit: str) -> Row:
+def _wall_clock(what: str, baseline: dict[str, Any], ours: dict[str, Any]) -> Row:
     return Row(
-        what=what, ours=f"{ours[key]:.2f} {unit}", baseline=f"{baseline[key]:.2f} {unit}",
-        ratio=baseline[key] / ours[key],
+        what=f"{what}, wall clock", ours=f"{ours['seconds']:.2f} s", baseline=f"{baseline['seconds']:.2f} s",
+        ratio=baseline["seconds"] / ours["seconds"],
     )  # fmt: skip
 
 
@@ -229,10 +222,7 @@ MEASURES: dict[str, Callable[[Bench], list[Row]]] = {"merging": merging, "trl": 
 
 def main() -> int:
     """Run the benchmarks and print their table. Return 1 if a ratio misses its target."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_quick(parser)
+    parser = bench_parser(__doc__)
     parser.add_argument(
         "--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="run only these benchmarks"
     )

@@ -43,6 +43,16 @@ class Group:
     even: bool = False
     """Make every length the mean."""
 
+    @property
+    def context(self) -> int:
+        """Tokens of a trajectory with mean lengths."""
+        return self.prompt + self.turns * self.output + (self.turns - 1) * self.observation
+
+    @property
+    def computed(self) -> int:
+        """Tokens that are computed of the group with mean lengths: its prompt is computed once."""
+        return self.prompt + self.trajectories * (self.context - self.prompt)
+
     def plain(self) -> dict[str, Any]:
         """Return the group as a dict for the JSON file."""
         return asdict(self)

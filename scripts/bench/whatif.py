@@ -10,13 +10,13 @@ Python and the page included. Prints a line per run with the ratio to the parent
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+
+from commands import agentrl
+from harness import bench_parser, stopwatch
 
 from agentrl.config.run import RunConfig
 from agentrl.documents.training import TrainStep
@@ -24,14 +24,6 @@ from agentrl.store.client import open_existing
 
 CASES = {"same": (), "gspo": ("--loss_calculater", "GSPO"), "cispo": ("--loss_calculater", "CISPO")}
 TIMED = ("seconds", "per_second", "mfu", "groups_", "published_", "stale_", "quarantined")
-COMMAND_SECONDS = 1200.0
-
-
-def agentrl(*words: str) -> float:
-    """Run a command of agentrl and return its seconds."""
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "agentrl", *words], check=True, timeout=COMMAND_SECONDS)
-    return time.perf_counter() - begun
 
 
 async def trained(name: str) -> tuple[list[TrainStep], float, str | None]:
@@ -51,11 +43,8 @@ def exact(step: TrainStep) -> dict[str, object]:
 
 def main() -> None:
     """Run the parent and its what-ifs, and print their seconds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser(__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="three steps")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/bench-whatif"))
     parser.add_argument("--parent", help="a run that quickstart has trained in --folder (default: train one)")
     arguments = parser.parse_args()
@@ -66,21 +55,23 @@ def main() -> None:
     parent = arguments.parent or f"bench{int(time.time())}"
     if arguments.parent is None:
         wanted = "3" if arguments.quick else str(arguments.steps)
-        agentrl("quickstart", "--tiny", "--steps", wanted, "--run_name", parent)
-    agentrl("mongo", "up")
+        agentrl("quickstart", ["--tiny", "--steps", wanted, "--run_name", parent], Path())
+    agentrl("mongo", ["up"], Path())
     try:
         steps, seconds, digest = asyncio.run(trained(parent))
         print(f"{'sampled anew':14} {len(steps)} steps {seconds:7.1f} s")
         for case, flags in CASES.items():
             child = f"{parent}_{case}{int(time.time())}"
-            own = agentrl("whatif", parent, child, *flags)
+            with stopwatch() as elapsed:
+                agentrl("whatif", [parent, child, *flags], Path())
+                own = elapsed()
             again, _, found = asyncio.run(trained(child))
             print(f"{case:14} {len(again)} steps {own:7.1f} s  {own / seconds:.2f} of sampling anew")
             if case == "same":
                 equal = sum(exact(one) == exact(two) for one, two in zip(steps, again, strict=True))
                 print(f"{'':14} equal: metrics of {equal} of {len(steps)} steps, weights {digest == found}")
     finally:
-        agentrl("mongo", "down")
+        agentrl("mongo", ["down"], Path())
 
 
 if __name__ == "__main__":

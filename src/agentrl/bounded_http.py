@@ -85,9 +85,15 @@ class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             BoundedProtocol._logged, BoundedProtocol._closed = time.monotonic(), 0
 
 
-def bind(host: str, port: int, what: str) -> socket.socket:
+_BIND_HINT: Final = (
+    "choose another --port, leave it out for a free one, or give an address of this machine as --host"
+)
+
+
+def bind(host: str, port: int, what: str, hint: str = _BIND_HINT) -> socket.socket:
     """Return a listening socket for ``what``; port 0 is any free one. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name the protocol
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -96,16 +102,14 @@ def bind(host: str, port: int, what: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"{what} cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="choose another --port, leave it out for a free one, or give an address of this machine as"
-            " --host",
+            f"{what} cannot listen on {host}:{port}: {error.strerror or error}", hint=hint
         ) from error
     return listener
 
 
-async def serve_until_signal(app: Any, listener: socket.socket, stop: Callable[[], None]) -> None:
-    """Serve an ASGI application until SIGINT or SIGTERM; ``stop`` is called before it shuts down."""
-    config = uvicorn.Config(
+def server_config(app: Any) -> uvicorn.Config:
+    """Return the configuration of a server with bounded connections for an ASGI application."""
+    return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
@@ -115,7 +119,11 @@ async def serve_until_signal(app: Any, listener: socket.socket, stop: Callable[[
         timeout_keep_alive=30,
         http=BoundedProtocol,
     )
-    await _Server(config, stop).serve([listener])
+
+
+async def serve_until_signal(app: Any, listener: socket.socket, stop: Callable[[], None]) -> None:
+    """Serve an ASGI application until SIGINT or SIGTERM; ``stop`` is called before it shuts down."""
+    await _Server(server_config(app), stop).serve([listener])
 
 
 class _Server(uvicorn.Server):

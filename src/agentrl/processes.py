@@ -25,6 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _TWO_A_CORE = Path("/sys/devices/system/cpu/smt/active")
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _MOST_CORES = 16
+_GRACE_SECONDS = 20.0
 _ENDED = ("Z", "X", "x")
 """States of a process in ``/proc/PID/stat`` that has ended."""
 _OWNER = re.compile(r"-(\d+)\.(\d+)\.([0-9a-f]{8})\.[0-9a-f]{8}$")
@@ -79,7 +80,6 @@ def start_child(
     *,
     log: Path | None,
     env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
     is_guarded: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
@@ -107,7 +107,7 @@ def start_child(
             log.parent.mkdir(parents=True, exist_ok=True)
             sink = stack.enter_context(log.open("ab"))
         return subprocess.Popen(
-            words, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=sink,
+            words, env=env, stdin=subprocess.DEVNULL, stdout=sink,
             stderr=None if sink is None else subprocess.STDOUT, start_new_session=True,
             preexec_fn=bind_to_parent, pass_fds=pass_fds,
         )  # fmt: skip
@@ -125,7 +125,7 @@ def run_child(command: Sequence[str], *, log: Path | None, env: Mapping[str, str
         stop_child(child)
 
 
-def stop_child(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) -> int:
+def stop_child(process: subprocess.Popen[bytes], grace_seconds: float = _GRACE_SECONDS) -> int:
     """Send SIGTERM to the session, and SIGKILL to what is left of it after ``grace_seconds``.
 
     Returns the exit code.
@@ -139,11 +139,11 @@ def stop_child(process: subprocess.Popen[bytes], grace_seconds: float = 20.0) ->
     return process.returncode
 
 
-def stop_children(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: float = 20.0) -> None:
+def stop_children(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Stop several processes in parallel: send SIGTERM to all of them, then wait."""
     for process in processes:
         signal_session(process, signal.SIGTERM)
-    deadline = time.monotonic() + grace_seconds
+    deadline = time.monotonic() + _GRACE_SECONDS
     for process in processes:
         stop_child(process, max(0.1, deadline - time.monotonic()))
 

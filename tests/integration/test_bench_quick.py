@@ -11,11 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "scripts" / "bench"
-CHILDREN = {"time_to_reward_trl"}
-"""Programs that a benchmark starts."""
+CHILDREN = {"harness", "time_to_reward_trl"}
+"""The parser of every benchmark, and a program that one starts."""
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in BENCH.glob("*.py")}
 PROGRAMS = sorted(
-    name for name, text in SOURCES.items() if "ArgumentParser(" in text and name not in CHILDREN
+    name
+    for name, text in SOURCES.items()
+    if ("ArgumentParser(" in text or "bench_parser(__doc__)" in text) and name not in CHILDREN
 )
 ELSEWHERE = {
     "distill": "test_teaching.py runs its parts",
@@ -30,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_benchmark_has_a_quick_form(name: str) -> None:
-    assert "add_quick(" in SOURCES[name] or '"--quick"' in SOURCES[name]
+    assert "bench_parser(" in SOURCES[name] or '"--quick"' in SOURCES[name]
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ELSEWHERE])

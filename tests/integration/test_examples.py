@@ -17,7 +17,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 EXAMPLES = Path(__file__).parents[2] / "assets" / "examples"
 FLAGS = {

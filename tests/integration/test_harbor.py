@@ -15,6 +15,7 @@ from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.config.containers import ContainerConfig
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
+from agentrl.dashboard.pages.trajectories import verdicts_of
 from agentrl.documents.record import Record
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, StopReason
@@ -23,7 +24,7 @@ from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.harbor.source import open_harbor
 from agentrl.environments.tasks import read_task_source
-from agentrl.errors import TaskFileError
+from agentrl.errors import ConfigError, TaskFileError
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
@@ -144,6 +145,20 @@ def test_without_docker_and_a_root_each_task_is_refused_by_name(
     assert "--rootfs debian:bookworm-slim=FILE.tar" in str(refused.value)
 
 
+async def test_an_oracle_with_nothing_to_run_says_why_and_what_to_do(tmp_path: Path) -> None:
+    use_containers(ContainerConfig(containers="sandbox"))
+    shutil.copytree(TASKS / "wrong-schema", tmp_path / "tasks/wrong-schema")
+    shutil.copytree(TASKS / "write-file", tmp_path / "tasks/write-file")
+    source = open_harbor(tmp_path / "tasks")
+    with pytest.raises(ConfigError, match=r"none of 2 tasks of .* runs here") as refused:
+        await check_solutions(source, None, at_once=1)
+    assert "Harbor task wrong-schema: task.toml" in refused.value.message
+    assert "write-file: --containers is sandbox, and --rootfs names no root" in refused.value.message
+    assert "--rootfs FILE.tar" in str(refused.value.hint)
+    with pytest.raises(ConfigError, match="has no task 9"):
+        await check_solutions(open_harbor(tmp_path / "tasks"), 9, at_once=1)
+
+
 async def test_a_trajectory_works_by_bash_and_keeps_log_diff_and_files(store: Store, tools: ToolPool) -> None:
     script = (
         call("cat total.sh; ls /tests /solution; pwd"),
@@ -170,6 +185,18 @@ async def test_a_trajectory_works_by_bash_and_keeps_log_diff_and_files(store: St
     assert record.harness.scoring is not None
     assert "total.sh 1 2 3 4: 10, expected 10" in record.harness.scoring.stdout
     assert record.harness.files == {"verifier/reward.txt": "1\n"}
+
+
+async def test_every_number_of_reward_json_is_a_detail_of_the_score(
+    store: Store, tools: ToolPool, tmp_path: Path
+) -> None:
+    test = '#!/bin/sh\necho \'{"style": 0.5, "works": 1}\' > /logs/verifier/reward.json'
+    task = changed(tmp_path, "write-file", tests__test_sh=test)
+    record = await sample(store, tools, task, DONE)
+    assert (record.score, record.score_details["rewards"]) == (0.75, {"style": 0.5, "works": 1.0})
+    shown = verdicts_of(record)[0].details
+    assert shown is not None
+    assert '"style": 0.5' in shown.text
 
 
 async def test_services_outlive_their_command_and_a_separate_verifier_sees_artifacts_alone(

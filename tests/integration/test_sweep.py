@@ -20,7 +20,7 @@ from waiting import until
 
 from agentrl.evaluation.sweep_file import Sweep, read_sweep
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SWEEP = """
 name: s
@@ -71,7 +71,7 @@ async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(run: St
     process = start(*words)
     try:
         async with await run.open(slow) as store:
-            await until(lambda: store.steps.find(), 90)
+            await until(lambda: store.steps.find(), 200)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(10)

@@ -39,4 +39,4 @@ agentrl runs rm "${run}_fork" "${run}_gspo" "${run}_without" --yes
 mapfile -t records <"$blamed"
 agentrl retract "$run" "${records[@]/#/--record=}" --because "an example" --rebuild --yes
 agentrl train --run_name "$run" --config "$config"
-agentrl db check --run_name "$run"
+agentrl db check --run_name "$run" --output_dir "output/$run"

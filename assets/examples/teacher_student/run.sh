@@ -21,4 +21,4 @@ agentrl launch train --run_name "$run" --config assets/examples/past_runs/run.ym
 
 # Preferences: DPO on the best and the worst of each stored group. No engine, no sampler, no teacher.
 agentrl whatif "$run" "${run}_dpo" --loss_calculater DPO --learning_rate 1e-4
-agentrl db check --run_name "$run"
+agentrl db check --run_name "$run" --output_dir "output/$run"

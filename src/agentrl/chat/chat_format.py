@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 
 from agentrl.chat.control_tokens import ControlTokens
-from agentrl.chat.parsers.base import ParsedMessage
+from agentrl.chat.parsers.base import ParsedMessage, tool_names
+from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
 from agentrl.chat.renderer import (
     TRAIN,
     Adaptation,
@@ -177,6 +178,10 @@ class ChatFormat:
         """Return the text of generated ids with special tokens, without the ids that close the turn."""
         return self.renderer.decode(ids)
 
+    def opened_thought(self, prompt_ids: Sequence[int]) -> ReasoningTags | None:
+        """Return the tags of the thought inside which a prompt ends; None outside of thoughts."""
+        return next((tags for tags in REASONING_TAGS if self.renderer.opens_thought(prompt_ids, tags)), None)
+
     def locate_images(self, ids: Sequence[int], messages: Sequence[Message]) -> tuple[ImageSpan, ...]:
         """Return the tokens of each image of ``messages`` in ``ids``, which this format rendered.
 
@@ -259,8 +264,9 @@ def without_thought(message: Message) -> Message:
 def unseen_tools(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> list[str]:
     """Return the names of the ``tools`` that do not stand in a prompt: its model cannot know them."""
     text = chat_format.decode(prompt)
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
-    return [name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)]
+    return [
+        name for name in tool_names(tools) if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
+    ]
 
 
 def unseen_problem(chat_format: ChatFormat, prompt: Sequence[int], tools: ToolSchemas) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agentrl.chat.chat_format import ChatFormat, Message, ToolSchemas
-from agentrl.chat.parsers.base import ParsedMessage
 from agentrl.documents.images import ImageSpan
 
 
@@ -93,9 +92,7 @@ class Conversation:
         """Append one generation: ``ids`` as generated, ``message`` as parsed."""
         self._images = self.prompt_images()
         self._prompt, self._output = self.prompt_ids(), list(ids)
-        self.messages.append(dict(message))
-        self._seen = len(self.messages)
-        self._context = self._next_prompt = None
+        self.append_message(message)
 
     @property
     def unseen(self) -> tuple[Message, ...]:
@@ -117,7 +114,3 @@ class Conversation:
         """Replace each message since the last generation by what ``change`` returns for it."""
         self.messages[self._seen :] = [change(message) for message in self.messages[self._seen :]]
         self._context = self._next_prompt = None
-
-    def parse(self, ids: Sequence[int]) -> ParsedMessage:
-        """Return the message in ``ids``, generated after ``prompt_ids()``."""
-        return self._format.parse(ids, self.tools, self.prompt_ids())

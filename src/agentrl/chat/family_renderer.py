@@ -70,7 +70,6 @@ class FamilyRenderer(Renderer):
     def render(
         self, messages: Sequence[Message], tools: ToolSchemas | None, *, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return a conversation."""
         protected, schemas = self._protected(messages, tools)
         with self._naming(messages):
             rendered = self._renderer.render(
@@ -86,7 +85,6 @@ class FamilyRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: ToolSchemas | None,
     ) -> list[int] | None:
-        """Return the ids between a generation and the next one; None if the renderer cannot extend it."""
         before = [*prompt_ids, *output_ids]
         added, schemas = self._protected(new_messages, tools)
         with self._naming(new_messages):
@@ -144,7 +142,6 @@ class FamilyRenderer(Renderer):
         return bool(ids) and all(token is not None and token not in output_ids for token in ids)
 
     def tokenize(self, messages: Sequence[Message], tools: ToolSchemas | None) -> TokenizedConversation:
-        """Return a whole conversation and a mask of what the assistant says."""
         from renderers import build_training_sample
 
         plain, flags = split_train(messages)
@@ -317,20 +314,16 @@ class _Tokenizer:
         self.eos_token_id = eos_token_id
 
     def __call__(self, text: str, **options: Any) -> dict[str, list[Any]]:
-        """Return ``input_ids`` and the ``offset_mapping`` of ``text``."""
         pairs = self._tokens.encode_with_offsets(text)
         return {"input_ids": [token for token, _ in pairs], "offset_mapping": [span for _, span in pairs]}
 
     def encode(self, text: str, *_: Any, **options: Any) -> list[int]:
-        """Return the ids of ``text``; special tokens in it are special."""
         return self._tokens.encode(text)
 
     def decode(self, token_ids: int | Sequence[int], *_: Any, **options: Any) -> str:
-        """Return the text of ids with special tokens."""
         return self._tokens.decode([token_ids] if isinstance(token_ids, int) else token_ids)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of a token, or of each token; None for an unknown one."""
         if isinstance(tokens, str):
             return self._tokens.token_id(tokens)
         return [self._tokens.token_id(token) for token in tokens]

@@ -197,7 +197,6 @@ class TemplateRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: ToolSchemas | None,
     ) -> list[int] | None:
-        """Return the ids between a generation and the next one."""
         text = self._text_after_generation(history, new_messages, tools)
         ids = self.tokens.encode(text)
         closed = bool(output_ids) and output_ids[-1] in self.stop_ids
@@ -206,7 +205,6 @@ class TemplateRenderer(Renderer):
     def parse(
         self, output_ids: Sequence[int], tools: ToolSchemas, prompt_ids: Sequence[int] = ()
     ) -> ParsedMessage:
-        """Return the message in generated ids."""
         opened = self.opens_thought(prompt_ids, self._tags)
         return parse_text(self._parser, self.decode(output_ids), tools, self._tags, opened=opened)
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags, opens_thought
+from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
 
-_PROMPT_END = 16
 _ANY_CALL = tuple("<[{`◁")
 """The first characters of the marks of tool calls and thoughts, over all chat formats."""
 _THOUGHTS = tuple(mark for tags in REASONING_TAGS for mark in (tags.open, tags.close))
@@ -64,10 +63,7 @@ class TextStream:
         """Ids before ``_done`` are not decoded again; those before ``_read`` are in ``_text``."""
         self._text = ""
         self._sent: dict[str, str] = {"reasoning": "", "content": ""}
-        prompt_end = decoder.decode(prompt_ids[-_PROMPT_END:])
-        self._tags: ReasoningTags | None = next(
-            (tags for tags in REASONING_TAGS if opens_thought(prompt_end, tags)), None
-        )
+        self._tags = decoder.opened_thought(prompt_ids)
         self._mode: Literal["start", "reasoning", "content", "held"] = (
             "start" if self._tags is None else "reasoning"
         )

@@ -15,9 +15,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from agentrl.config.commands import examples_text
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import JsonFlags, RunConfig, flag
-from agentrl.errors import AgentRLError, ConfigError
+from agentrl.errors import AgentRLError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -98,17 +98,13 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{_USAGE}\n{examples_text('agentrl audit')}")
         return 0
-    page, words = argv[0], argv[1:]
+    page = argv[0]
     if page not in _PAGES:
-        nearest = difflib.get_close_matches(page, _PAGES, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "give one of: run, record, records, curve"
-        raise ConfigError(f"agentrl audit has no view {page!r}", hint=hint)
+        raise ConfigError(f"agentrl audit has no view {page!r}", hint=did_you_mean(page, _PAGES))
     shape = _PAGES[page]
-    names: list[str] = []
-    while shape.names and words and not words[0].startswith("-") and len(names) < shape.names:
-        names.append(words.pop(0))
+    names = leading_words(argv[1:], shape.names)
     configs = parse(
-        words,
+        argv[1 + len(names) :],
         command=f"agentrl audit {page}{shape.usage}",
         description=shape.description,
         shown=[RunConfig],

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from itertools import takewhile
 
 from agentrl.config.blame import BlameConfig
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
 
@@ -16,7 +14,7 @@ _STOPPED = 130
 
 def main(argv: list[str]) -> int:
     """Parse ``argv``, and print and write the ranking; 130 if a signal stopped it."""
-    named = list(takewhile(lambda word: not word.startswith("-"), argv[:3]))
+    named = leading_words(argv, 3)
     configs = parse(
         argv[len(named) :],
         command="agentrl blame RUN EVAL_A EVAL_B",
@@ -32,12 +30,11 @@ def main(argv: list[str]) -> int:
             f"agentrl blame takes a run and two evaluations, and {len(named)} words are given",
             hint="`agentrl eval report --run_name RUN` lists the evaluations of a run",
         )
-    run = dataclasses.replace(configs[RunConfig], run_name=named[0])
-    configs = Configs([*configs, run], configs.given | {"run_name"})
+    configs = configs.with_flags({"run_name": named[0]})
 
     from agentrl.observe.logging import setup
 
-    setup(run, "blame", console_level=30)
+    setup(configs[RunConfig], "blame", console_level=30)
     return asyncio.run(_blame(configs, named[1], named[2]))
 
 

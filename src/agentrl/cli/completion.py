@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 from agentrl.config.arguments import collect
@@ -107,23 +108,24 @@ def _set_completer(action: argparse.Action, completer: Any) -> None:
     setattr(action, "completer", completer)  # noqa: B010 - argcomplete reads it, and argparse has no such field
 
 
-def _runs(parsed_args: argparse.Namespace, **kwargs: Any) -> list[str]:
-    """Return the names of the runs on the server that the words so far name; none if it does not answer."""
-    try:
-        return asyncio.run(_read_runs(parsed_args))
-    except AgentRLError:
-        return []
+Completer = Callable[..., list[str]]
 
 
-def _metrics(parsed_args: argparse.Namespace, **kwargs: Any) -> list[str]:
-    """Return the names of the metrics of the run that the words so far name."""
-    try:
-        return asyncio.run(_read_metrics(parsed_args))
-    except AgentRLError:
-        return []
+def _from_database(read: Callable[[argparse.Namespace], Coroutine[Any, Any, list[str]]]) -> Completer:
+    """Return the completer by the names that ``read`` finds; none if the database does not answer."""
+
+    def names(parsed_args: argparse.Namespace, **kwargs: Any) -> list[str]:
+        try:
+            return asyncio.run(read(parsed_args))
+        except AgentRLError:
+            return []
+
+    return names
 
 
-async def _read_runs(words: argparse.Namespace) -> list[str]:
+@_from_database
+async def _runs(words: argparse.Namespace) -> list[str]:
+    """Return the names of the runs on the server that the words so far name."""
     from agentrl.store.views.runs import Runs, connect_server
 
     connection = await connect_server(_run_config(words))
@@ -133,7 +135,9 @@ async def _read_runs(words: argparse.Namespace) -> list[str]:
         await connection.close()
 
 
-async def _read_metrics(words: argparse.Namespace) -> list[str]:
+@_from_database
+async def _metrics(words: argparse.Namespace) -> list[str]:
+    """Return the names of the metrics of the run that the words so far name."""
     from agentrl.observe.plotting import metric_names
     from agentrl.store.client import open_existing
 

@@ -34,8 +34,7 @@ class _DatabaseParser(CommandParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.add_flags(RunConfig, "run_name", required=True)
-        self.add_flags(RunConfig, "db_connection_string", "mongo_dir")
-        self.add_flags(RunConfig, "db_timeout_seconds", default=30.0)
+        self.add_database()
 
 
 def parser() -> CommandParser:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from dataclasses import dataclass
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import (
     AgentConfig,
     ContainerConfig,
@@ -54,6 +53,9 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     if configs[TaskConfig].eval_file is None:
         raise ConfigError("there is nothing to evaluate", hint="give --eval_file FILE.jsonl")
+    samples = configs[EvaluationConfig].eval_samples
+    if samples is not None:
+        configs = configs.with_flags({"num_generations": samples})
     from agentrl.evaluation.command import evaluate
     from agentrl.observe.logging import setup
     from agentrl.observe.tracing import tracing
@@ -61,20 +63,11 @@ def main(argv: list[str]) -> int:
     quiet = logging.NOTSET if "log_level" in configs.given else logging.WARNING
     setup(configs[RunConfig], "eval", console_level=quiet)
     with tracing(configs, "eval"):
-        return asyncio.run(evaluate(_with_samples(configs), as_json=configs[JsonFlags].json))
-
-
-def _with_samples(configs: Configs) -> Configs:
-    """Return the flags with ``--eval_samples``, if it is given, as ``--num_generations``."""
-    samples = configs[EvaluationConfig].eval_samples
-    if samples is None:
-        return configs
-    tasks = dataclasses.replace(configs[TaskConfig], num_generations=samples)
-    return Configs([tasks if isinstance(each, TaskConfig) else each for each in configs], configs.given)
+        return asyncio.run(evaluate(configs, as_json=configs[JsonFlags].json))
 
 
 def _compare(argv: list[str]) -> int:
-    named = [word for word in argv[:2] if not word.startswith("-")]
+    named = leading_words(argv, 2)
     configs = parse(
         argv[len(named) :],
         command="agentrl eval compare A B",
@@ -122,10 +115,9 @@ class TryConfig:
 
 def try_task(argv: list[str]) -> int:
     """Run one trajectory of a task: JSON, a task's id in the run, or a task file. Return 1 if it fails."""
-    words = list(argv)
-    wanted = words.pop(0) if words and not words[0].startswith("-") else None
+    wanted = leading_words(argv, 1)
     configs = parse(
-        words,
+        argv[len(wanted) :],
         command="agentrl try TASK",
         description="Runs one trajectory of TASK and prints it; nothing is kept. TASK is a JSON object, the"
         " id of a task of the run, or a task file or folder. The trial has a database of its own on the"
@@ -142,7 +134,7 @@ def try_task(argv: list[str]) -> int:
         ],
         extra=[TryConfig],
     )
-    if wanted is None:
+    if not wanted:
         raise ConfigError(
             "agentrl try takes a task",
             hint='give its JSON, e.g. \'{"query": "1+1?", "answer": "2", "scorer": "exact"}\'; or a'
@@ -154,7 +146,7 @@ def try_task(argv: list[str]) -> int:
 
     flags = configs[TryConfig]
     if flags.oracle:
-        return asyncio.run(run_solutions(configs, wanted, line=flags.line))
+        return asyncio.run(run_solutions(configs, wanted[0], line=flags.line))
     with tracing(configs, "try"):
         url = configs[EngineConfig].engine_url
-        return asyncio.run(run_task(configs, wanted, line=flags.line, engine_url=url, prompt=flags.prompt))
+        return asyncio.run(run_task(configs, wanted[0], line=flags.line, engine_url=url, prompt=flags.prompt))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 
@@ -39,8 +38,7 @@ def parser() -> CommandParser:
     command.add_argument("new_name", metavar="NEW", help="the name of the new run")
     command.add_argument("--from_step", type=int, help="a step with a checkpoint; default: the newest one")
     command.add_argument("--output_dir", help="RUN's output folder (default: its trainer's, or output/RUN)")
-    for name, default in zip(DATABASE_FLAGS, (None, ".agentrl/mongo", 30.0), strict=True):
-        command.add_flags(RunConfig, name, default=default)
+    command.add_database()
     return command
 
 
@@ -102,13 +100,7 @@ def command_of(settings: RunSettings, role: str, run_name: str) -> str:
 
     A trainer also gets the precision that the parent's has measured.
     """
-    words = ["agentrl", role, "--run_name", run_name]
     measured = {"autocast_bf16": settings.values.get("autocast_bf16", "auto")} if role == "train" else {}
-    for name, value in (measured | dict(settings.given_values)).items():
-        if name not in _OWN:
-            words += [f"--{name}", _word(value)]
-    return shlex.join(words)
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    flags = measured | dict(settings.given_values)
+    words = flag_words({name: value for name, value in flags.items() if name not in _OWN})
+    return shlex.join(["agentrl", role, "--run_name", run_name, *words])

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.chat.model_folder import model_context_length
 from agentrl.cli.placement import Gpus, Need, Placement, place, ranges
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
 from agentrl.config.run import without_uri
 from agentrl.config.schema import (
@@ -113,9 +114,7 @@ def place_processes(
             raise ConfigError(f"--{named[0]} is given, and {missing}", hint=f"leave out --{named[0]}")
         return None
     has_images = _has_images(configs[ModelConfig].model_name_or_path)
-    need = Need.of(
-        configs, gpus, trains=trains, serves=serves, machines=machines, has_images=has_images
-    )  # fmt: skip
+    need = Need.of(configs, gpus, trains=trains, serves=serves, machines=machines, has_images=has_images)
     placement = place(gpus, flags, need)
     share = configs[EngineConfig].inf_mem_ratio or shared_memory(placement)
     note = f"; the engine takes {share:g} of its memory (--inf_mem_ratio)" if placement.shared else ""
@@ -227,7 +226,7 @@ class MemoryCheck:
         values = {"context": self._context(), "max_tokens": train.max_tokens, **sizes}
         named = {"activation_checkpointing", "gradient_checkpointing"} & self.configs.given
         words = [] if named else ["--activation_checkpointing", "none"]
-        return [*words, *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
+        return [*words, *flag_words(values)]
 
     def _context(self) -> int:
         """Return the length of the longest trajectory that a call of the model can have."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.launch import QuickstartFlags
 from agentrl.config.load import CommandParser, group_of, parse
 from agentrl.config.run import URI_VARIABLES
@@ -37,7 +38,6 @@ from agentrl.launch.recipe import (
     flags_of_variables,
     read_accelerate_config,
     read_recipe,
-    words_of,
 )
 from agentrl.supervise import StoppedBySignalError, stop_on_signals
 
@@ -119,7 +119,7 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
     from agentrl.store.embedded.server import EmbeddedMongo
 
     recipe = read_recipe(configs, tasks)
-    flags, configs = [*words_of(recipe), *flags], configs.with_flags(recipe)
+    flags, configs = [*flag_words(recipe), *flags], configs.with_flags(recipe)
     run = configs[RunConfig]
 
     def report(text: str) -> None:
@@ -140,7 +140,7 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         flags = ["--mcp_servers_file", str(SERVERS_FILE), *flags]
     if is_demo:
         model = {"model_name_or_path": str(demo_model())}
-        flags, configs = [*words_of(model), *flags], configs.with_flags(model)
+        flags, configs = [*flag_words(model), *flags], configs.with_flags(model)
     agreed = require_usable(configs, roles)
     has_database = run.db_connection_string is not None or EmbeddedMongo(run.mongo_dir).status().running
     if has_database:

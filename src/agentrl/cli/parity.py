@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +25,7 @@ from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import EngineConfig, MemoryConfig, ModelConfig
 from agentrl.errors import ConfigError, EngineError
 from agentrl.observe.logging import quiet_transformers
-from agentrl.observe.terminal import stdout_console, table
+from agentrl.observe.terminal import print_json, stdout_console, table
 
 if TYPE_CHECKING:
     from agentrl.documents.routing import ExpertShape
@@ -172,7 +171,7 @@ def main(argv: list[str]) -> int:
     )
     differences = asyncio.run(_compare(model, flags, config))
     if flags.json:
-        print(json.dumps([dataclasses.asdict(difference) for difference in differences]))
+        print_json(differences)
     else:
         stdout_console().print(render(differences, arguments.model_name_or_path))
     return 0 if all(difference.within or difference.routing == "own" for difference in differences) else 1

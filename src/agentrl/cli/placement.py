@@ -46,6 +46,22 @@ class Gpus:
         """Whether these are MIG instances, of which CUDA gives a process a single one."""
         return self.names[0].startswith("MIG-")
 
+    def environment(self, numbers: Sequence[int]) -> dict[str, str]:
+        """Return the variables of a process that sees the GPUs ``numbers``, and no others."""
+        return {**self.order, self.variable: ",".join(self.names[each] for each in numbers)}
+
+    def split(self, parallel: int) -> list[dict[str, str]]:
+        """Return the variables of ``parallel`` processes with equally many GPUs each; the rest stays unused.
+
+        Raises ConfigError if there are more processes than GPUs.
+        """
+        size = len(self) // parallel
+        require(
+            size > 0, f"--parallel {parallel}: there are {self}, and each child needs one",
+            f"use --parallel {len(self)} or less",
+        )  # fmt: skip
+        return [self.environment(range(first, first + size)) for first in range(0, size * parallel, size)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
@@ -135,10 +151,6 @@ class Placement:
             return self.trainer
         used = {*self.trainer, *itertools.chain(*self.engines)}
         return tuple(number for number in range(len(self.gpus)) if number not in used)
-
-    def environment(self, numbers: Numbers) -> dict[str, str]:
-        """Return the variables of a process that sees the GPUs ``numbers``, and no others."""
-        return {**self.gpus.order, self.gpus.variable: ",".join(self.gpus.names[each] for each in numbers)}
 
     def __str__(self) -> str:
         """Return one line for the terminal."""

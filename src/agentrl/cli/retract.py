@@ -79,7 +79,7 @@ def parser() -> CommandParser:
 
 async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Show what would go, ask, delete it, and say what to do next; return the exit code."""
-    from agentrl.data.retract import delete_withdrawn, find_exports, withdraw_from
+    from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
     from agentrl.observe.log_lines import remove_lines
     from agentrl.registry import allow_imports
     from agentrl.store.admin.retract import Retractions
@@ -104,6 +104,8 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
         steps = await retractions.tainted(rebuilt, selection.steps)
         found = await influence(store, steps, roots)
         rebuilds = arguments.rebuild or bool(rebuilt)
+        of_family = [item.because for item in unfinished if item.family]
+        family, because = arguments.family or bool(of_family), arguments.because or "".join(of_family[-1:])
         for line in _preview(selection, unfinished, found, rebuilds=rebuilds):
             print(line)
         if rebuilds:
@@ -121,21 +123,28 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
             await store.steps.revert_after(0 if last is None else last.step, attempt=lease.attempt)
             selection = await select()  # a trainer may have stepped since the preview
             if selection.tombstones:
-                begun = await retractions.begin(selection, arguments.because, by, rebuilds=arguments.rebuild)
+                begun = await retractions.begin(
+                    selection, because, by, rebuilds=arguments.rebuild, family=family
+                )
                 rebuilt += [begun] if begun.rebuilds else []
+            if family:
+                await retractions.plan_family(family=True)
             if rebuilt:
+                await retractions.plan_rebuild(rebuilt)
                 steps = await retractions.tainted(rebuilt)
                 gone_back = await go_back(store, lease, await influence(store, steps, roots))
                 await retractions.set_rebuilt(rebuilt, gone_back)
             holders = await Runs(store.connection).holders(run.run_name, EngineConfig().alive_seconds)
+            is_sampled = any(holder.startswith("sampler ") for holder in holders)
             with progress(f"withdrawing from run {run.run_name}, groups") as work:
                 waiting = await delete_withdrawn(
-                    store.connection, attempt=lease.attempt, on_group=work.advance,
-                    is_sampled=any(holder.startswith("sampler ") for holder in holders),
-                )  # fmt: skip
+                    store.connection, attempt=lease.attempt, on_group=work.advance, is_sampled=is_sampled
+                )
         gone = await retractions.withdrawn()
-        if arguments.family:
-            await _withdraw_from_children(run, store, list(gone.values()), arguments, by)
+        if family:
+            await _withdraw_from_children(run, store, list(gone.values()), arguments, because, by)
+            await retractions.plan_family(family=False)
+            waiting = await finish_withdrawn(store.connection, is_sampled=is_sampled)
         lines = await asyncio.to_thread(remove_lines, Path(run.log_dir), run.run_name, gone)
         for folder in exports:
             held = await withdraw_from(run, folder, gone, because=arguments.because, by=by)
@@ -163,7 +172,12 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 async def _withdraw_from_children(
-    run: RunConfig, store: Store, stones: Sequence[Tombstone], arguments: argparse.Namespace, by: str
+    run: RunConfig,
+    store: Store,
+    stones: Sequence[Tombstone],
+    arguments: argparse.Namespace,
+    because: str,
+    by: str,
 ) -> None:
     """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
     from agentrl.data.retract import delete_withdrawn
@@ -181,11 +195,11 @@ async def _withdraw_from_children(
                 retractions = Retractions(other.connection)
                 selection = await retractions.select_of_parent(stones, reads=child.kind == "whatif")
                 if selection.tombstones:
-                    await retractions.begin(selection, arguments.because, by, rebuilds=False)
+                    await retractions.begin(selection, because, by)
                 await delete_withdrawn(other.connection, attempt=lease.attempt)
             count = len(selection.tombstones)
             print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
-            await _withdraw_from_children(named, other, stones, arguments, by)
+            await _withdraw_from_children(named, other, stones, arguments, because, by)
 
 
 async def _roots(store: Store, arguments: argparse.Namespace) -> list[Path]:

@@ -6,10 +6,9 @@ import argparse
 import asyncio
 import re
 import sys
-from typing import Any, Final
+from typing import Final
 
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.errors import ConfigError
 
@@ -33,7 +32,7 @@ def parser() -> CommandParser:
         prog="agentrl runs",
         description="Lists the runs of a MongoDB server; tags, notes, renames and deletes them.",
     )
-    _database(outer, mongo_dir=".agentrl/mongo", seconds=30.0, uri=None)
+    outer.add_database()
     outer.add_argument("--json", action="store_true", help="print the list as one JSON value")
     outer.set_defaults(handler=list_runs)
     actions = outer.add_subparsers(dest="action", metavar="SUBCOMMAND", parser_class=CommandParser)
@@ -52,15 +51,9 @@ def parser() -> CommandParser:
     note.add_argument("run_name", metavar="RUN")
     note.add_argument("text", metavar="TEXT", help="the note; an empty one removes it")
     for action, handler in ((remove, rm_runs), (rename, rename_run), (tag, tag_run), (note, note_run)):
-        # a flag before the subcommand keeps its value
-        _database(action, mongo_dir=argparse.SUPPRESS, seconds=argparse.SUPPRESS, uri=argparse.SUPPRESS)
+        action.add_database(default=argparse.SUPPRESS)  # a flag before the subcommand keeps its value
         action.set_defaults(handler=handler)
     return outer
-
-
-def _database(parser: CommandParser, *, mongo_dir: str, seconds: Any, uri: str | None) -> None:
-    for name, default in zip(DATABASE_FLAGS, (uri, mongo_dir, seconds), strict=True):
-        parser.add_flags(RunConfig, name, default=default)
 
 
 def _run_config(arguments: argparse.Namespace, name: str = RunConfig.run_name) -> RunConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl.config.agreement import require_trainable
+from agentrl.config.flags import names_in
 from agentrl.config.load import CommandParser, Configs, group_of, parse
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import (
@@ -171,7 +172,7 @@ def dashboard(argv: list[str]) -> int:
             host=flags.host,
             port=flags.port,
             token_file=None if flags.token_file is None else Path(flags.token_file),
-            hosts=tuple(name for name in flags.allowed_hosts.split(",") if name),
+            hosts=tuple(names_in(flags.allowed_hosts)),
         )
     )
     return 0

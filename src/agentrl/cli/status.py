@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import EngineConfig, RunConfig, flag
 from agentrl.errors import ConfigError, StoreUnavailableError
 
@@ -50,10 +50,9 @@ class _Reading(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Show the runs of the server, or one run if it is named; live on a terminal until Ctrl-C."""
-    words = list(argv)
-    named = words.pop(0) if words and not words[0].startswith("-") else None
+    named = leading_words(argv, 1)
     configs = parse(
-        words if named is None else [*words, "--run_name", named],
+        [*argv[len(named) :], *(["--run_name", *named] if named else [])],
         command="agentrl status [RUN]",
         description="Shows one run: what is wrong, last step, reward, rates, queues, samplers, engines,"
         " failures, disk. Without RUN or --run_name it lists the runs of the server.",

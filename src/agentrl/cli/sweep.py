@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -48,7 +49,12 @@ def parser() -> CommandParser:
         " the settings and the evaluation. The same command goes on after a kill.",
     )
     command.add_argument("file", metavar="FILE", type=Path, help="the sweep, YAML or JSON")
-    command.add_argument("--parallel", type=int, default=1, help="children at a time (default: 1)")
+    command.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        help="children at a time, each with as many of the visible GPUs (default: 1)",
+    )
     command.add_argument("--state", action="store_true", help="show where the sweep is, and start nothing")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     command.add_argument(
@@ -72,12 +78,13 @@ async def _main(arguments: argparse.Namespace) -> int:
     sweep = await asyncio.to_thread(read_sweep, arguments.file)
     flags = argparse.Namespace(**vars(arguments) | {"run_name": sweep.run, "output_dir": None})
     run, output, console = group_of(RunConfig, flags), arguments.output_dir, stdout_console()
+    shares = [{}] if arguments.state else await asyncio.to_thread(_shares, arguments.parallel)
     code = 0
     failed: dict[str, str] = {}
     async with await open_existing(run) as source:
         if not arguments.state:
             with _live_table(sweep) if sys.stdout.isatty() and not arguments.json else nullcontext() as show:
-                runner = SweepRunner(source, sweep, run, output, arguments.parallel, show)
+                runner = SweepRunner(source, sweep, run, output, shares, show)
                 code, failed = await runner.run(), runner.failed
         children = await read_children(source, sweep)
     found = race(sweep, children, failed)
@@ -90,6 +97,18 @@ async def _main(arguments: argparse.Namespace) -> int:
     else:
         console.print(_table(sweep, listed, failed, console.width))
     return code
+
+
+def _shares(parallel: int) -> list[dict[str, str]]:
+    """Return the environment of each child that runs at a time: its own GPUs, if there are any to divide."""
+    from agentrl.cli.gpus import UnseenGpuError, find_gpus
+
+    try:
+        gpus = find_gpus(os.environ) if parallel > 1 else None
+    except UnseenGpuError as error:
+        print(f"no GPU is assigned to a child: {error.message}; {error.hint}", file=sys.stderr)
+        gpus = None
+    return gpus.split(parallel) if gpus is not None else [{} for _ in range(parallel)]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.config.load import Configs, parse
+from agentrl.config.flags import names_in
+from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import (
     GroupConfig,
     LossConfig,
@@ -34,7 +35,7 @@ _NAMES = 2
 
 def main(argv: list[str]) -> int:
     """Train the stored steps again; return 0."""
-    names = _leading_words(argv)
+    names = leading_words(argv, _NAMES)
     configs = parse(
         argv[len(names) :],
         command="agentrl whatif",
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     check_given(configs.given)
     from agentrl.observe.logging import setup
 
-    children = [name.strip() for name in (flags.compare or "").split(",") if name.strip()]
+    children = names_in(flags.compare)
     setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
     if children:
         return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
@@ -88,15 +89,6 @@ def _compare(children: Sequence[str], configs: Configs, out: str) -> int:
     write_page(found, Path(out))
     print(out)
     return 0
-
-
-def _leading_words(argv: Sequence[str]) -> list[str]:
-    names: list[str] = []
-    for word in argv[:_NAMES]:
-        if word.startswith("-"):
-            break
-        names.append(word)
-    return names
 
 
 def _read_ids(path: str | None) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, names_in, require
 
 _RESERVE = 1024
 """Default of ``--prompt_reserve_tokens``."""
@@ -130,56 +130,48 @@ class GatewayConfig(Flags):
     """Gateways: model APIs in front of rollouts."""
 
     section = "gateway"
+    is_per_process = True
 
-    gateway_host: str = flag("127.0.0.1", "address that a gateway listens on", per_process=True)
+    gateway_host: str = flag("127.0.0.1", "address that a gateway listens on")
     gateway_port: int = flag(
         8790,
         "port of `agentrl gateway` (0: a free one); a gateway inside `agentrl sample` takes a free one",
         within="[0, 65535]",
-        per_process=True,
     )
     gateway_url: str | None = flag(
         None,
         "URL of an `agentrl gateway` that serves this sampler's trajectories (default: one inside the"
         " sampler)",
-        per_process=True,
     )
     gateway_models: str = flag(
         "policy",
         "names, comma-separated, by which a client may name the policy; claude-* allows all that begin so",
-        per_process=True,
     )
     gateway_train: Literal["tasks", "feedback"] = flag(
         "tasks",
         "what `agentrl gateway` serves: trajectories of tasks, or also conversations that a product opens,"
         " which are trained by their feedback (docs/gateway.md)",
-        per_process=True,
     )
     gateway_key_env: str = flag(
         "AGENTRL_GATEWAY_KEY",
         "environment variable with the bearer token for opening conversations and giving feedback; needed if"
         " --gateway_host is not this machine alone",
-        per_process=True,
     )
     gateway_idle_minutes: float = flag(
         30.0,
         "a conversation without a request for this long has ended",
         within="(0, inf)",
         unit="minutes",
-        per_process=True,
     )
-    gateway_body_mb: float = flag(
-        8.0, "largest body of a request", within="(0, inf)", unit="MiB", per_process=True
-    )
+    gateway_body_mb: float = flag(8.0, "largest body of a request", within="(0, inf)", unit="MiB")
     gateway_timeout_seconds: float = flag(
-        60.0, "time for the body of a request to arrive", within="(0, inf)", unit="seconds", per_process=True
+        60.0, "time for the body of a request to arrive", within="(0, inf)", unit="seconds"
     )
     gateway_retry_seconds: float = flag(
         10.0,
         "a request with the body of one that ended this long ago or less is its retry and gets its answer",
         within="[0, inf)",
         unit="seconds",
-        per_process=True,
     )
 
     @property
@@ -190,7 +182,7 @@ class GatewayConfig(Flags):
     @property
     def models(self) -> tuple[str, ...]:
         """Return the names and patterns of the policy; the first one is a name."""
-        given = [name.strip() for name in self.gateway_models.split(",") if name.strip()]
+        given = names_in(self.gateway_models)
         names = [name for name in given if not is_pattern(name)] or ["policy"]
         return (*names, *filter(is_pattern, given))
 

@@ -107,8 +107,12 @@ def package_versions() -> dict[str, str]:
 
 def per_process_flags() -> frozenset[str]:
     """Return the names of the flags in which the processes of a run may differ without a warning."""
+    groups: tuple[Any, ...] = GROUPS
     return frozenset(
-        item.name for group in GROUPS for item in dataclasses.fields(group) if item.metadata["per_process"]
+        item.name
+        for group in groups
+        for item in dataclasses.fields(group)
+        if group.is_per_process or item.metadata["per_process"]
     )
 
 

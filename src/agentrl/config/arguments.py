@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -47,6 +48,14 @@ def add_flag(
             f"--no_{item.name}", dest=item.name, action="store_const", const=off, default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )  # fmt: skip
+
+
+def flag_words(flags: Mapping[str, Any]) -> list[str]:
+    """Return flags by name as the words of a command line."""
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}", json.dumps(value) if value is None or isinstance(value, bool) else str(value)]
+    return words
 
 
 def plain_type(kind: Any) -> Any:

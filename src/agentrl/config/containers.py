@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, names_in, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,37 +15,32 @@ class ContainerConfig(Flags):
     """The containers of tasks that have an image of their own."""
 
     section = "containers"
+    is_per_process = True
 
     containers: str = flag(
         "auto",
         "what runs the containers of tasks: docker, kubernetes, sandbox (root file systems of --rootfs), or"
         " your own (auto: sandbox for the images that --rootfs names, docker for the others)",
-        per_process=True,
     )
     rootfs: str = flag(
         "",
         "root file systems for the sandbox, comma-separated: PATH of a folder or tar for every image, or"
         " NAME=PATH for the image NAME, or for the built image of the task NAME",
-        per_process=True,
     )
     task_variables: str = flag(
-        "",
-        "variables of this process, comma-separated, that a task's environment may read as ${NAME}",
-        per_process=True,
+        "", "variables of this process, comma-separated, that a task's environment may read as ${NAME}"
     )
 
     @cached_property
     def roots(self) -> Mapping[str, str]:
         """``--rootfs`` as {name: path}; the name of one for every image is empty."""
-        parts = [part.strip() for part in self.rootfs.split(",") if part.strip()]
-        named = [part.rpartition("=") for part in parts]
+        named = [part.rpartition("=") for part in names_in(self.rootfs)]
         return {name: os.path.abspath(os.path.expanduser(path)) for name, _, path in named}
 
     @property
     def variables(self) -> Mapping[str, str]:
         """The values of ``--task_variables`` that are set."""
-        names = [name.strip() for name in self.task_variables.split(",")]
-        return {name: os.environ[name] for name in names if name in os.environ}
+        return {name: os.environ[name] for name in names_in(self.task_variables) if name in os.environ}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -82,6 +82,8 @@ class Flags:
 
     section: ClassVar[str]
     """Key of the group's section in a YAML file."""
+    is_per_process: ClassVar[bool] = False
+    """Whether processes of a run may differ in all flags of the group without a warning."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its flag's range or choices."""
@@ -106,6 +108,11 @@ def _choices(group: type) -> Mapping[str, tuple[str, ...]]:
     """Return the choices of each flag of ``group`` that has some."""
     hints = get_type_hints(group)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def names_in(text: str | None) -> list[str]:
+    """Return the names in a comma-separated text, each once."""
+    return list(dict.fromkeys(filter(None, map(str.strip, (text or "").split(",")))))
 
 
 @dataclass(frozen=True, kw_only=True)

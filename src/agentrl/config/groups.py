@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, names_in, require
 
 RIGHT_THRESHOLD = 0.5
 """Default of ``--right_threshold``."""
@@ -76,7 +76,7 @@ class GroupConfig(Flags):
     @property
     def column_names(self) -> tuple[str, ...]:
         """The names in ``columns``."""
-        return tuple(dict.fromkeys(filter(None, map(str.strip, self.columns.split(",")))))
+        return tuple(names_in(self.columns))
 
     def __post_init__(self) -> None:
         super().__post_init__()

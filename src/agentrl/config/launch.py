@@ -14,25 +14,23 @@ class PlacementConfig(Flags):
     """What `agentrl launch` starts on this machine, and on which GPUs."""
 
     section = "placement"
+    is_per_process = True
 
     recipe: str | None = flag(
         None,
         "`agentrl launch`: flags of a way to train or evaluate: grpo, minirl, opd, eval, or a YAML file; what"
         " is given otherwise wins over them",
-        per_process=True,
     )
 
     train_gpus: str | None = flag(
         None,
         "GPUs of the trainer, such as 0-3 or 0,2; with CUDA_VISIBLE_DEVICES, positions in it (default: half"
         " of the GPUs, or those that --engine_gpus leaves)",
-        per_process=True,
     )
     engine_gpus: str | None = flag(
         None,
         "GPUs of the engines; every --inf_tp_size of them run one engine (default: half of the GPUs, or those"
         " that --train_gpus leaves)",
-        per_process=True,
     )
     fit_context: int | None = flag(
         None,
@@ -40,20 +38,17 @@ class PlacementConfig(Flags):
         " context, the memory and those that are, up to this length of prompt and output together",
         within="[2, inf)",
         unit="tokens",
-        per_process=True,
     )
     fit_turns: int | None = flag(
         None,
         "with --fit_context: --max_turns, if it is not given, is at most this, and less for a short context",
         within="[1, inf)",
         unit="model calls",
-        per_process=True,
     )
     check_memory: bool = flag(
         True,
         "refuse to start if a training step, by `agentrl plan`, or an engine's weights need more memory than"
         " their GPUs have",
-        per_process=True,
     )
 
 

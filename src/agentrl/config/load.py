@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from agentrl.config.arguments import add_flag, end_if_collected
 from agentrl.config.commands import examples_text
 from agentrl.config.flags import Switch
 from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
-from agentrl.config.schema import GROUPS, sections
+from agentrl.config.schema import GROUPS, RunConfig, sections
 from agentrl.errors import ConfigError
 from agentrl.settings_file import SettingsFile, read_settings
 
@@ -225,6 +226,11 @@ def _unknown(
     return ConfigError(text, hint=hint) if file is None else file.error(text, *place, hint=hint)
 
 
+def leading_words(argv: Sequence[str], most: int) -> list[str]:
+    """Return the words before the first flag, at most ``most``: names of runs, evaluations, tasks."""
+    return list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:most]))
+
+
 def group_of(group: type[T], arguments: argparse.Namespace) -> T:
     """Return a dataclass of flags with those that ``arguments`` has. Raises ConfigError for a wrong value."""
     given = {name: getattr(arguments, name) for name in _names([group]) if name in arguments}
@@ -246,6 +252,11 @@ class CommandParser(argparse.ArgumentParser):
                 if not names or item.name in names:
                     options = {"default": item.default, **changes}
                     add_flag(self, item, section.types[item.name], **options)
+
+    def add_database(self, **changes: Any) -> None:
+        """Add the flags that name a server, with a longer timeout: for commands that read or change much."""
+        self.add_flags(RunConfig, "db_connection_string", "mongo_dir", **changes)
+        self.add_flags(RunConfig, "db_timeout_seconds", **{"default": 30.0, **changes})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; an unknown flag raises ConfigError with the nearest known one."""

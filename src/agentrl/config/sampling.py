@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, names_in, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class TaskConfig(Flags):
     @property
     def allowed_names(self) -> frozenset[str]:
         """``--allowed_modules`` as a set."""
-        return frozenset(name.strip() for name in self.allowed_modules.split(",") if name.strip())
+        return frozenset(names_in(self.allowed_modules))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,47 +219,37 @@ class EvaluationConfig(Flags):
     """The policy that `agentrl eval` evaluates, and its engine."""
 
     section = "evaluation"
+    is_per_process = True
 
     eval_version: int | None = flag(
         None,
         "policy version to evaluate (default: the newest that an engine serves, else the newest published)",
         within="[0, inf)",
-        per_process=True,
     )
-    eval_model: str | None = flag(
-        None, "model folder or checkpoint to evaluate instead of a policy version", per_process=True
-    )
-    eval_label: str = flag(
-        "", "label of a repetition: samples the same file and policy again", per_process=True
-    )
+    eval_model: str | None = flag(None, "model folder or checkpoint to evaluate instead of a policy version")
+    eval_label: str = flag("", "label of a repetition: samples the same file and policy again")
     eval_samples: int | None = flag(
         None,
         "trajectories per task of an evaluation (default: --num_generations if it is given, else 1)",
         within="[1, inf)",
         unit="trajectories",
-        per_process=True,
     )
     eval_steps: int | None = flag(
         None,
         "follow the run: evaluate each published version whose step is a multiple of this",
         within="[1, inf)",
         unit="optimizer steps",
-        per_process=True,
     )
     eval_engine: Literal["auto", "own", "shared"] = flag(
         "auto",
         "engine of an evaluation: shared (live engines of the run that serve the version), own (started for"
         " the evaluation by the flags of `agentrl serve`), or auto (shared if there is one, else own)",
-        per_process=True,
     )
     eval_input_price: float = flag(
-        0.0, "price of a million prompt tokens, for the cost in reports", within="[0, inf)", per_process=True
+        0.0, "price of a million prompt tokens, for the cost in reports", within="[0, inf)"
     )
     eval_output_price: float = flag(
-        0.0,
-        "price of a million generated tokens, for the cost in reports",
-        within="[0, inf)",
-        per_process=True,
+        0.0, "price of a million generated tokens, for the cost in reports", within="[0, inf)"
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, names_in, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class AdapterConfig(Flags):
     @property
     def target_modules(self) -> str | list[str]:
         """``lora_target_modules`` as peft takes them."""
-        names = [name.strip() for name in self.lora_target_modules.split(",") if name.strip()]
+        names = names_in(self.lora_target_modules)
         return names[0] if names == ["all-linear"] else names
 
 

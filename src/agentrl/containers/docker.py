@@ -20,9 +20,7 @@ from agentrl.containers.base import (
     FilesTooLargeError,
     container,
 )
-from agentrl.errors import ConfigError, ToolServerError
-from agentrl.tools.sandbox.docker import (
-    NO_RIGHTS,
+from agentrl.containers.docker_client import (
     DockerClient,
     container_name,
     control,
@@ -32,6 +30,7 @@ from agentrl.tools.sandbox.docker import (
     start_client,
     variable_arguments,
 )
+from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox.limits import Execution
 
 _START_SECONDS: Final = 120.0
@@ -43,14 +42,18 @@ _GUARDED: Final = (
     ' (sleep "$1"; kill -9 $c) >/dev/null 2>&1 & wait $c'
 )
 """The first process reaps what commands leave. It ends with the client, or after ``$1`` seconds."""
-TELLING: Final = 'echo $$; exec "$@"'
-"""The first process of a command: its id leads the process group that a limit kills."""
+TELLING: Final = 'echo $$; read -r go && exec "$@"'
+"""The first process of a command: its id leads the process group that a limit kills. It begins when this id
+has been read, so a command that is cancelled before is not left running."""
 KILL: Final = "kill -9 -{pid}; kill -9 {pid}"
 INTO: Final = 'mkdir -p "$1" && exec tar -xf - -C "$1"'
 OUT_OF: Final = '[ -d "$1" ] || exit 44; chmod -R u+rwX "$1" 2>/dev/null; exec tar -cf - -C "$1" .'
 NO_FOLDER: Final = 44
 CHANGED: Final = "changed as we read it"
 """What tar says, with exit code 1, of files that a process changes meanwhile."""
+_OWN_USER: Final = "65533:65533"
+_OWN_PROCESSES: Final = 6
+"""The four of the first process, and two that end others."""
 _FREE: Final = 'stat -f -c "%a %d" "$@"'
 _CHUNK: Final = 1 << 20
 
@@ -109,7 +112,7 @@ class DockerContainer(Container):
         """Run a command by ``docker exec``. With ``writable``, a folder that it leaves full is its limit."""
         variables = {**self.spec.environment, **(environment or {})}
         words = ["exec", "--interactive", *variable_arguments(variables)]
-        for flag, value in (("--workdir", workdir), ("--user", user)):
+        for flag, value in (("--workdir", workdir), ("--user", user or self.spec.user)):
             words += [] if value is None else [flag, value]
         client = DockerClient(output_bytes, shown_bytes, reads_pid=True)
         try:
@@ -119,7 +122,7 @@ class DockerContainer(Container):
             )  # fmt: skip
         finally:
             if client.code < 0 and client.pid is not None:  # the client was killed, which ends no command
-                await asyncio.shield(self._kill(client.pid))
+                await asyncio.shield(self._kill(client.pid, user))
         if client.pid is None and client.exceeded is None:
             raise docker_failed("exec", client.stderr.text)
         return Execution(
@@ -128,9 +131,11 @@ class DockerContainer(Container):
             memory_mb=0.0, stdout_bytes=client.stdout.total, stderr_bytes=client.stderr.total,
         )  # fmt: skip
 
-    async def _kill(self, pid: int) -> None:
+    async def _kill(self, pid: int, user: str | None) -> None:
+        """Kill a command: as its user where root has no right to."""
+        user = (user or self.spec.user or "0") if self.spec.writable else "0"
         line = KILL.format(pid=pid)
-        await control("exec", "--user", "0", self._name, "/bin/sh", "-c", line, may_fail=True)
+        await control("exec", "--user", user, self._name, "/bin/sh", "-c", line, may_fail=True)
 
     async def _exceeded(self, code: int) -> str | None:
         """Return the limit that ended a command which ended by itself."""
@@ -152,9 +157,10 @@ class DockerContainer(Container):
         self, archive: Path, *, into: str | None = None, out_of: str | None = None, limit: int = COPY_BYTES
     ) -> None:
         """Copy by ``tar`` in the container, as root or, with ``writable``, as the container's user."""
-        user = [] if self.spec.writable else ["--user", "0"]
+        user = (self.spec.user or "0") if self.spec.writable else "0"
         line = INTO if out_of is None else OUT_OF
-        words = ["exec", "--interactive", *user, self._name, "/bin/sh", "-c", line, "sh", str(into or out_of)]
+        shell = (self._name, "/bin/sh", "-c", line, "sh", str(into or out_of))
+        words = ["exec", "--interactive", "--user", user, *shell]
         file = await asyncio.to_thread(open, archive, "rb" if out_of is None else "wb")
         with file:
             code, said = await self._transfer(words, file, is_out=out_of is not None, limit=limit)
@@ -199,22 +205,36 @@ class DockerContainer(Container):
 
 
 def start_arguments(spec: ContainerSpec, name: str, image: str) -> list[str]:
-    """Return the arguments of ``docker run``. Variables of the spec are those of commands."""
+    """Return the arguments of ``docker run``. Variables and the user of the spec are those of commands.
+
+    With ``writable`` the first process has a user of its own, so that commands cannot kill it.
+    """
+    user = _OWN_USER if spec.writable else spec.user
+    return [
+        "run", "--interactive", "--name", name, "--log-driver", "none",
+        *([] if user is None else ["--user", user]), *limit_arguments(spec),
+        "--entrypoint", "/bin/sh", image, "-c", _GUARDED, "sh", f"{spec.seconds:.0f}",
+    ]  # fmt: skip
+
+
+def limit_arguments(spec: ContainerSpec) -> list[str]:
+    """Return the arguments of ``docker run`` for the rights and limits of a container."""
     words = [
-        "run", "--interactive", "--name", name, "--network", spec.network, "--log-driver", "none",
-        "--memory", f"{spec.memory_mb}m", "--memory-swap", f"{spec.memory_mb}m",
-        "--pids-limit", str(spec.processes + 4),
+        "--network", spec.network, "--memory", f"{spec.memory_mb}m", "--memory-swap", f"{spec.memory_mb}m",
+        "--pids-limit", str(spec.processes + _OWN_PROCESSES),
         "--ulimit", f"nofile={spec.open_files}", "--ulimit", f"fsize={spec.storage_mb << 20}",
         "--ulimit", "core=0",
     ]  # fmt: skip
-    for flag, value in (("--user", spec.user), ("--workdir", spec.workdir), ("--cpus", spec.cpus)):
-        words += [] if value is None else [flag, str(value)]
+    words += [] if spec.workdir is None else ["--workdir", spec.workdir]
+    words += [] if spec.cpus is None else ["--cpus", str(spec.cpus)]
     words += [] if spec.cpu_seconds is None else ["--ulimit", f"cpu={spec.cpu_seconds}"]
     if spec.writable:
         user, _, group = (spec.user or "0").partition(":")
+        # The owner is named because some versions of runc replace the mode by that of the image's folder.
         size = f"size={spec.storage_mb}m,nr_inodes={spec.files},uid={user},gid={group or user},mode=1777,exec"
-        words += [*NO_RIGHTS, *(word for folder in spec.writable for word in ("--tmpfs", f"{folder}:{size}"))]
-    return [*words, "--entrypoint", "/bin/sh", image, "-c", _GUARDED, "sh", f"{spec.seconds:.0f}"]
+        words += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+        words += [word for folder in spec.writable for word in ("--tmpfs", f"{folder}:{size}")]
+    return words
 
 
 def image_of(spec: ContainerSpec) -> str:

@@ -132,12 +132,19 @@ class KubernetesContainer(Container):
         script = ("\n".join(lines) + "\n:\n").encode()
         stdout, stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
         pid, first, exceeded, code = None, b"", None, -9
+        has_pid = asyncio.Event()
         started = time.monotonic()
+
+        async def given() -> AsyncIterator[bytes]:
+            yield script
+            await has_pid.wait()
+            yield b"\n" + stdin
+
         try:
             async with (
                 asyncio.timeout(seconds),
                 self._exec(
-                    ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command], script + stdin
+                    ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command], given()
                 ) as messages,
             ):
                 async for channel, content in messages:
@@ -150,6 +157,7 @@ class KubernetesContainer(Container):
                         line, found, rest = first.partition(b"\n")
                         if found:
                             pid = int(line)
+                            has_pid.set()
                             stdout.add(rest)
                     elif not stdout.add(content):
                         exceeded = "output"
@@ -181,7 +189,7 @@ class KubernetesContainer(Container):
         with file:
             async with (
                 asyncio.timeout(_COPY_SECONDS),
-                self._exec(words, file if out_of is None else b"") as messages,
+                self._exec(words, _chunks(file) if out_of is None else None) as messages,
             ):
                 async for channel, content in messages:
                     if channel == _STATUS:
@@ -209,7 +217,7 @@ class KubernetesContainer(Container):
     async def _kill(self, pid: int) -> None:
         words = ["/bin/sh", "-c", KILL.format(pid=pid)]
         with contextlib.suppress(ToolServerError, TimeoutError):
-            async with asyncio.timeout(_SECONDS), self._exec(words, b"") as messages:
+            async with asyncio.timeout(_SECONDS), self._exec(words) as messages:
                 async for _ in messages:
                     pass
 
@@ -266,7 +274,7 @@ class KubernetesContainer(Container):
 
     @contextlib.asynccontextmanager
     async def _exec(
-        self, words: Sequence[str], stdin: bytes | IO[bytes]
+        self, words: Sequence[str], stdin: AsyncIterator[bytes] | None = None
     ) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
         """Start a command; yield its messages, as channel and content, until it ends."""
         from websockets.asyncio.client import connect
@@ -292,12 +300,10 @@ class KubernetesContainer(Container):
                             yield message[0], message[1:]
 
                 async def feed() -> None:
-                    if isinstance(stdin, bytes):
-                        for begin in range(0, len(stdin), _CHUNK):
-                            await socket.send(_STDIN + stdin[begin : begin + _CHUNK])
-                    else:
-                        while chunk := await asyncio.to_thread(stdin.read, _CHUNK):
-                            await socket.send(_STDIN + chunk)
+                    if stdin is not None:
+                        async for part in stdin:
+                            for begin in range(0, len(part), _CHUNK):
+                                await socket.send(_STDIN + part[begin : begin + _CHUNK])
                     await socket.send(_CLOSE + _STDIN)
 
                 feeding = asyncio.create_task(feed())
@@ -310,6 +316,11 @@ class KubernetesContainer(Container):
             if isinstance(error, TimeoutError):
                 raise
             raise back_end_away("kubernetes", f"no command reaches the pod {self._pod}: {error}") from error
+
+
+async def _chunks(file: IO[bytes]) -> AsyncIterator[bytes]:
+    while chunk := await asyncio.to_thread(file.read, _CHUNK):
+        yield chunk
 
 
 def _jobs(cluster: Cluster | None) -> str:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from agentrl.dashboard.render import link
 from agentrl.documents.run import Evaluation
 from agentrl.observe.metric_definitions import definition_of
-from agentrl.observe.terminal import number
+from agentrl.observe.terminal import finite, number
 from agentrl.store.views.rows import StepRow
 
 MAX_POINTS = 600
@@ -63,7 +63,7 @@ class Chart:
     @property
     def empty(self) -> bool:
         """Whether no series has a value."""
-        return not any(_finite(value) is not None for series in self.series for value in series.y)
+        return not any(finite(value) is not None for series in self.series for value in series.y)
 
     def json(self) -> Markup:
         """Return the figure as JSON without a character that ends a script element."""
@@ -78,7 +78,7 @@ class Chart:
                 {"name": series.name, "dash": _DASHES[index % len(_DASHES)] if self.kind == "line" else None}
                 for index, series in enumerate(self.series)
             ],
-            "data": [[list(map(_finite, values)) for values in (each.x, each.y)] for each in self.series],
+            "data": [[list(map(_rounded, values)) for values in (each.x, each.y)] for each in self.series],
         }
         text = orjson.dumps(figure).decode()
         for character in "<>&\u2028\u2029":
@@ -103,10 +103,9 @@ class Chart:
         return list(table.values())[-TABLE_ROWS:]
 
 
-def _finite(value: Value) -> float | int | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+def _rounded(value: Value) -> float | int | None:
+    found = finite(value)
+    return float(f"{found:.6g}") if isinstance(found, float) else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from agentrl.store.views.runs import Runs, RunSummary, connect_server
 
 Page = Callable[[Request], Coroutine[Any, Any, Response]]
 
+_SHARED_SECONDS = 1.0
 MAX_OPEN = 16
 """Runs whose connections stay open."""
 
@@ -143,23 +144,19 @@ async def read_runs(request: Request, seconds: float) -> list[RunSummary]:
     return await cache_of(request).get("runs", seconds, read)
 
 
-def shared(seconds: float) -> Callable[[Page], Page]:
-    """Decorate a page: requests for the same address within ``seconds`` get the same response.
+def shared(page: Page) -> Page:
+    """Decorate a page: requests for the same address within a second get the same response.
 
     A thousand open pages of a run ask again at every change of it.
     """
 
-    def decorate(page: Page) -> Page:
-        @functools.wraps(page)
-        async def answer(request: Request) -> Response:
-            theme = request.cookies.get(THEME_COOKIE)
-            key = ("page", request.url.path, request.url.query, theme)
-            response = await cache_of(request).get(key, seconds, lambda: page(request))
-            return Response(response.body, response.status_code, media_type="text/html")
+    @functools.wraps(page)
+    async def answer(request: Request) -> Response:
+        key = ("page", request.url.path, request.url.query, request.cookies.get(THEME_COOKIE))
+        response = await cache_of(request).get(key, _SHARED_SECONDS, lambda: page(request))
+        return Response(response.body, response.status_code, media_type="text/html")
 
-        return answer
-
-    return decorate
+    return answer
 
 
 logger = logging.getLogger(__name__)

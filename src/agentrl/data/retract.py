@@ -38,7 +38,7 @@ async def delete_withdrawn(
     caller holds; ``on_group`` is called with 1 after each group. Raises ConfigError or GroupError, with what
     went before done, if a group's rules name code of the user that this process may not import.
     """
-    retractions, withdrawing = Retractions(connection), Withdrawing(connection)
+    withdrawing = Withdrawing(connection)
     await withdrawing.list_late_copies()
     while pending := await withdrawing.pending():
         for task in pending:
@@ -49,11 +49,18 @@ async def delete_withdrawn(
         await withdrawing.decide_again(task, decide_stored, attempt)
     await withdrawing.rewrite_steps(attempt)
     await withdrawing.sweep()
+    return await finish_withdrawn(connection, is_sampled=is_sampled)
+
+
+async def finish_withdrawn(connection: Connection, *, is_sampled: bool) -> int:
+    """Delete images that are left, and finish retractions with nothing more to do; return how many wait."""
+    retractions, withdrawing = Retractions(connection), Withdrawing(connection)
     waiting = 0
     for retraction in await retractions.unfinished():
         left = await withdrawing.delete_images(retraction, is_sampled=is_sampled)
         waiting += left
-        if not left and (retraction.rebuilt is not None or not retraction.rebuilds):
+        is_rebuilt = retraction.rebuilt is not None or not retraction.rebuilds
+        if not left and is_rebuilt and not retraction.family:
             await retractions.finish(retraction)
     return waiting
 

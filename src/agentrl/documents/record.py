@@ -110,7 +110,10 @@ class Record(Root):
     turn_advantages: tuple[float, ...] = ()
     """What each model call's own reward, or that of its role, adds to it; empty without such rewards."""
     tool_rewards: dict[str, Any] = field(default_factory=dict)
-    """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any."""
+    """``{tool: {"calls": [reward of each call], "state": reward of its state}}``, of tools that give any.
+
+    Of an environment also ``roles``, and ``details`` for those of the score.
+    """
     agent_score: dict[str, Any] | None = None
     """``{score, details, turn_rewards, role_rewards}`` of an agent that scores its own trajectories."""
     turns: int = 0

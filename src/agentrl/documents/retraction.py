@@ -49,6 +49,8 @@ class Retraction(Root):
     rebuilds: bool = False
     """Whether the run is to go back to the last checkpoint before ``first_step``."""
     rebuilt: Rebuilt | None = None
+    family: bool = False
+    """Whether it is still to be withdrawn from the run's children."""
     images: tuple[str, ...] = ()
     """Images that the withdrawn documents named and that are not looked at yet."""
     at: datetime = field(default_factory=now)

@@ -68,6 +68,8 @@ class Environment:
     """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
     agent_seconds: float | None = None
     """How long the agent may work; then the trajectory ends, and ``reward`` is asked for."""
+    reward_details: Mapping[str, Any] = {}
+    """What ``reward`` was made of, for the details of the score."""
     left: HarnessRun | None = None
     """What ``reward`` found in the trajectory's files, for the Record."""
     first_role: str | None = None
@@ -147,7 +149,7 @@ class Environment:
             )
         called = {call.role for call in context.calls}
         roles = {role: value for role, value in stored.get(ROLES, {}).items() if role in called}
-        return ScoreResult(float(state), role_rewards=roles or None)
+        return ScoreResult(float(state), dict(stored.get("details", {})), role_rewards=roles or None)
 
     def teardown(self) -> Awaitable[None] | None:
         """Release what ``setup`` has opened. Called once, also after a failed ``setup``; logs errors."""

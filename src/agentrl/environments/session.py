@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl.documents.base import is_finite, replace_surrogates
+from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
 from agentrl.documents.task import Task
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import (
@@ -86,6 +86,8 @@ class EnvironmentSession:
         )  # fmt: skip
         self.dependency = environment_of(task) or Dependency(DependencyKind.ENVIRONMENT, name)
         """What is down in an OutageError of the environment."""
+        self.reward_details: Mapping[str, Any] = {}
+        """What ``reward`` was made of."""
         self._instance: Environment | None = None
         self._tools: PythonSession | None = None
 
@@ -141,6 +143,7 @@ class EnvironmentSession:
         reward = await self._method("reward", self.instance.reward)
         if reward is None:
             return None
+        self.reward_details = sanitize_bson(dict(self.instance.reward_details))
         if isinstance(reward, Mapping) and reward and all(isinstance(role, str) for role in reward):
             return {role: self._number(value) for role, value in reward.items()}
         return self._number(reward)

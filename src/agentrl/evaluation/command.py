@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import EvaluationConfig, ModelConfig, RunConfig, SamplingConfig
@@ -18,15 +16,12 @@ from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_
 from agentrl.evaluation.evaluate import EvaluationRun, Progress, StoppedError
 from agentrl.evaluation.identity import identify, read_file
 from agentrl.evaluation.policy import Policy, find_model, find_version, of_published
-from agentrl.evaluation.report import render, to_json
+from agentrl.evaluation.report import render
+from agentrl.observe.terminal import print_json
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-
 
 logger = logging.getLogger(__name__)
 _STOPPED = 130
@@ -68,7 +63,10 @@ async def _evaluate(configs: Configs, progress: Progress, as_json: bool) -> None
 
 
 def _print(evaluation: Evaluation, as_json: bool) -> None:
-    print(json.dumps(to_json(evaluation)) if as_json else render(evaluation), flush=True)
+    if as_json:
+        print_json(evaluation.to_document())
+    else:
+        print(render(evaluation), flush=True)
 
 
 async def choose_policy(store: Store, configs: Configs, progress: Progress) -> Policy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from agentrl.config.schema import AgentConfig, RunConfig
 from agentrl.documents.run import Evaluation
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.plotting import COLORS, finish, label_steps, new_figure, save_figure
-from agentrl.observe.terminal import MISSING, clean, excerpt, fixed
+from agentrl.observe.terminal import MISSING, clean, excerpt, fixed, print_json
 from agentrl.scoring.evaluation import (
     Comparison,
     Difference,
@@ -54,15 +53,6 @@ def results_of(tasks: Sequence[EvaluatedTask], prices: Prices) -> Json:
         },
         "failures": count_failures(tasks),
     }
-
-
-def to_json(evaluation: Evaluation) -> Json:
-    """Return an evaluation as JSON for ``--json``."""
-    document = evaluation.to_document()
-    for name in ("began_at", "seen_at", "finished_at"):
-        moment = getattr(evaluation, name)
-        document[name] = None if moment is None else moment.isoformat()
-    return document
 
 
 def render(evaluation: Evaluation) -> str:
@@ -148,15 +138,6 @@ def render_comparison(a: Evaluation, b: Evaluation, comparison: Comparison) -> s
         "p sign: exact sign test (McNemar's for one trajectory a task)",
     ]
     return "\n".join(lines)
-
-
-def comparison_json(a: Evaluation, b: Evaluation, comparison: Comparison) -> Json:
-    """Return a comparison as JSON for ``--json``."""
-    return {
-        "a": a.id, "b": b.id, "tasks": comparison.tasks, "only_a": comparison.only_a,
-        "only_b": comparison.only_b, "score": dataclasses.asdict(comparison.score),
-        "pass": dataclasses.asdict(comparison.passed),
-    }  # fmt: skip
 
 
 def _line(name: str, text: str) -> str:
@@ -249,8 +230,11 @@ async def compare(configs: Configs, a: str, b: str, *, as_json: bool) -> None:
             f"{first[0].id} and {second[0].id} have no scored task with the same id and content in common",
             hint="evaluate both policies on the same --eval_file",
         )
+    a_id, b_id = first[0].id, second[0].id
     if as_json:
-        print(json.dumps(comparison_json(first[0], second[0], comparison)))
+        named = {"score": comparison.score, "pass": comparison.passed}
+        counts = {"tasks": comparison.tasks, "only_a": comparison.only_a, "only_b": comparison.only_b}
+        print_json({"a": a_id, "b": b_id, **counts, **named})
     else:
         print(render_comparison(first[0], second[0], comparison))
 
@@ -261,7 +245,7 @@ async def report(configs: Configs, *, as_json: bool, as_markdown: bool, plot: st
         evaluations = await store.evaluations.all()
         best = await store.evaluations.best_versions()
     if as_json:
-        print(json.dumps([to_json(item) for item in evaluations]))
+        print_json([item.to_document() for item in evaluations])
     elif as_markdown:
         print(markdown([item for item in evaluations if item.results is not None]))
     else:

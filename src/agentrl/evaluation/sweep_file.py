@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
 from agentrl.config.whatif import WhatIfConfig, check_given
@@ -181,15 +182,6 @@ def _check(
         )
         where = place if named is None else (*place, named)
         raise file.error(error.message, *where, hint=error.hint) from error
-
-
-def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """Return flags as the words of a command line."""
-    return [
-        word
-        for name, value in flags.items()
-        for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))
-    ]
 
 
 def launch_words(sweep: Sweep, default: list[str]) -> list[str]:

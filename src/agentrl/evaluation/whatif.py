@@ -27,6 +27,7 @@ from agentrl.store.client import Store, open_existing
 from agentrl.train.checkpoint import complete
 from agentrl.train.source import freshness_of
 from agentrl.train.token_weights import Floats, token_weights
+from agentrl.train.whatif import stored_flags
 from agentrl.weights.difference import LayerDifference, layer_differences
 from agentrl.weights.folder import architecture, base_folder
 
@@ -159,9 +160,7 @@ async def _child(
 
 async def _configs(store: Store, here: Configs) -> Configs:
     """Return the flags of a run's trainer."""
-    found = next((item for item in await store.settings.resolved() if item.role == "train"), None)
-    if found is None:
-        raise ConfigError(f"run {store.run_name!r} does not hold the flags of its trainer", hint="train it")
+    found = await stored_flags(store)
     own = {"run_name": store.run_name, "output_dir": found.values.get("output_dir")}
     return parent_configs(found.values, found.given, here).with_flags(own)
 

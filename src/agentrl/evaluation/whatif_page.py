@@ -13,7 +13,7 @@ from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.whatif import CURVES, Child, Comparison
 from agentrl.observe.plotting import COLORS
-from agentrl.observe.terminal import MISSING, number, table
+from agentrl.observe.terminal import MISSING, finite, number, table
 
 _WIDTH, _HEIGHT, _MARGIN = 420, 150, 8
 _STYLE = """
@@ -71,25 +71,23 @@ def _ends(found: Comparison) -> tuple[int, int]:
 
 
 def _means_of(found: Comparison) -> list[list[str]]:
-    rows = [[found.parent, *_means(found.steps.values()), MISSING, MISSING]]
+    rows = [[found.parent, *_means(found.steps), MISSING, MISSING]]
     for child in found.children:
         cosine = MISSING if child.tokens is None else f"{child.tokens.cosine:.3f}"
         apart = MISSING if child.distance is None else f"{child.distance:.1e}"
-        rows.append([child.name, *_means(child.steps.values()), cosine, apart])
+        rows.append([child.name, *_means(child.steps), cosine, apart])
     return rows
 
 
-def _means(steps: Iterable[TrainStep]) -> list[str]:
-    found = list(steps)
-    columns = [[value for step in found if (value := _value(step, name)) is not None] for name in CURVES]
+def _means(steps: Mapping[int, TrainStep]) -> list[str]:
+    columns = [[value for _, value in _points(steps, name)] for name in CURVES]
     return [number(math.fsum(values) / len(values)) if values else MISSING for values in columns]
 
 
-def _value(step: TrainStep, metric: str) -> float | None:
-    value = step.metrics.get(metric)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+def _points(steps: Mapping[int, TrainStep], metric: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the steps that have a value."""
+    values = ((at, finite(step.metrics.get(metric))) for at, step in steps.items())
+    return [(at, value) for at, value in values if value is not None]
 
 
 def _differs(child: Child) -> str:
@@ -116,8 +114,7 @@ def _key(names: Sequence[str]) -> str:
 
 def _chart(metric: str, runs: Sequence[Mapping[int, TrainStep]]) -> str:
     """Return a figure with a line per run, the parent's beneath the others'; empty without a value."""
-    lines = [[(at, value) for at, step in steps.items() if (value := _value(step, metric)) is not None]
-             for steps in runs]  # fmt: skip
+    lines = [_points(steps, metric) for steps in runs]
     points = [point for line in lines for point in line]
     if not points:
         return ""

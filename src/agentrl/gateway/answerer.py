@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.chat.parsers.reasoning import REASONING_TAGS, opens_thought
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image
@@ -31,13 +30,23 @@ from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-OnPrompt = Callable[[list[int]], None]
-
 ATTEMPTS = 4
 """Answers that are sampled for a request that demands a tool call or a schema; the last one is answered."""
 
 ASKED_AGAIN = "asked_again"
 """The stored parameter that counts the answers before this one that were not what the request demands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request under way: its trajectory, its document, and what receives its prompt and its tokens."""
+
+    claim: Claim
+    request: GatewayRequest
+    call: GatewayCall
+    on_prompt: Callable[[list[int]], None]
+    """Called before generation begins."""
+    progress: Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,70 +70,44 @@ class Answerer:
         return RequestPrompts(store=self.store, chat_format=self.chat_format, agent=self.agent)
 
     async def answer(
-        self,
-        claim: Claim,
-        request: GatewayRequest,
-        call: GatewayCall,
-        prompting: Awaitable[Prompt],
-        checking: Awaitable[None],
-        on_prompt: OnPrompt,
-        progress: Progress | None,
+        self, ask: Ask, prompting: Awaitable[Prompt], checking: Awaitable[None]
     ) -> DispatchedSamplingTask:
         """Generate and store the answer of a request behind the prompt ``prompting``; return its model call.
 
-        It is stored when ``checking`` has ended without an exception.
-        ``on_prompt`` receives the prompt before generation begins. Raises GatewayError; the request is then
-        marked as failed.
+        It is stored when ``checking`` has ended without an exception. Raises GatewayError; the request is
+        then marked as failed.
         """
         try:
-            async with self._renewing(call):
-                prompt = await prompting
-                return await self._answer(claim, request, call, prompt, checking, on_prompt, progress)
+            async with self._renewing(ask.call):
+                return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
             raise dead_url() from error
         except BaseException as error:
             with contextlib.suppress(Exception):
-                await asyncio.shield(self.store.gateways.fail(call))
+                await asyncio.shield(self.store.gateways.fail(ask.call))
             raise as_gateway_error(error) from error
 
-    async def _answer(
-        self,
-        claim: Claim,
-        request: GatewayRequest,
-        call: GatewayCall,
-        prompt: Prompt,
-        checking: Awaitable[None],
-        on_prompt: OnPrompt,
-        progress: Progress | None,
-    ) -> DispatchedSamplingTask:
+    async def _answer(self, ask: Ask, prompt: Prompt, checking: Awaitable[None]) -> DispatchedSamplingTask:
+        claim = ask.claim
         with contextlib.ExitStack() as stack:
             async with self.router.session(claim.record_id, claim.record_id) as engine:
                 budget = Budget(self.agent, engine.context_length)
                 if len(prompt.ids) > budget.prompt_limit:
                     raise ContextFullError(budget.name_limit(len(prompt.ids)))
-                params = request.params(self.params).seeded(self.seed, call.id)
+                params = ask.request.params(self.params).seeded(self.seed, ask.call.id)
                 params = budget.clamp(params, len(prompt.ids))
-                span = stack.enter_context(gateway_call_span(claim, params, call.dialect))
-                on_prompt(prompt.ids)
+                span = stack.enter_context(gateway_call_span(claim, params, ask.call.dialect))
+                ask.on_prompt(prompt.ids)
                 images = await images_of(self.store.images, prompt.images)
-                generation, params = await self._sample(
-                    engine, request, call, prompt, params, progress, images
-                )
+                generation, params = await self._sample(engine, ask, prompt, params, images)
             await checking
-            stored = await self._store(claim, request, call, prompt, params, generation)
+            stored = await self._store(ask, prompt, params, generation)
             end_model_call(span, generation, prompt.new_messages, stored.response, stored.id)
             span.set({"agentrl.parent_call": stored.parent or stored.follows})
         return stored
 
     async def _sample(
-        self,
-        engine: Engine,
-        request: GatewayRequest,
-        call: GatewayCall,
-        prompt: Prompt,
-        params: SamplingParams,
-        progress: Progress | None,
-        images: Sequence[Image],
+        self, engine: Engine, ask: Ask, prompt: Prompt, params: SamplingParams, images: Sequence[Image]
     ) -> tuple[Generation, SamplingParams]:
         """Return a generation and the parameters to store with it.
 
@@ -138,8 +121,9 @@ class Answerer:
                 prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
             )
 
+        request = ask.request
         if not request.must_call and request.schema is None:
-            return await generate(params, progress), params
+            return await generate(params, ask.progress), params
         if (grammar := await self._grammar(request, prompt)) is not None:
             constrained = params.replace(extra={**params.extra, **grammar})
             with contextlib.suppress(EngineRefusedError):
@@ -148,7 +132,7 @@ class Answerer:
         for attempt in range(1 if params.temperature == 0 else ATTEMPTS):
             if attempt:
                 extra = {name: value for name, value in params.extra.items() if name != "sampling_seed"}
-                sent = params.replace(extra=extra).seeded(self.seed, call.id, attempt)
+                sent = params.replace(extra=extra).seeded(self.seed, ask.call.id, attempt)
             generation = await generate(sent)
             is_cut = generation.finish_reason == "length"
             if (
@@ -163,9 +147,8 @@ class Answerer:
 
     async def _grammar(self, request: GatewayRequest, prompt: Prompt) -> dict[str, str] | None:
         """Return the sampling parameter for the engine's grammar; None if the demand cannot be one."""
-        end = self.chat_format.decode(prompt.ids[-8:])
-        in_thought = any(opens_thought(end, tags) for tags in REASONING_TAGS)
         shape = await asyncio.to_thread(lambda: self._call_shape)
+        in_thought = self.chat_format.opened_thought(prompt.ids) is not None
         return grammar_of(request, shape, in_thought=in_thought)
 
     @cached_property
@@ -173,24 +156,19 @@ class Answerer:
         return call_shape(self.chat_format)
 
     async def _store(
-        self,
-        claim: Claim,
-        request: GatewayRequest,
-        call: GatewayCall,
-        prompt: Prompt,
-        params: SamplingParams,
-        generation: Generation,
+        self, ask: Ask, prompt: Prompt, params: SamplingParams, generation: Generation
     ) -> DispatchedSamplingTask:
         """Parse an answer and store its model call; return it."""
+        claim, request = ask.claim, ask.request
         parsed = parse(self.chat_format, prompt, generation, request.tools)
-        response, error = response_of(parsed, request, generation, call, self.chat_format)
+        response, error = response_of(parsed, request, generation, ask.call, self.chat_format)
         pending = PendingCall(
             record=claim.record_id, prompt=prompt, role=request.role, tools=request.tools, params=params,
             generation=generation, response=response, error=error,
         )  # fmt: skip
         after = digest_after(prompt.digest, response)
         async with self.writing.setdefault(claim.record_id, asyncio.Lock()):
-            stored = await self.store.model_calls.answer(claim, pending.document(), call, after)
+            stored = await self.store.model_calls.answer(claim, pending.document(), ask.call, after)
         messages, output = [*prompt.messages, response], list(generation.output_ids)
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.prompts.chains.add(chain, (claim.record_id, after))

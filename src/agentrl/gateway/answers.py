@@ -11,13 +11,13 @@ from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
 from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.parsers.arguments import validator_of
 from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
 from agentrl.documents.base import replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.errors import TrajectoryError
-from agentrl.gateway.dialects.fields import validator_of
 from agentrl.gateway.request import Answer, AnsweredToolCall, GatewayRequest
 from agentrl.inference.engine import Generation
 from agentrl.rollout.model_call import message_of

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -30,7 +30,7 @@ from agentrl.gateway.dialects.openai_chat import ChatCompletions
 from agentrl.gateway.dialects.openai_responses import Responses
 from agentrl.gateway.feedback import read_reward
 from agentrl.gateway.pending import PendingAnswer, PendingAnswers
-from agentrl.gateway.request import Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
+from agentrl.gateway.request import Caller, Dialect, GatewayError, GatewayRequest, aside, dead_url, invalid
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 _CALLERS = 4096
 """Trajectories that a process knows; of others it reads the session and the task again."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The trajectory that a request belongs to."""
-
-    session: GatewaySession
-    claim: Claim
 
 
 class GatewayApp:
@@ -140,7 +132,7 @@ class GatewayApp:
             if caller.claim.task.epoch == CONVERSATIONS:
                 await self.answerer.store.claims.heartbeat([caller.claim], self.config.idle_seconds)
             asked = await self.answerer.prompts.resolve(caller.claim, asked)
-            pending = self._pending.get(caller.session, caller.claim, dialect.name, asked, digest_of)
+            pending = self._pending.get(caller, dialect.name, asked, digest_of)
             if asked.stream:
                 events = self._events(dialect, asked, pending)
                 first = await anext(events)  # an error before the first token has a status of its own

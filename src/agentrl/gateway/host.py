@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from agentrl.bounded_http import BoundedProtocol
+from agentrl.bounded_http import bind, server_config
 from agentrl.config.agent import GatewayConfig
 from agentrl.data.trained_share import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim
-from agentrl.errors import ConfigError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp, token_digest
 from agentrl.gateway.feedback import require_rule, untrained
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _START_SECONDS, _STOP_SECONDS = 30.0, 5.0
-_BACKLOG = 1024
 
 
 class _Server(uvicorn.Server):
@@ -60,25 +58,14 @@ class GatewayServer:
 
     def __init__(self, app: GatewayApp, config: GatewayConfig) -> None:
         self._config = config
-        self._server = _Server(
-            uvicorn.Config(
-                app.app(),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                proxy_headers=False,
-                timeout_graceful_shutdown=1,
-                timeout_keep_alive=30,
-                http=BoundedProtocol,
-            )
-        )
+        self._server = _Server(server_config(app.app()))
         self._task: asyncio.Task[None] | None = None
         self.url = ""
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the address is taken."""
         host, port = self._config.gateway_host, self._config.gateway_port
-        listener = _listen(host, port)
+        listener = bind(host, port, "a gateway", hint="choose another --gateway_port, or 0 for a free one")
         bound_port = listener.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
@@ -94,23 +81,6 @@ class GatewayServer:
         await asyncio.wait([self._task], timeout=_STOP_SECONDS)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small pieces at once (TCP_NODELAY) only on sockets that name the protocol
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"a gateway cannot listen on {host}:{port}: {error.strerror}",
-            hint="choose another --gateway_port, or 0 for a free one",
-        ) from error
-    listener.listen(_BACKLOG)
-    return listener
 
 
 class GatewayHost:

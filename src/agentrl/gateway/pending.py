@@ -12,10 +12,9 @@ from typing import Any
 from agentrl.config.agent import GatewayConfig
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
-from agentrl.gateway.answerer import Answerer
-from agentrl.gateway.request import GatewayError, GatewayRequest, dead_url
+from agentrl.gateway.answerer import Answerer, Ask
+from agentrl.gateway.request import Caller, GatewayError, GatewayRequest, dead_url
 from agentrl.rollout.prompts import Prompt
 from agentrl.store.gateways import CallRequest
 
@@ -159,12 +158,7 @@ class PendingAnswers:
         """Record → its calls when it was last checked."""
 
     def get(
-        self,
-        session: GatewaySession,
-        claim: Claim,
-        dialect: str,
-        request: GatewayRequest,
-        identity: tuple[bytes, str | None],
+        self, caller: Caller, dialect: str, request: GatewayRequest, identity: tuple[bytes, str | None]
     ) -> PendingAnswer:
         """Return the answer of a request: a new one, or that of the request that it repeats.
 
@@ -173,23 +167,22 @@ class PendingAnswers:
         body, key = identity
         identifying = ("key", key) if key else (body,)
         roles = () if request.role is None else ("role", request.role)
-        digest = _body_digest(
-            claim.record_id, dialect, *roles, *identifying
-        )  # seeds depend on it: nothing random
+        record = caller.claim.record_id
+        digest = _body_digest(record, dialect, *roles, *identifying)  # seeds depend on it: nothing random
         running = self._running.get(digest)
         if running is not None:
             return running
         asked = CallRequest(
-            record=claim.record_id,
+            record=record,
             digest=digest,
             dialect=dialect,
             answer_id=secrets.token_hex(12),
             gateway=self._gateway,
             has_key=bool(key),
         )
-        pending = PendingAnswer(claim.record_id)
+        pending = PendingAnswer(record)
         self._running[digest] = pending
-        pending.start(self._answer(pending, session, claim, request, asked))
+        pending.start(self._answer(pending, caller, request, asked))
         pending.task.add_done_callback(lambda _: self._running.pop(digest, None))
         return pending
 
@@ -202,17 +195,12 @@ class PendingAnswers:
             await asyncio.wait(chosen)
 
     async def _answer(
-        self,
-        pending: PendingAnswer,
-        session: GatewaySession,
-        claim: Claim,
-        request: GatewayRequest,
-        asked: CallRequest,
+        self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, asked: CallRequest
     ) -> DispatchedSamplingTask:
         """Return the model call of a request: generate it, unless it exists or another gateway does."""
         gateways, answerer = self._answerer.store.gateways, self._answerer
         prompting = asyncio.create_task(
-            answerer.prompts.prompt(claim, request), name=f"prompt for {session.record}"
+            answerer.prompts.prompt(caller.claim, request), name=f"prompt for {asked.record}"
         )
         try:
             begun = await gateways.begin_first(asked, answerer.lease_seconds)
@@ -226,8 +214,8 @@ class PendingAnswers:
                     )
                 pending.call = begun
                 if is_mine:
-                    return await self._generate(pending, session, claim, request, prompting)
-                await self._check_calls(session, None)
+                    return await self._generate(pending, caller, request, prompting)
+                await self._check_calls(caller.session, None)
                 pending.allow()
                 done = await self._follow(begun)
                 if done is not None:
@@ -237,17 +225,13 @@ class PendingAnswers:
             await _end(prompting)
 
     async def _generate(
-        self,
-        pending: PendingAnswer,
-        session: GatewaySession,
-        claim: Claim,
-        request: GatewayRequest,
-        prompting: asyncio.Task[Prompt],
+        self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
     ) -> DispatchedSamplingTask:
         """Generate an answer; readers get its tokens, and it is stored, unless ``_check_calls`` refuses.
 
         Where the last call was far from the limit, the engine does not wait for the check.
         """
+        session = caller.session
         is_far = self._counts.get(session.record, session.max_calls) + 1 < session.max_calls
         checking = asyncio.create_task(self._check_calls(session, pending.call), name="check of a request")
         checking.add_done_callback(lambda done: pending.allow() if _succeeded(done) else None)
@@ -255,9 +239,11 @@ class PendingAnswers:
         try:
             if not is_far:
                 await checking
-            answer = self._answerer.answer(
-                claim, request, pending.call, prompting, checking, pending.prompted, pending.generated
-            )
+            ask = Ask(
+                claim=caller.claim, request=request, call=pending.call,
+                on_prompt=pending.prompted, progress=pending.generated,
+            )  # fmt: skip
+            answer = self._answerer.answer(ask, prompting, checking)
             generating = asyncio.create_task(answer, name=f"generation for {session.record}")
             await checking
             return await generating

@@ -10,7 +10,9 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
+from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.task import Claim
 from agentrl.errors import (
     AgentRLError,
     ContextFullError,
@@ -92,6 +94,14 @@ T = TypeVar("T")
 
 _LARGE = 32 << 10
 """Bytes of a request from which on work on it costs more than a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The trajectory that a request belongs to."""
+
+    session: GatewaySession
+    claim: Claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

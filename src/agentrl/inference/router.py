@@ -245,9 +245,9 @@ class EngineRouter:
         is_down = is_down and not self._is_lent()
         is_first = is_down and not (self._had_engine or self._foreign or self._front is not None)
         if self._outages is not None and is_first:
-            self._outages.not_up_yet(ENGINES)
+            self._outages.breaker(ENGINES).not_up_yet()
         elif self._outages is not None and is_down:
-            self._outages.failed(ENGINES, why)
+            self._outages.breaker(ENGINES).failed(why)
         if now >= deadline:
             raise EngineError(
                 f"{why}: no new token for {self.wait_seconds:g} s (--engine_wait_seconds)",
@@ -265,7 +265,7 @@ class EngineRouter:
     def generated(self) -> None:
         """Record that an engine has generated."""
         if self._outages is not None:
-            self._outages.succeeded(ENGINES)
+            self._outages.breaker(ENGINES).succeeded()
 
     def _refresh_in_background(self) -> bool:
         """Return whether the list of engines is new enough for a model call; start a refresh if it is due."""

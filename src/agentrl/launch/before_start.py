@@ -11,6 +11,7 @@ from agentrl.chat.model_folder import model_context_length
 from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
 from agentrl.cli.placement import Placement
 from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -56,7 +57,7 @@ def fit(
         longest = min(longest, math.isqrt(memory // _MASK_BYTES))
     while True:
         limits = fitted_limits(configs, model, longest) if model is not None and longest is not None else {}
-        words = [word for name, value in limits.items() for word in (f"--{name}", str(value))]
+        words = flag_words(limits)
         fitted = configs.with_flags(limits)
         if is_training:
             require_trainable(fitted)

@@ -82,7 +82,7 @@ def run_processes(
         One that ``computes`` on the CPU shares its cores with another one.
         """
         threads = half_of_cores() if computes and placement is None else 1
-        seen = placement.environment(numbers) if placement is not None else {}
+        seen = placement.gpus.environment(numbers) if placement is not None else {}
         return {**environment_of_children(threads), **variables, **seen}
 
     def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:

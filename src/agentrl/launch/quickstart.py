@@ -18,13 +18,13 @@ from typing import Any
 
 import yaml
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.launch import QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.launch.demo import SERVERS_FILE, demo_model
 from agentrl.launch.processes import RunPlan, agentrl_command, run_processes
 from agentrl.launch.progress import Pace, told_progress
-from agentrl.launch.recipe import words_of
 from agentrl.launch.report import print_report, read_outcome
 from agentrl.observe import logging as run_logging
 from agentrl.processes import free_port
@@ -131,7 +131,7 @@ def _plan(
     teacher: str | None,
 ) -> RunPlan:  # fmt: skip
     distils = {"loss_calculater": "OPD", "columns": "teacher", "teacher": teacher}
-    words = words_of(
+    words = flag_words(
         {
             "config": run.recipe,
             "train_file": run.tasks,

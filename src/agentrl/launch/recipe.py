@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs, flags_of
 from agentrl.config.schema import GROUPS, ModelConfig, PlacementConfig, TaskConfig
 from agentrl.errors import ConfigError, nearest
@@ -37,15 +38,7 @@ def flags_of_variables(variables: Mapping[str, str], tasks: str) -> list[str]:
     named = {**_VARIABLES, tasks: tasks.upper()}
     if not variables.get("MCP_MANAGER_URL"):
         named["mcp_servers_file"] = "MCP_SERVERS_FILE"
-    return words_of({flag: variables[name] for flag, name in named.items() if variables.get(name)})
-
-
-def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """Return flags as words of a command line."""
-    shown = {
-        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in flags.items()
-    }
-    return [word for name, value in shown.items() for word in (f"--{name}", value)]
+    return flag_words({flag: variables[name] for flag, name in named.items() if variables.get(name)})
 
 
 def read_recipe(configs: Configs, tasks: str) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
-from agentrl.evaluation.sweep_file import HeldOut, Sweep, flag_words, launch_words
+from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
 from agentrl.processes import exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 
@@ -36,17 +37,24 @@ Show = Callable[[Mapping[Key, Child], Race, Mapping[str, str]], None]
 class SweepRunner:
     """Runs the children of a sweep, round after round.
 
-    ``run`` names the database of the parent, whose store is ``source``. ``show`` receives the state every
-    few seconds; without it, lines on stderr say what begins.
+    ``run`` names the database of the parent, whose store is ``source``. Each item of ``shares`` is the
+    environment of one child at a time: the GPUs that it sees. ``show`` receives the state every few seconds;
+    without it, lines on stderr say what begins.
     """
 
     def __init__(
-        self, source: Store, sweep: Sweep, run: RunConfig, output: Path, parallel: int, show: Show | None
+        self,
+        source: Store,
+        sweep: Sweep,
+        run: RunConfig,
+        output: Path,
+        shares: Sequence[Mapping[str, str]],
+        show: Show | None,
     ) -> None:
         self._source = source
         self._sweep = sweep
         self._output = output
-        self._parallel = parallel
+        self._free = list(shares)
         self._show = show
         database = {name: getattr(run, name) for name in DATABASE_FLAGS}
         self._environment = dict(os.environ)
@@ -54,8 +62,8 @@ class SweepRunner:
             self._environment["MONGO_URI"] = uri
             self._environment.pop("MONGO_URI_FILE", None)
         self._database = flag_words(database)
-        if self._parallel > 1:
-            threads = max(1, len(os.sched_getaffinity(0)) // self._parallel)
+        if len(shares) > 1:
+            threads = max(1, len(os.sched_getaffinity(0)) // len(shares))
             self._environment.setdefault("OMP_NUM_THREADS", str(threads))
         self._steps = ""
         self._of_eval: Mapping[str, Any] = {}
@@ -78,8 +86,8 @@ class SweepRunner:
                 found = race(self._sweep, self.children, self.failed)
                 for child in found.missing:
                     key = child.setting.id, child.seed
-                    if key not in active and len(active) < self._parallel:
-                        active[key] = asyncio.create_task(self._complete(child))
+                    if key not in active and self._free:
+                        active[key] = asyncio.create_task(self._complete(child, self._free.pop(0)))
                 if not active:
                     return 1 if self.failed else 0
                 if self._show is not None:
@@ -122,8 +130,14 @@ class SweepRunner:
         self.failed[key[0]] = error.message
         self._say(f"{self.children[key].name} failed: {error.message}")
 
-    async def _complete(self, child: Child) -> None:
-        """Train and evaluate a child. Raises AgentRLError, which says why a command failed."""
+    async def _complete(self, child: Child, share: Mapping[str, str]) -> None:
+        """Train and evaluate a child under ``share``, then free it. Raises AgentRLError, which says why."""
+        try:
+            await self._train_and_evaluate(child, {**self._environment, **share})
+        finally:
+            self._free.append(share)
+
+    async def _train_and_evaluate(self, child: Child, environment: Mapping[str, str]) -> None:
         sweep, agentrl = self._sweep, [sys.executable, "-m", "agentrl"]
         here = [
             "--output_dir", str(self._output / child.name), "--log_dir", str(self._output / "logs"),
@@ -133,21 +147,21 @@ class SweepRunner:
             order = {"order_seed": child.seed, "steps": self._steps, **child.setting.flags}
             launch = launch_words(sweep, agentrl)
             self._say(f"{child.name}: training, {child.setting.shown}, seed {child.seed}")
-            await self._process(
-                child.name, [*launch, "whatif", sweep.run, child.name, *here, *flag_words(order)]
-            )
+            words = ["whatif", sweep.run, child.name, *here, *flag_words(order)]
+            await self._process(child.name, [*launch, *words], environment)
         if sweep.eval is not None:
             self._say(f"{child.name}: evaluating")
             words = [*flag_words(self._of_eval), "--eval_label", sweep.eval.label, "--json"]
-            await self._process(child.name, [*agentrl, "eval", "--run_name", child.name, *here, *words])
+            command = [*agentrl, "eval", "--run_name", child.name, *here, *words]
+            await self._process(child.name, command, environment)
         key = child.setting.id, child.seed
         found = (await read_children(self._source, sweep, self.children))[key]
         if not is_done(sweep, found):
             what = "its evaluation has no result" if found.is_trained else "it has trained no step to the end"
             raise AgentRLError(f"its commands ended, and {what}", hint=f"see {self._log(child.name)}")
 
-    async def _process(self, name: str, command: Sequence[str]) -> None:
-        process = start_child(command, log=self._log(name), env=self._environment, is_guarded=True)
+    async def _process(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        process = start_child(command, log=self._log(name), env=environment, is_guarded=True)
         try:
             await asyncio.to_thread(process.wait)
         finally:

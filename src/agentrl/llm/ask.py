@@ -200,7 +200,7 @@ class _Question(Generic[T]):
         finally:
             client.limits.release()
         self.spent.add(reply)
-        self.budget.add(reply.cost)
+        self.budget.spent += reply.cost
         return reply
 
     async def _turn(self, client: EndpointClient) -> Use:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 
 from agentrl.llm.agent_config import ModelEndpoint
-from agentrl.llm.limits import Limits, Use
+from agentrl.llm.limits import Limits, Use, retry_after
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 logger = logging.getLogger(__name__)
@@ -258,26 +257,12 @@ def _count(value: Any) -> int:
 def _status_error(status: int, body: bytearray, headers: Mapping[str, str]) -> LLMError:
     text = f"HTTP {status}: {body.decode('utf-8', 'replace')[:_SHOWN]}"
     if status == 429:
-        return LLMError(Problem.RATE_LIMITED, text, _retry_after(headers))
+        return LLMError(Problem.RATE_LIMITED, text, retry_after(headers))
     if status in (401, 403, 407):
         return LLMError(Problem.LOGIN, text)
     if status in (404, 408, 409) or status >= 500 or status < 400:
-        return LLMError(Problem.SERVER_ERROR, text, _retry_after(headers), status)
+        return LLMError(Problem.SERVER_ERROR, text, retry_after(headers), status)
     return LLMError(Problem.REFUSED, text, status=status)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of ``Retry-After``: a number, or a date by the server's clock; None without one."""
-    value = headers.get("retry-after", "").strip()
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        sent = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
-        return max(0.0, parsedate_to_datetime(value).timestamp() - sent)
-    except (ValueError, TypeError):
-        return None
 
 
 def _cause(error: BaseException) -> str:

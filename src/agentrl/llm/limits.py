@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 from agentrl.llm.agent_config import ModelEndpoint
 
@@ -16,8 +17,26 @@ _current: ContextVar[Deadline | None] = ContextVar("agentrl_deadline", default=N
 
 
 def current_deadline() -> Deadline | None:
-    """Return the deadline that the running code must keep; None without one."""
+    """Return the deadline of the innermost ``time_limit``; None without one."""
     return _current.get()
+
+
+@asynccontextmanager
+async def time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raise TimeoutError if the block takes longer than ``seconds``, its ``current_deadline``."""
+    deadline = Deadline(seconds)
+    token = _current.set(deadline)
+    try:
+        async with deadline.enforced():
+            yield
+    finally:
+        _current.reset(token)
+
+
+def clock_stopped() -> AbstractContextManager[None]:
+    """Stop the clock of the ``current_deadline`` in a block, if there is one."""
+    deadline = _current.get()
+    return nullcontext() if deadline is None else deadline.paused()
 
 
 class Deadline:
@@ -53,20 +72,32 @@ class Deadline:
 
     @asynccontextmanager
     async def enforced(self) -> AsyncIterator[None]:
-        """Raise TimeoutError when no time is left, as ``asyncio.timeout``; be the ``current_deadline``."""
-        token = _current.set(self)
+        """Raise TimeoutError in the block when no time is left, as ``asyncio.timeout``."""
         try:
             async with asyncio.timeout(max(0.0, self.left())) as self._timeout:
                 yield
         finally:
             self._timeout = None
-            _current.reset(token)
 
     def _reschedule(self) -> None:
         if self._timeout is None or self._timeout.expired():
             return
         loop = asyncio.get_running_loop()
         self._timeout.reschedule(None if self._since is None else loop.time() + max(0.0, self._left))
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds of ``Retry-After``: a number, or a date by the server's clock; None without one."""
+    value = headers.get("retry-after", "").strip()
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        sent = parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
+        return max(0.0, parsedate_to_datetime(value).timestamp() - sent)
+    except (ValueError, TypeError):
+        return None
 
 
 _MINUTE = 60.0
@@ -168,14 +199,8 @@ class Budget:
 
     limit: float | None = None
     spent: float = 0.0
-    requests: int = 0
 
     @property
     def is_used_up(self) -> bool:
         """Return whether the limit is reached."""
         return self.limit is not None and self.spent >= self.limit
-
-    def add(self, cost: float) -> None:
-        """Count one request."""
-        self.spent += cost
-        self.requests += 1

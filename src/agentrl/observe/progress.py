@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -15,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from agentrl.observe.terminal import MISSING, finite
+
 FIRST_SECONDS = 2.0
 """Work that is done by then shows nothing."""
 
@@ -25,11 +26,19 @@ LINE_SECONDS = 5.0
 class Work:
     """Counts what is done; ``total`` is None if it is not known. ``unit`` follows the numbers."""
 
-    def __init__(self, title: str, total: float | None, unit: str = "") -> None:
+    def __init__(
+        self,
+        title: str,
+        total: float | None,
+        unit: str = "",
+        measure: Callable[[], float] | None = None,
+    ) -> None:
+        """``measure`` returns how much is done, whenever the state is shown."""
         self.title = title
         self.total = total
         self.unit = unit
         self.done = 0.0
+        self._measure = measure
 
     def advance(self, by: float = 1.0) -> None:
         """Count ``by`` more as done."""
@@ -46,23 +55,12 @@ class Work:
 
     def count(self, of: str) -> str:
         """Return what is done ``of`` the total; empty if neither is known."""
+        if self._measure is not None:
+            self.done = self._measure()
         if not self.done and self.total is None:
             return ""
         total = "" if self.total is None else f"{of}{self.total:,.0f}"
         return f"{self.done:,.0f}{total}{self.unit}"
-
-
-class _Measured(Work):
-    """Counts by asking ``measure`` whenever the state is shown."""
-
-    def __init__(self, title: str, total: float | None, unit: str, measure: Callable[[], float]) -> None:
-        super().__init__(title, total, unit)
-        self._measure = measure
-
-    def count(self, of: str) -> str:
-        """Ask, then return what is done."""
-        self.done = self._measure()
-        return super().count(of)
 
 
 @contextmanager
@@ -82,11 +80,9 @@ def progress(
     so that a blocking call in the block does not stop the clock.
     """
     out = stream or sys.stderr
-    work = Work(title, total, unit) if measure is None else _Measured(title, total, unit, measure)
-    ended = threading.Event()
-    show = _show_bar if out.isatty() else _show_lines
+    work, ended = Work(title, total, unit, measure), threading.Event()
     thread = threading.Thread(
-        target=_run, args=(show, work, out, ended, first_seconds, line_seconds), daemon=True, name="progress"
+        target=_draw, args=(work, out, ended, first_seconds, line_seconds), daemon=True, name="progress"
     )
     thread.start()
     try:
@@ -96,25 +92,20 @@ def progress(
         thread.join(1.0)
 
 
-_Show = Callable[[Work, TextIO, threading.Event, float, float], None]
-
-
-def _run(
-    show: _Show, work: Work, out: TextIO, ended: threading.Event, first_seconds: float, line_seconds: float
-) -> None:
+def _draw(work: Work, out: TextIO, ended: threading.Event, first_seconds: float, line_seconds: float) -> None:
     began = time.monotonic()
-    if not ended.wait(first_seconds):
-        show(work, out, ended, began, line_seconds)
-
-
-def _show_lines(work: Work, out: TextIO, ended: threading.Event, began: float, seconds: float) -> None:
+    if ended.wait(first_seconds):
+        return
+    if out.isatty():
+        _show_bar(work, out, ended)
+        return
     while True:
         print(work.line(time.monotonic() - began), file=out, flush=True)
-        if ended.wait(seconds):
+        if ended.wait(line_seconds):
             return
 
 
-def _show_bar(work: Work, out: TextIO, ended: threading.Event, began: float, seconds: float) -> None:
+def _show_bar(work: Work, out: TextIO, ended: threading.Event) -> None:
     console = Console(file=out, markup=False, highlight=False)
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(),
@@ -124,13 +115,10 @@ def _show_bar(work: Work, out: TextIO, ended: threading.Event, began: float, sec
         task = bars.add_task(work.title, total=work.total, count="")
         while not ended.wait(0.2):
             count = work.count("/")
-            bars.update(
-                task, description=work.title, total=work.total, completed=work.done, count=count
-            )  # fmt: skip
+            bars.update(task, description=work.title, total=work.total, completed=work.done, count=count)
 
 
 HEADER_EVERY = 20
-MISSING = "–"
 _SECONDS = (
     "seconds_data", "seconds_forward_backward", "seconds_optimizer", "seconds_publish", "seconds_device",
 )  # fmt: skip
@@ -159,7 +147,8 @@ class StepView:
         """Print the line of ``step``; keys as in TrainStep.metrics, and a missing value prints as a dash."""
         label = f"{step}/{self._max_steps}" if self._max_steps > 0 else str(step)
         if self._lines % HEADER_EVERY == 0:
-            self._print(Text(_row("step", [column.title for column in _COLUMNS]), style="bold"))
+            titles = "".join(f"  {column.title:>{column.width}}" for column in _COLUMNS)
+            self._print(Text(f"{'step':>9}{titles}", style="bold"))
         self._lines += 1
         line = Text(f"{label:>9}")
         for column in _COLUMNS:
@@ -170,17 +159,10 @@ class StepView:
         self._console.print(line, soft_wrap=True, highlight=False)
 
 
-def _row(label: str, cells: list[str]) -> str:
-    widths = [column.width for column in _COLUMNS]
-    return f"{label:>9}" + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-
-
 def metric_text(metrics: Mapping[str, Any], key: str, form: str) -> str:
     """Return ``metrics[key]`` in format ``form``; a dash if it is missing, not a number, or not finite."""
-    value = metrics.get(key)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return MISSING
-    return format(value, form)
+    value = finite(metrics.get(key))
+    return MISSING if value is None else format(value, form)
 
 
 def _show(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:

@@ -81,9 +81,16 @@ def fixed(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
+def finite(value: object) -> float | int | None:
+    """Return a finite number; None for anything else, booleans too."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
 def number(value: Any, digits: int = 3) -> str:
     """Return a number with ``digits`` significant decimals; a dash for anything but a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if finite(value) is None:
         return MISSING
     if isinstance(value, int) or (value == int(value) and abs(value) >= 1000):
         return f"{int(value):,}"

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.config.flags import names_in
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.observe.redact import redact
@@ -39,7 +40,7 @@ def open_trackers(
     (docs/metrics.md). Waits at most ``OPEN_SECONDS`` for each; one that fails to open is logged and left out.
     Raises ConfigError for an unknown name and for a library that is not installed.
     """
-    names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
+    names = [name for name in names_in(report_to) if name != "none"]
     factories = [TRACKERS.get(name) for name in names]
     shown = public_parameters(parameters or {})
     return _Several(

@@ -49,6 +49,11 @@ _CLEARML_RECORDS: Final = (
     "lightgbm", "hydra", "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse",
 )  # fmt: skip
 """What ClearML records by itself unless told otherwise: code, files, plots, arguments."""
+_COMET_RECORDS: Final = (
+    "log_code", "log_graph", "auto_param_logging", "auto_metric_logging", "auto_output_logging", "parse_args",
+    "log_env_details", "log_git_metadata", "log_git_patch",
+)  # fmt: skip
+"""The same for Comet."""
 
 
 class _Accelerate:
@@ -79,14 +84,13 @@ def _wandb(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Track
     """Offline without WANDB_API_KEY and WANDB_MODE. The command line is not recorded: it may hold secrets."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     wandb = _load("wandb", "wandb")
-    output.mkdir(parents=True, exist_ok=True)
     return _Accelerate(
         "wandb",
         os.environ.get("WANDB_PROJECT", PROJECT),
         name=run.run_name,
         id=run.run_name,
         resume="allow",
-        dir=str(output),
+        dir=str(_made(output)),
         config=dict(parameters),
         mode=os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline"),
         settings=wandb.Settings(console="off", x_disable_meta=True, save_code=False),
@@ -97,8 +101,7 @@ def _wandb(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Track
 def _swanlab(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline without SWANLAB_API_KEY and SWANLAB_MODE."""
     swanlab = _load("swanlab", "swanlab")
-    folder = output / "swanlab"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(output / "swanlab")
     online = "online" if os.environ.get("SWANLAB_API_KEY") else "offline"
     return _Accelerate(
         "swanlab",
@@ -125,8 +128,8 @@ class _Mlflow:
     def __init__(self, run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> None:
         mlflow = _load("mlflow", "mlflow")
         self._metric, parameter = mlflow.entities.Metric, mlflow.entities.Param
-        output.mkdir(parents=True, exist_ok=True)
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(output / 'mlflow.db').absolute()}"
+        file = (_made(output) / "mlflow.db").absolute()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{file}"
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -157,8 +160,7 @@ class _Mlflow:
 @tracker("trackio")
 def _trackio(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Write SQLite files to TRACKIO_DIR, by default a folder of ``output``; TRACKIO_SPACE_ID sends them."""
-    folder = output / "trackio"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(output / "trackio")
     os.environ.setdefault("TRACKIO_DIR", str(folder.absolute()))
     _load("trackio", "trackio")
     return _Accelerate(
@@ -178,28 +180,17 @@ def _comet(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Track
     """Offline, as an archive for ``comet upload``, without COMET_API_KEY."""
     os.environ.setdefault("COMET_ERROR_TRACKING_ENABLE", "false")
     comet = _load("comet_ml", "comet_ml")
-    folder = output / "comet"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(output / "comet")
     opened = _Accelerate(
         "comet_ml",
         os.environ.get("COMET_PROJECT_NAME", PROJECT),
         online=bool(os.environ.get("COMET_API_KEY")),
         mode="create",
         experiment_config=comet.ExperimentConfig(
-            name=run.run_name,
-            offline_directory=str(folder),
-            log_code=False,
-            log_graph=False,
-            auto_param_logging=False,
-            auto_metric_logging=False,
-            auto_output_logging=False,
-            parse_args=False,
-            log_env_details=False,
-            log_git_metadata=False,
-            log_git_patch=False,
-            display_summary_level=0,
+            name=run.run_name, offline_directory=str(folder), display_summary_level=0,
+            **dict.fromkeys(_COMET_RECORDS, False),
         ),
-    )
+    )  # fmt: skip
     opened.tracker.store_init_configuration(dict(parameters))
     return opened
 
@@ -207,8 +198,7 @@ def _comet(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Track
 @tracker("clearml")
 def _clearml(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tracker:
     """Offline, as an archive for ``Task.import_offline_session``, without CLEARML_API_ACCESS_KEY."""
-    folder = output / "clearml"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(output / "clearml")
     os.environ.setdefault("CLEARML_CACHE_DIR", str(folder.absolute()))
     task = _load("clearml", "clearml").Task
     if not os.environ.get("CLEARML_API_ACCESS_KEY"):
@@ -225,6 +215,11 @@ def _clearml(run: RunConfig, output: Path, parameters: Mapping[str, Any]) -> Tra
     )
     opened.tracker.tracker.connect(dict(parameters))  # as hyperparameters, which tasks are compared by
     return opened
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _load(module: str, library: str) -> Any:

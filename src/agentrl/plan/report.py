@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AdapterConfig,
@@ -69,9 +70,7 @@ def command(search: Search, candidate: Candidate) -> str:
     launcher += ["--num_processes", str(cluster.count)]
     if nodes > 1:
         launcher += ["--num_machines", str(nodes), "--machine_rank", "RANK", "--main_process_ip", "ADDRESS"]
-    words = [*launcher, "-m", "agentrl.train", "--run_name", "my_run"]
-    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return shlex.join(words)
+    return shlex.join([*launcher, "-m", "agentrl.train", "--run_name", "my_run", *flag_words(flags)])
 
 
 def _call_limits(configs: Configs, max_tokens: int) -> dict[str, int]:
@@ -87,12 +86,12 @@ def _given(configs: Configs) -> dict[str, Any]:
     """Return the flags of the trainer that were given and that the plan took as they are."""
     planned = {"max_tokens", "groups_per_step", "activation_checkpointing", "gradient_reduction"}
     planned |= {f"{name}_size" for name in DIMENSIONS} | {"model_name_or_path", "gradient_checkpointing"}
-    found: dict[str, Any] = {}
-    for group in (ModelConfig, TrainConfig, MemoryConfig, AdapterConfig, LossConfig, OptimConfig):
-        for name, value in vars(configs[group]).items():
-            if name in configs.given and name not in planned:
-                found[name] = str(value).lower() if isinstance(value, bool) else value
-    return found
+    return {
+        name: value
+        for group in (ModelConfig, TrainConfig, MemoryConfig, AdapterConfig, LossConfig, OptimConfig)
+        for name, value in vars(configs[group]).items()
+        if name in configs.given and name not in planned
+    }
 
 
 def print_plan(console: Console, search: Search, services: Services | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from agentrl.chat.chat_format import Message
+from agentrl.chat.chat_format import Message, without_thought
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
 from agentrl.documents.base import sanitize_bson
@@ -21,7 +21,7 @@ from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.limits import Deadline
 from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.model_call import Hold, PendingCall, Turn, cleaned, message_of
+from agentrl.rollout.model_call import Hold, PendingCall, Turn, cleaned, message_of, with_text_arguments
 from agentrl.rollout.prompts import Prompt
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
@@ -154,7 +154,7 @@ class FixedRole(Role):
 
     async def _ask(self, params: Mapping[str, Any]) -> Reply:
         require_text_only(self._conversation.messages, f"the fixed model of role {self.name}")
-        messages = [_to_api(message) for message in self._conversation.messages]
+        messages = [with_text_arguments(without_thought(each)) for each in self._conversation.messages]
         tools = {"tools": self.schemas} if self.schemas else {}
         seconds = self.model.timeout * self.model.max_retries
         try:
@@ -168,21 +168,6 @@ class FixedRole(Role):
                 outage=judge(self.model.model) if error.is_outage else None,
                 retry_after=error.retry_after,
             ) from error
-
-
-def _to_api(message: Message) -> dict[str, Any]:
-    """Return a message as the API takes it: the arguments of tool calls are text."""
-    known = {key: value for key, value in message.items() if key not in ("reasoning_content", "tool_calls")}
-    calls = message.get("tool_calls")
-    if not calls:
-        return known
-    return {**known, "tool_calls": [_call_to_api(call) for call in calls]}
-
-
-def _call_to_api(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
 
 
 def _parsed(reply: Reply) -> ParsedMessage:

@@ -126,13 +126,8 @@ class HeldClaims:
         if self._running:
             grace = GRACE_SECONDS if grace_seconds is None else grace_seconds
             await asyncio.wait(list(self._running), timeout=grace)
-        left = dict(self._running)
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(list(left), timeout=_CANCEL_SECONDS)
-        self._running.clear()
-        return await bounded(self._release([*left.values(), *self._unusable]))
+        left = await self.cancel([claim.record_id for claim in self.claims])
+        return await bounded(self._release([*left, *self._unusable]))
 
     async def _release_orphans(self) -> None:
         """Release claims that the database granted in an answer that an outage lost.

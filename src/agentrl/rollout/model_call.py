@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -173,6 +174,17 @@ def message_of(parsed: ParsedMessage, call_id: str) -> Message:
             for index, call in enumerate(parsed.tool_calls)
         ]
     return message
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Return the message as the OpenAI API has it: the arguments of tool calls are JSON text."""
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls") or ()
+        for function in (call["function"],)
+    ]
+    return {**plain, "tool_calls": calls} if calls else plain
 
 
 async def images_of(store: Images, spans: Sequence[ImageSpan]) -> list[Image]:

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from agentrl.errors import (
     ENGINES,
@@ -20,13 +20,10 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
+from agentrl.llm.limits import Deadline
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
 from agentrl.store.admission import Needs
 from agentrl.tools.pool import ToolPool
-
-if TYPE_CHECKING:
-    pass
-
 
 T = TypeVar("T")
 
@@ -43,48 +40,45 @@ _QUEUE_SECONDS = 5.0
 class Clock:
     """The time limits of a trajectory; they stand still while the trajectory is held."""
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limits = [limit]
-        self._holds = 0
-        self._left: list[tuple[asyncio.Timeout, float]] = []
+    def __init__(self) -> None:
+        self._limits: list[Deadline] = []
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[None]:
         """Raise TimeoutError if the block takes longer; None is no limit of its own."""
-        async with asyncio.timeout(seconds) as limit:
-            self._limits.append(limit)
-            try:
+        if seconds is None:
+            yield
+            return
+        limit = Deadline(seconds)
+        self._limits.append(limit)
+        try:
+            async with limit.enforced():
                 yield
-            finally:
-                self._limits.remove(limit)
-                self._left = [(held, left) for held, left in self._left if held is not limit]
+        finally:
+            self._limits.remove(limit)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop the clock in the block. Blocks of parallel calls may overlap."""
-        loop = asyncio.get_running_loop()
-        if not self._holds:
-            ends = [(limit, limit.when()) for limit in self._limits]
-            self._left = [(limit, end - loop.time()) for limit, end in ends if end is not None]
-            for limit, _ in self._left:
-                limit.reschedule(None)
-        self._holds += 1
-        try:
+        with ExitStack() as stack:
+            for limit in self._limits:
+                stack.enter_context(limit.paused())
             yield
-        finally:
-            self._holds -= 1
-            if not self._holds:
-                for limit, left in self._left:
-                    if not limit.expired():
-                        limit.reschedule(loop.time() + left)
 
 
 @dataclass(slots=True)
-class _Blame:
+class Blame:
     """A call's failures since the dependency served others; ``served`` is the breaker's count at the last."""
 
     served: int
     failures: int = 0
+
+    def is_own(self, served: int) -> bool:
+        """Count one more failure; return whether the dependency serves others and fails this call alone."""
+        if served > self.served:
+            self.failures += 1
+            self.served = served
+        return self.failures >= OWN_FAILURES
 
 
 class Outages:
@@ -110,40 +104,22 @@ class Outages:
         """Return the breakers of the dependencies that are down."""
         return [breaker for breaker in self._breakers.values() if breaker.is_open]
 
-    def failed(self, dependency: Dependency, why: str, retry_after: float | None = None) -> None:
-        """Record a failed call. ``retry_after`` is the wait in seconds that the dependency asked for."""
-        self._breaker(dependency).failed(why, retry_after)
-
-    def went_down(self, dependency: Dependency, why: str) -> None:
-        """Record that a dependency is down, without waiting for more failed calls."""
-        self._breaker(dependency).went_down(why)
-
-    def not_up_yet(self, dependency: Dependency) -> None:
-        """Hold calls until a dependency starts for the first time. No outage is reported."""
-        self._breaker(dependency).not_up_yet()
-
-    async def until_probe(self, dependency: Dependency) -> None:
-        """Return when a dependency is up, or when the caller may probe it."""
-        await self._breaker(dependency).wait()
-
-    def succeeded(self, dependency: Dependency) -> None:
-        """Record a successful call."""
-        self._breaker(dependency).succeeded()
+    def breaker(self, dependency: Dependency) -> Breaker:
+        """Return the breaker of a dependency, which records its calls."""
+        if dependency not in self._breakers:
+            self._breakers[dependency] = Breaker(dependency, lambda: self.changed())
+        return self._breakers[dependency]
 
     def scorer_failed(self, scorer: str, error: FailureError) -> None:
         """Record that a scorer needs the dependency that ``error`` names, and that it is down."""
         if error.outage is not None:
             self._scorers.setdefault(scorer, set()).add(error.outage)
-            self._breaker(error.outage).failed(error.message, error.retry_after)
+            self.breaker(error.outage).failed(error.message, error.retry_after)
 
     def scorer_succeeded(self, scorer: str) -> None:
         """Record that a scorer gave a score: what it needs is up."""
         for dependency in self._scorers.get(scorer, ()):
-            self._breaker(dependency).succeeded()
-
-    def served(self, dependency: Dependency) -> int:
-        """Return the number of successful calls."""
-        return self._breaker(dependency).served
+            self.breaker(dependency).succeeded()
 
     async def hold(self, call: Callable[[], Awaitable[T]], clock: Clock) -> T:
         """Return the result of ``call``; while it fails because of an outage, wait and repeat it.
@@ -153,7 +129,7 @@ class Outages:
         fails: then the trajectory is to blame, unless the server is full.
         """
         deadline = time.monotonic() + self._wait_seconds
-        blame: dict[Dependency, _Blame] = {}
+        blame: dict[Dependency, Blame] = {}
         while True:
             try:
                 result = await call()
@@ -161,12 +137,12 @@ class Outages:
                 dependency = error.outage
                 if dependency is None:
                     raise
-                breaker = self._breaker(dependency)
+                breaker = self.breaker(dependency)
                 breaker.failed(error.message, error.retry_after)
                 if isinstance(error, SessionLostError):
                     raise
-                own = self._is_own(blame.setdefault(dependency, _Blame(breaker.served)), breaker)
-                if own and not isinstance(error, ServerFullError):
+                own = blame.setdefault(dependency, Blame(breaker.served))
+                if own.is_own(breaker.served) and not isinstance(error, ServerFullError):
                     error.outage = None
                     raise
                 if time.monotonic() >= deadline:
@@ -175,7 +151,7 @@ class Outages:
                     await self._pause(breaker, deadline)
             else:
                 for dependency in blame:
-                    self.succeeded(dependency)
+                    self.breaker(dependency).succeeded()
                 return result
 
     def loses_too_often(self, slot: str) -> bool:
@@ -232,18 +208,6 @@ class Outages:
         for breaker in self._breakers.values():
             breaker.close()
 
-    def _breaker(self, dependency: Dependency) -> Breaker:
-        if dependency not in self._breakers:
-            self._breakers[dependency] = Breaker(dependency, lambda: self.changed())
-        return self._breakers[dependency]
-
-    @staticmethod
-    def _is_own(blame: _Blame, breaker: Breaker) -> bool:
-        if breaker.served > blame.served:
-            blame.failures += 1
-            blame.served = breaker.served
-        return blame.failures >= OWN_FAILURES
-
     @staticmethod
     async def _pause(breaker: Breaker, deadline: float) -> None:
         """Wait until the breaker is closed or probed; if it is closed already, for a moment."""
@@ -269,7 +233,7 @@ class LateServers:
         """Declare the outages, before the first claim."""
         self._outages.known_servers = self._tools.known
         for name, error in self._tools.down.items():
-            self._outages.went_down(tool_server(name), error.message)
+            self._outages.breaker(tool_server(name)).went_down(error.message)
 
     async def run(self, check: Callable[[], Awaitable[None]], has_claimed: Callable[[], bool]) -> None:
         """Probe each server, with a back-off, until all are connected.
@@ -281,7 +245,12 @@ class LateServers:
         try:
             done, _ = await asyncio.wait([connecting], timeout=self._wait_seconds)
             if not done and not has_claimed():
-                raise self._gave_up()
+                errors = "; ".join(error.message for error in self._tools.down.values())
+                raise ToolServerError(
+                    f"nothing could be claimed for {self._wait_seconds:g} s: {errors}",
+                    hint="start it; --outage_wait_seconds sets how long a sampler waits that can do nothing"
+                    " else",
+                )
             await connecting
         finally:
             connecting.cancel()
@@ -294,7 +263,7 @@ class LateServers:
             await self._connect(name)
             await check()
             self.begin()
-            self._outages.succeeded(tool_server(name))
+            self._outages.breaker(tool_server(name)).succeeded()
             begin_new()
 
         def begin_new() -> None:
@@ -310,20 +279,14 @@ class LateServers:
             raise errors.exceptions[0] from None
 
     async def _connect(self, name: str) -> None:
+        breaker = self._outages.breaker(tool_server(name))
         while True:
-            await self._outages.until_probe(tool_server(name))
+            await breaker.wait()
             try:
                 await self._tools.connect(name)
             except ToolServerError as error:
                 if error.outage is None:
                     raise
-                self._outages.failed(tool_server(name), error.message, error.retry_after)
+                breaker.failed(error.message, error.retry_after)
             else:
                 return
-
-    def _gave_up(self) -> ToolServerError:
-        errors = "; ".join(error.message for error in self._tools.down.values())
-        return ToolServerError(
-            f"nothing could be claimed for {self._wait_seconds:g} s: {errors}",
-            hint="start it; --outage_wait_seconds sets how long a sampler waits that can do nothing else",
-        )

@@ -151,8 +151,9 @@ class Role:
             context_images=conversation.context_images(),
         )
         executions = () if starts or parent is None else parent.executions
+        seed = () if self.name is None else (self.name, self._own_turns)
         pending, parsed = await self._calls.sample(
-            prompt, changes, role=self.name, tools=self.schemas, executions=executions, seed=self._seed
+            prompt, changes, role=self.name, tools=self.schemas, executions=executions, seed=seed
         )
         conversation.append_generation(pending.generation.output_ids, pending.response)
         text = self._calls.chat_format.decode(pending.generation.output_ids)
@@ -289,10 +290,6 @@ class Role:
         if self._last is not None:
             return False
         return self._restarted or (self._own_turns == 0 and bool(self._shared.roles))
-
-    @property
-    def _seed(self) -> tuple[object, ...]:
-        return () if self.name is None else (self.name, self._own_turns)
 
     def _fits(self, tokens: int) -> bool:
         return tokens <= self._calls.budget.full_at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from agentrl.config.agreement import sampler_settings
 from agentrl.config.load import Configs
@@ -32,9 +31,6 @@ from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.store.selection import CURRICULUM, ORDER, Selection
 from agentrl.weights.folder import require_folder
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
 
 
 @dataclass(frozen=True, slots=True)

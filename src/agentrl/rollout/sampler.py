@@ -119,7 +119,10 @@ class Sampler:
             self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
             self._queue.run(stop),
             report_outages(self._store, lambda: self._outages.open, self._config.owner), collect_while_idle(),
-            self._late.run(self._require_tools, lambda: self._has_claimed),
+            self._late.run(
+                lambda: require_tools(self._store, self._worker.tools, self._config.split),
+                lambda: self._has_claimed,
+            ),
         ]  # fmt: skip
         if self._tails is not None:
             jobs.append(self._tails.run(self._freed))
@@ -129,7 +132,8 @@ class Sampler:
         try:
             await self._claim_and_start(stop)
         finally:
-            await self._release_claims()
+            if await self._held.release(self._config.grace_seconds):
+                await bounded(self._housekeeping.finalize_completed())
             self._outages.changed = lambda: None
             for task in background:
                 task.cancel()
@@ -141,18 +145,21 @@ class Sampler:
         self._queue.wake()
 
     async def _claim_and_start(self, stop: asyncio.Event) -> None:
-        busy_at = time.monotonic()
+        busy_at, idle_limit = time.monotonic(), self._config.idle_exit_seconds
         while not stop.is_set():
             if self._held.error is not None:
                 raise self._held.error
-            claim = await self._claim(stop) if len(self._held) < self._config.concurrency else None
+            has_room = len(self._held) < self._config.concurrency
+            claim = await self._claim(stop) if has_room else None
             if claim is not None:
                 self._misses = 0
                 self._start(claim)
                 self._changed.set()
                 continue
-            if len(self._held) < self._config.concurrency:
-                self._miss()
+            if has_room:
+                if self._misses == 0:
+                    self._housekeeping.work_ran_out()
+                self._misses = min(self._misses + 1, _MOST_MISSES)
             if self._held:
                 busy_at = time.monotonic()
             elif await self._is_done(stop):
@@ -160,8 +167,8 @@ class Sampler:
                 return
             elif self._outages.open:
                 busy_at = time.monotonic()
-            elif self._idle_too_long(busy_at):
-                logger.info("no work", extra={"idle_seconds": self._config.idle_exit_seconds})
+            elif idle_limit is not None and time.monotonic() - busy_at >= idle_limit:
+                logger.info("no work", extra={"idle_seconds": idle_limit})
                 return
             await self._wait(stop)
 
@@ -178,7 +185,6 @@ class Sampler:
         self._changed.clear()
         if opens:
             self._look_at = time.monotonic() + _LOOK_POLLS * POLL_SECONDS
-
         try:
             return await self._store.claims.claim(
                 split=self._config.split,
@@ -200,11 +206,6 @@ class Sampler:
         full = full_environments(claim.task for claim in self._held.claims)
         return replace(down, environments=down.environments | full) if full else down
 
-    def _miss(self) -> None:
-        if self._misses == 0:
-            self._housekeeping.work_ran_out()
-        self._misses = min(self._misses + 1, _MOST_MISSES)
-
     async def _limit(self) -> GroupLimit | int | None:
         limit = await self._groups_allowed()
         if isinstance(limit, GroupLimit) and limit.engines_lag:
@@ -213,9 +214,6 @@ class Sampler:
         else:
             self._lag_delay = FIRST_LAG_SECONDS
         return limit
-
-    async def _require_tools(self) -> None:
-        await require_tools(self._store, self._worker.tools, self._config.split)
 
     def _start(self, claim: Claim) -> None:
         self._has_claimed = True
@@ -233,10 +231,6 @@ class Sampler:
     def _ended(self, is_scored: bool) -> None:
         self._freed()
         self.scored += is_scored
-
-    def _idle_too_long(self, busy_at: float) -> bool:
-        limit = self._config.idle_exit_seconds
-        return limit is not None and time.monotonic() - busy_at >= limit
 
     async def _wait(self, stop: asyncio.Event) -> None:
         """Wait for a trajectory to end, a change that may have made work, ``stop``, or ``POLL_SECONDS``."""
@@ -267,8 +261,3 @@ class Sampler:
             if await self._store.wait_for_change(*_TRAINING, timeout=_WATCH_SECONDS):
                 self._changed.set()
                 await asyncio.sleep(_REST_SECONDS)
-
-    async def _release_claims(self) -> None:
-        """Let trajectories finish for a moment, release the other claims, and finalize complete groups."""
-        if await self._held.release(self._config.grace_seconds):
-            await bounded(self._housekeeping.finalize_completed())

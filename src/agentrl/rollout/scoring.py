@@ -19,7 +19,7 @@ from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name, wait_for_any
-from agentrl.rollout.outages import OWN_FAILURES, Outages
+from agentrl.rollout.outages import Blame, Outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
@@ -46,8 +46,8 @@ class Scoring:
     outages: Outages
     sampling: SamplingConfig
     claims: ClaimConfig
-    _blame: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Record id → calls that its judge has served others, and its own failures since."""
+    _blame: dict[str, Blame] = field(default_factory=dict)
+    """By Record id."""
 
     async def score(self, claim: Claim, context: ScorerContext, span: Span = NO_SPAN) -> bool:
         """Score a sampled trajectory; return whether it has a score now. ``span`` gets the score too.
@@ -101,7 +101,10 @@ class Scoring:
             return False
 
     async def _postpone(self, claim: Claim, error: FailureError) -> None:
-        counts = error.outage is None or self._is_own(claim.record_id, error)
+        counts = True
+        if error.outage is not None:
+            served = self.outages.breaker(error.outage).served
+            counts = self._blame.setdefault(claim.record_id, Blame(served)).is_own(served)
         message = failure_text(error)
         status = await self.store.attempts.postpone(
             claim,
@@ -116,16 +119,6 @@ class Scoring:
             "not scored; no attempts left" if status is SlotStatus.FAILED else "not scored; it waits",
             extra={"record": claim.record_id, "why": message},
         )
-
-    def _is_own(self, record_id: str, error: FailureError) -> bool:
-        """Return whether the judge serves others and has failed for this Record again and again."""
-        if error.outage is None:
-            return True
-        served = self.outages.served(error.outage)
-        before, failures = self._blame.get(record_id, (served, 0))
-        failures += served > before
-        self._blame[record_id] = served, failures
-        return failures >= OWN_FAILURES
 
 
 class ScoringQueue:

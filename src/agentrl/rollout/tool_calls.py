@@ -62,7 +62,12 @@ async def run_tool_calls(
         schemas = [*schemas, *await tools.list()]  # a server may have added tools since the prompt
     problems = [validate_call(call, schemas) for call in turn.tool_calls]
     valid = [call for call, problem in zip(turn.tool_calls, problems, strict=True) if problem is None]
-    results = await _execute_all(valid, tools, images)
+    results: Sequence[ToolExecution | BaseException]
+    if len(valid) == 1:  # a task would cost more than many a tool
+        results = [await execute(valid[0], tools, images)]
+    else:
+        runs = (execute(call, tools, images) for call in valid)
+        results = await asyncio.gather(*runs, return_exceptions=True)
     pending.executions += [result for result in results if isinstance(result, ToolExecution)]
     for result in results:
         if isinstance(result, BaseException):
@@ -75,14 +80,6 @@ async def run_tool_calls(
     if turn.error is not None:
         messages.append(_tool_message(pending.refuse(turn.error), None, None))
     return messages
-
-
-async def _execute_all(
-    calls: Sequence[ToolCall], tools: Tools, images: Images | None
-) -> Sequence[ToolExecution | BaseException]:
-    if len(calls) == 1:  # a task would cost more than many a tool
-        return [await execute(calls[0], tools, images)]
-    return await asyncio.gather(*(execute(call, tools, images) for call in calls), return_exceptions=True)
 
 
 async def execute(call: ToolCall, tools: Tools, images: Images | None = None) -> ToolExecution:
@@ -128,16 +125,14 @@ class HeldTools:
         self._clock = clock
 
     async def list(self) -> Sequence[Schema]:
-        """Return the function schemas of the tools offered."""
         return await self._outages.hold(self._tools.list, self._clock)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Run one tool. A successful result shows that its server is up."""
         result = await self._outages.hold(lambda: self._tools.call(name, arguments), self._clock)
         if not result.error:
-            self._outages.succeeded(tool_server(result.server))
+            self._outages.breaker(tool_server(result.server)).succeeded()
         return result
 
     async def rewards(self) -> dict[str, dict[str, Any]]:
-        """Return the rewards that tools give, by tool."""
         return await self._outages.hold(self._tools.rewards, self._clock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl.chat.chat_format import Message
@@ -101,10 +100,11 @@ def end_model_call(
         return
     versions = sorted({each.version for each in generation.versions})
     engine = urlsplit(generation.engine_url)
+    calls_tools = generation.finish_reason == "stop" and response.get("tool_calls")
     span.set({
         "gen_ai.response.id": call,
         "gen_ai.response.model": f"{tracer().policy}@{versions[-1]}" if versions else None,
-        "gen_ai.response.finish_reasons": [_finish_reason(generation, response)],
+        "gen_ai.response.finish_reasons": ["tool_calls" if calls_tools else generation.finish_reason],
         "gen_ai.usage.input_tokens": generation.prompt_tokens,
         "gen_ai.usage.output_tokens": len(generation.output_ids),
         "gen_ai.usage.cache_read.input_tokens": generation.cached_tokens,
@@ -144,8 +144,3 @@ def end_tool(span: Span, execution: ToolExecution) -> None:
     span.content("gen_ai.tool.call.result", lambda: execution.result)
     if execution.error:
         span.fail("tool_error")
-
-
-def _finish_reason(generation: Generation, response: dict[str, Any]) -> str:
-    calls_tools = generation.finish_reason == "stop" and response.get("tool_calls")
-    return "tool_calls" if calls_tools else generation.finish_reason

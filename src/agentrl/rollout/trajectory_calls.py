@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.chat.chat_format import ChatFormat
@@ -213,9 +212,7 @@ class CallWriter:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._queue:
             return
         writer = self._start()

@@ -107,10 +107,11 @@ class Worker:
             return await self._run(claim, span)
 
     async def _run(self, claim: Claim, span: Span) -> bool:
+        clock = Clock()
         try:
             try:
-                async with asyncio.timeout(self.agent.trajectory_timeout_seconds) as timeout:
-                    rollout, outcome = await self._run_trajectory(claim, Clock(timeout))
+                async with clock.limit(self.agent.trajectory_timeout_seconds):
+                    rollout, outcome = await self._run_trajectory(claim, clock)
                 end_trajectory(span, outcome, rollout.turns, rollout.tool_calls)
                 return await self._score(claim, rollout, outcome, span)
             except TimeoutError:
@@ -164,7 +165,7 @@ class Worker:
                 lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
             )
             if environment is not None:
-                self.outages.succeeded(environment.dependency)
+                self.outages.breaker(environment.dependency).succeeded()
             tools = HeldTools(session, self.outages, clock)
             partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
             engine = await stack.enter_async_context(

@@ -1,6 +1,6 @@
 """Extract the final answer from an assistant's text, compare answers, and score without a model.
 
-Scorers: ``exact``, ``f1``, ``math``, ``format`` and ``tool_rewards``.
+Scorers: ``exact``, ``f1``, ``math``, ``format``, ``tool_rewards`` and ``feedback``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.status import CallStatus
-from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.documents.task_messages import BadTaskError, kind_of
 from agentrl.documents.task_rows import last_braced
 from agentrl.errors import ConfigError, ScorerError
@@ -214,3 +214,12 @@ async def tool_rewards(context: ScorerContext) -> ScoreResult:
         for name, given in context.tool_rewards.items()
     }
     return ScoreResult(float(sum(by_tool.values())), {"by_tool": by_tool}, turn_rewards=())
+
+
+@scorer(FEEDBACK)
+async def feedback(context: ScorerContext) -> float:
+    """Raise ScorerError: people score the trajectory later, and runs hand it back (``rollout.scoring``)."""
+    raise ScorerError(
+        "the trajectory has no feedback",
+        hint="`agentrl gateway` takes it by POST /feedback; an evaluation needs a scorer that computes",
+    )

@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
 from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.limits import Deadline, current_deadline
+from agentrl.llm.limits import Deadline, clock_stopped, current_deadline
 from agentrl.scoring.answers import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
@@ -53,8 +52,7 @@ class SharedAnswers(Generic[T]):
         if task is None:
             task = asking[digest] = asyncio.ensure_future(self._ask(digest, ask))
             task.add_done_callback(lambda done: _forget(asking, digest, done))
-        deadline = current_deadline()
-        with nullcontext() if deadline is None else deadline.paused():
+        with clock_stopped():
             return await asyncio.shield(task), is_new
 
     async def _ask(self, digest: bytes, ask: Callable[[], Awaitable[Answer[T]]]) -> Answer[T]:

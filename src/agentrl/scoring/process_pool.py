@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from agentrl.errors import ConfigError, FailureError, ScorerError
-from agentrl.llm.limits import current_deadline
+from agentrl.llm.limits import clock_stopped
 from agentrl.user_code import describe
 
 _LARGEST = 8
@@ -112,8 +112,7 @@ async def _run(call: bytes) -> Any:
     slots = _slots.get(loop)
     if slots is None:
         slots = _slots[loop] = asyncio.Semaphore(min(_LARGEST, os.cpu_count() or 1))
-    deadline = current_deadline()
-    with contextlib.nullcontext() if deadline is None else deadline.paused():
+    with clock_stopped():
         await slots.acquire()
     try:
         worker = _take_idle() or _Worker()

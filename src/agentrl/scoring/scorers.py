@@ -16,7 +16,7 @@ from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
-from agentrl.llm.limits import Deadline
+from agentrl.llm.limits import time_limit
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.rewards import (
@@ -154,7 +154,7 @@ SCORERS: Registry[Scorer] = Registry(
     group="agentrl.scorers",
     convert=_scorer_of,
     built_in=[
-        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code", "feedback")),
+        *(f"agentrl.scoring.{name}" for name in ("answers", "judge", "code")),
         "agentrl.environments.session",
     ],
 )
@@ -254,7 +254,7 @@ async def _call_one(name: str, context: ScorerContext, timeout: float) -> ScoreR
         return _checked(name, await result if inspect.isawaitable(result) else result, context.calls)
 
     try:
-        async with Deadline(timeout).enforced():
+        async with time_limit(timeout):
             return await contain(call, f"scorer {name}", ScorerError)
     except TimeoutError as error:
         raise ScorerError(f"scorer {name} took longer than {timeout:g} s") from error

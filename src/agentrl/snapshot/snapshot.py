@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
 from agentrl.documents.family import Relative
+from agentrl.documents.retraction import Retraction
 from agentrl.documents.run import Evaluation, Outage, RunSettings, TrainerLease
 from agentrl.documents.status import (
     APPLIED_STEPS,
@@ -23,6 +24,7 @@ from agentrl.documents.status import (
     TrainerEnd,
 )
 from agentrl.snapshot.published_versions import LAST_VERSIONS, PublishedVersion, published_versions
+from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store
 from agentrl.store.evaluations import SEEN_SECONDS
 from agentrl.store.services import Liveness
@@ -34,6 +36,7 @@ TRAIN = "train"
 MAX_STEPS = 5000
 """Steps that a curve shows; of a longer run, the last ones."""
 _PAST_OUTAGES = 5
+_RETRACTIONS, _TOMBSTONES = 10, 5
 _COUNT_SECONDS = 3.0
 _SLOW_SECONDS = 10.0
 _STALE_SECONDS = 30.0
@@ -78,6 +81,8 @@ class RunSnapshot:
     parent: Relative | None = None
     """Where it begins in another run."""
     children: Sequence[Relative] = ()
+    retractions: Sequence[tuple[Retraction, Sequence[str]]] = ()
+    """The newest retractions, newest first, each with the ids of its first tombstones."""
 
     @property
     def at(self) -> datetime:
@@ -241,6 +246,11 @@ class SnapshotReader:
             "disk": self._cached("disk", counts.disk, _SLOW_SECONDS),
             "parent": self._cached("parent", store.ancestry.parent, _SLOW_SECONDS),
             "children": self._cached("children", store.ancestry.children, _SLOW_SECONDS),
+            "retractions": self._cached(
+                "retractions",
+                lambda: Retractions(store.connection).newest(_RETRACTIONS, _TOMBSTONES),
+                _SLOW_SECONDS,
+            ),
         }
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
         parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)

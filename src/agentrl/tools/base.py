@@ -155,9 +155,19 @@ def schema_name(schema: Mapping[str, Any]) -> str:
     return str(schema["function"]["name"])
 
 
-def timeout_text(tool: str, seconds: float) -> str:
-    """Return the text that the model reads after a timeout."""
-    return f"{tool} was stopped: it did not answer within {seconds:g} s"
+def timed_out(tool: str, seconds: float | None, *, lost: bool = False) -> Reply:
+    """Return the reply to a call without an answer in time."""
+    text = f"{tool} was stopped: it did not answer within {seconds or 0.0:g} s"
+    return Reply(text=text, error=True, lost=lost)
+
+
+def text_of(value: Any) -> str:
+    """Return what a Python tool returned as text: text as it is, nothing for None, other values as JSON."""
+    from pydantic_core import to_json
+
+    if isinstance(value, str):
+        return value
+    return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
 
 
 class ToolError(FailureError):
@@ -199,7 +209,7 @@ async def reply_within(seconds: float, work: Callable[[], Awaitable[Reply]], too
         async with asyncio.timeout(seconds):
             return await contain(work, f"tool {tool}", ToolError)
     except TimeoutError:
-        return Reply(text=timeout_text(tool, seconds), error=True)
+        return timed_out(tool, seconds)
     except ToolError as error:
         return Reply(text=error.message, error=True)
 

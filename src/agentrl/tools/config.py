@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 from agentrl.config.schema import ToolConfig
+from agentrl.containers.docker import limit_arguments
 from agentrl.errors import ConfigError
 from agentrl.settings_file import SettingsFile, read_settings
-from agentrl.tools.sandbox.docker import container_limits
+from agentrl.tools.sandbox.container import program_container
 from agentrl.tools.sandbox.limits import Isolation, SandboxLimits
 from agentrl.tools.sandbox.local import start_code, uses_namespaces
 from agentrl.tools.sandbox.program import Job
@@ -75,10 +76,11 @@ def isolated(spec: StdioSpec, sandbox: ServerSandbox, where: str) -> StdioSpec:
 
 def _in_container(spec: StdioSpec, sandbox: ServerSandbox) -> StdioSpec:
     command = "python3" if spec.command == sys.executable else spec.command
-    named = [word for name in spec.env for word in ("--env", name)]
+    container = program_container(sandbox, str(sandbox.image), network=sandbox.network)
     arguments = [
-        "run", "--interactive", "--init", "--label", "agentrl=tool-server",
-        *container_limits(sandbox, network=sandbox.network), *named, "--entrypoint", command,
+        "run", "--interactive", "--init", "--rm", "--label", "agentrl=tool-server",
+        *limit_arguments(container), "--user", str(container.user), "--env", f"HOME={container.workdir}",
+        *(word for name in spec.env for word in ("--env", name)), "--entrypoint", command,
         str(sandbox.image), *spec.args,
     ]  # fmt: skip
     return dataclasses.replace(spec, command="docker", args=tuple(arguments))

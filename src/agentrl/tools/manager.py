@@ -13,6 +13,7 @@ import httpx
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.llm.limits import retry_after
 from agentrl.tools.base import (
     Reply,
     Schema,
@@ -21,7 +22,7 @@ from agentrl.tools.base import (
     Trajectory,
     function_schema,
     schema_name,
-    timeout_text,
+    timed_out,
 )
 from agentrl.tools.mcp.content import (
     MAX_MESSAGE_BYTES,
@@ -59,7 +60,6 @@ class ManagedServer(ToolServer):
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        """Return the schemas of its tools as it last listed them, sorted by name."""
         return self._schemas
 
     async def open(self) -> None:
@@ -75,11 +75,9 @@ class ManagedServer(ToolServer):
         self._schemas = sorted(schemas, key=schema_name)
 
     def session(self, trajectory: Trajectory) -> ManagedSession:
-        """Return a session that calls the server's tools."""
         return ManagedSession(self, trajectory.id)
 
     async def close(self) -> None:
-        """Close the manager's HTTP client. Idempotent."""
         await self.manager.close()
 
 
@@ -92,7 +90,6 @@ class ManagedSession(ServerSession):
         self._has_called = False
 
     async def list(self) -> Sequence[Schema]:
-        """Return the server's schemas, sorted by name."""
         return self._server.schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
@@ -104,7 +101,7 @@ class ManagedSession(ServerSession):
             try:
                 answer = await server.manager.call(server.name, tool, arguments, seconds, self._trajectory)
             except TimeoutError:
-                return Reply(text=timeout_text(tool, seconds), error=True)
+                return timed_out(tool, seconds)
         content = _content(answer)
         encoded = [item["data"] for item in image_items(content)]
         images = await asyncio.to_thread(images_in, encoded) if encoded else ()
@@ -295,10 +292,8 @@ class ManagerClient:
             problem = f"answered {status} to {path}: {shown}"
             raise self.error(problem, hint=_LOGIN_HINT, server=server, kind=ToolServerConfigError)
         if status in _BUSY:
-            after = response.headers.get("retry-after", "")
-            seconds = float(after) if after.isdecimal() else None
             problem = f"is overloaded: it answered {status}: {shown}"
-            raise self.error(problem, server=server, retry_after=seconds)
+            raise self.error(problem, server=server, retry_after=retry_after(response.headers))
         try:
             return ManagerAnswer(status, json.loads(text))
         except (ValueError, RecursionError) as error:

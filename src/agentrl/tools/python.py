@@ -24,6 +24,7 @@ from agentrl.tools.base import (
     reply_within,
     run_function,
     schema_name,
+    text_of,
     unreachable_is_outage,
 )
 from agentrl.tools.stateful import StatefulTools, is_stateful
@@ -110,11 +111,9 @@ class PythonTools(ToolServer):
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        """Return the function schemas, sorted by name."""
         return self._toolset.schemas
 
     def session(self, trajectory: Trajectory) -> PythonSession:
-        """Return the tools with state of their own."""
         return PythonSession(self.name, self._toolset, call_timeout=self._call_timeout)
 
 
@@ -131,7 +130,6 @@ class PythonSession(ServerSession):
         self._instance: Any = instance
 
     async def list(self) -> Sequence[Schema]:
-        """Return the function schemas, sorted by name."""
         return self._toolset.schemas
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
@@ -209,17 +207,12 @@ def _schema(name: str, function: Callable[..., Any], *, bound: bool) -> Schema:
 
 async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Call ``function`` with validated ``arguments`` and return its result as text."""
-    from pydantic_core import to_json
-
     instance = getattr(function, "__self__", None)
     if instance is None:
         validated = _validator(function)
     else:
         validated = functools.partial(_validator(function.__func__), instance)  # type: ignore[attr-defined]
-    value = await run_function(validated, **arguments)
-    if isinstance(value, str):
-        return value
-    return "" if value is None else to_json(value, fallback=str, inf_nan_mode="null").decode()
+    return text_of(await run_function(validated, **arguments))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from agentrl.documents.model_call import Condensed
@@ -78,9 +77,7 @@ class ToolSession:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def list(self) -> Sequence[Schema]:
@@ -127,6 +124,7 @@ class ToolSession:
     async def rewards(self) -> dict[str, dict[str, Any]]:
         """Return ``{tool: {"calls": rewards of its calls, "state": reward of its state}}`` of tools that give
         rewards; call it before ``close``. Rewards of roles are ``roles``, and the first is that of the state.
+        What an environment's reward was made of is ``details``.
         Raises ToolServerError."""
         rewards: dict[str, dict[str, Any]] = {
             name: {"calls": list(calls)} for name, calls in self._call_rewards.items()
@@ -139,6 +137,8 @@ class ToolSession:
                 rewards.setdefault(server, {"calls": []}).update({"state": first, ROLES: dict(state)})
             elif state is not None:
                 rewards.setdefault(server, {"calls": []})["state"] = state
+            if details := getattr(session, "reward_details", None):
+                rewards[server]["details"] = details
         return rewards
 
     async def close(self) -> None:

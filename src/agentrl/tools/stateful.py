@@ -26,6 +26,7 @@ from agentrl.tools.base import (
     function_schema,
     reply_within,
     run_function,
+    text_of,
     unreachable_is_outage,
 )
 from agentrl.user_code import contain_call
@@ -128,11 +129,9 @@ class StatefulTools(ToolServer):
 
     @property
     def schemas(self) -> Sequence[Schema]:
-        """Return the tool's function schema."""
         return (self._schema,)
 
     def session(self, trajectory: Trajectory) -> StatefulSession:
-        """Return the tool with the state of one trajectory."""
         return StatefulSession(
             self._target, self._schema, trajectory, name=self.name, call_timeout=self._call_timeout
         )
@@ -167,7 +166,6 @@ class StatefulSession(ServerSession):
             self._instance = self._instance if instance is None else str(instance)
 
     async def list(self) -> Sequence[Schema]:
-        """Return the tool's function schema."""
         return (self._schema,)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
@@ -241,15 +239,9 @@ def _result(result: Any) -> tuple[str, float | None]:
 
 def _text(response: Any) -> str:
     """Return the text of a response; images and videos are replaced by a notice."""
-    if isinstance(response, str):
-        return response
-    if response is None:
-        return ""
     parts = response if isinstance(response, Mapping) else getattr(response, "__dict__", None)
     if parts is None or not {"text", "image", "video"} & parts.keys():
-        from pydantic_core import to_json
-
-        return to_json(response, fallback=str, inf_nan_mode="null").decode()
+        return text_of(response)
     shown = [str(parts["text"])] if parts.get("text") else []
     shown += [f"[{kind} that cannot be shown]" for kind in ("image", "video") if parts.get(kind)]
     return "\n".join(shown)

@@ -112,9 +112,9 @@ async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuil
     for folder in checkpoints:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     ids = sorted(version.id for version in found.versions)
-    await store.policy_versions.mark_pruned(ids, attempt=lease.attempt)
-    for version in found.versions:
+    for version in found.versions:  # they are withdrawn: nobody loads one while it is deleted
         await storage.delete(version.location, version.files)
+    await store.policy_versions.mark_pruned(ids, attempt=lease.attempt)
     last = await store.steps.last()
     return Rebuilt(
         step=0 if last is None else last.step,

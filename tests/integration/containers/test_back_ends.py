@@ -106,6 +106,19 @@ async def test_time_kills_a_command_and_no_other(box: Container) -> None:
     assert (await sh(box, "wc -l < /root/ticks")).stdout == ticks
 
 
+async def test_a_command_that_is_cancelled_at_any_time_ends(box: Container) -> None:
+    await sh(box, "echo > /root/ticks")
+    async with asyncio.timeout(20):
+        for delay in (0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
+            running = asyncio.create_task(sh(box, "while :; do echo >> /root/ticks; sleep 0.02; done"))
+            await asyncio.sleep(delay)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+    ticks = (await sh(box, "wc -l < /root/ticks")).stdout
+    assert (await sh(box, "sleep 0.3; wc -l < /root/ticks")).stdout == ticks
+
+
 async def test_files_are_copied_both_ways(box: Container, tmp_path: Path) -> None:
     archive = tmp_path / "in.tar"
     with tarfile.open(archive, "w") as target:

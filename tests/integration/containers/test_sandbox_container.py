@@ -7,17 +7,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rootfs_here import make_rootfs, rootfs_problem
 
+from agentrl.containers import sandbox
 from agentrl.containers.base import CONTAINERS, Container, ContainerSpec
 from agentrl.containers.sandbox import SandboxContainer
 from agentrl.errors import ConfigError, ToolServerError
+from agentrl.tools.sandbox import local
 from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.local import LauncherProcess
+from agentrl.tools.sandbox.program import descendants
+from agentrl.tools.sandbox.rootfs import _is_running
 
 pytestmark = [
     pytest.mark.integration,
@@ -142,6 +147,81 @@ def test_a_killed_sampler_leaves_nothing(rootfs: Path) -> None:
     while left() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left() == []
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], LauncherProcess]]:
+    """Return a function that makes containers start by a launcher with changed code."""
+    started: list[LauncherProcess] = []
+
+    def start(change: str) -> LauncherProcess:
+        code = local.start_code("main").replace(" launcher.main()", f" exec({change!r}); launcher.main()")
+        monkeypatch.setattr(local, "start_code", lambda function: code)
+        started.append(LauncherProcess())
+        monkeypatch.setattr(sandbox, "LAUNCHER", started[0])
+        return started[0]
+
+    yield start
+    for one in started:
+        one.stop()
+
+
+SLOW = "from agentrl.tools.sandbox import linux; import time; linux.set_hostname = lambda _: time.sleep(60)"
+
+
+async def test_a_start_whose_launcher_is_killed_leaves_nothing(
+    rootfs: Path, launcher: Callable[[str], LauncherProcess]
+) -> None:
+    started = launcher(SLOW)
+    starting = asyncio.create_task(SandboxContainer(spec(rootfs)).start())
+    processes: list[int] = []
+    async with asyncio.timeout(30):
+        while len(processes) < 4:  # with the holder, the parent of the first process, and this one
+            await asyncio.sleep(0.02)
+            processes = [] if started._process is None else list(descendants(started._process.pid))
+        assert started._process is not None
+        started._process.kill()
+        with pytest.raises(ToolServerError):
+            await starting
+        while processes:
+            await asyncio.sleep(0.02)
+            processes = [one for one in processes if _is_running(one)]
+
+
+NO_OVERLAY = """
+from agentrl.tools.sandbox import linux
+def refuse(source, target, kind="", flags=0, options="", mount=linux.mount):
+    if kind == "overlay":
+        raise OSError("no overlay")
+    mount(source, target, kind, flags, options)
+linux.mount = refuse
+"""
+
+
+async def test_a_kernel_without_overlays_gets_a_copy(
+    tmp_path: Path, launcher: Callable[[str], LauncherProcess]
+) -> None:
+    root = make_rootfs(tmp_path / "root")
+    (root / "opt/in").mkdir(parents=True)
+    for name, mode in (("in/mine", 0o640), ("tool", 0o6755)):
+        (root / "opt" / name).write_text(name)
+        if os.getuid() == 0:
+            os.chown(root / "opt" / name, 1000, 1001)
+        (root / "opt" / name).chmod(mode)
+    (root / "opt/link").symlink_to("in/mine")
+    (root / "opt/dangling").symlink_to("/nowhere")
+    os.mkfifo(root / "opt/pipe")
+    launcher(NO_OVERLAY)
+    async with SandboxContainer(spec(root)) as box, SandboxContainer(spec(root)) as other:
+        assert (await sh(box, "stat -f -c %T /")).stdout == "tmpfs\n"
+        owner = "1000 1001" if os.getuid() == 0 else "0 0"
+        listed = await sh(box, "cd /opt; stat -c '%u %g %a' in/mine tool; cat link; readlink dangling; ls")
+        assert listed.stdout.split("\n") == [
+            f"{owner} 640", f"{owner} 6755", "in/mine/nowhere", "dangling", "in", "link", "tool", "",
+        ]  # fmt: skip
+        assert (await sh(box, "echo changed > /opt/in/mine; rm /opt/tool")).succeeded
+        assert (await sh(other, "cat /opt/in/mine /opt/tool")).stdout == "in/minetool"
+    assert (root / "opt/in/mine").read_text() == "in/mine"
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus, TrainerEnd
 from agentrl.documents.task import task_key
 from agentrl.observe.metric_definitions import definition_of
+from agentrl.store.admin.retract import Retractions
 from agentrl.store.admin.runs import RunAdmin
 from agentrl.store.admin.server import Users
 from agentrl.store.client import Store, open_store
@@ -221,6 +222,18 @@ async def test_a_step_that_was_undone_leaves_the_curves(client: httpx.AsyncClien
     again = await page(client, at)
     assert "0.877" in again
     assert "0.123" not in again
+
+
+async def test_what_was_withdrawn_is_shown_without_its_content(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    retractions = Retractions(store.connection)
+    chosen = await retractions.select(records=[f"{run.TRAINED}/1/1"])
+    await retractions.begin(chosen, f"{SCRIPT} a licence", "ann@host")
+    overview = await page(client, f"/runs/{store.run_name}")
+    shown = overview.partition('id="retractions"')[2].partition("</section>")[0]
+    for text in (f"<code>{run.TRAINED}/1/1</code>", "a licence", "ann@host", "unfinished", "from step 1 on"):
+        assert text in shown
 
 
 async def test_a_finished_run_says_so(client: httpx.AsyncClient, store: Store) -> None:

@@ -25,6 +25,7 @@ from agentrl.store.admin.dataset import FILE
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
+from agentrl.weights import storage
 
 pytestmark = pytest.mark.integration
 
@@ -97,12 +98,26 @@ async def test_a_trained_group_keeps_the_rest_as_trained(
 
 
 async def test_rebuild_goes_back_and_decides_trained_groups_again(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store,
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A rebuild in a later call, killed when weights are deleted, is finished by a call without flags."""
     weights = tmp_path / "weights"
     await run.build(store, weights)
     assert await agentrl_retract(run_config, "--record", TRAINED) == 0
-    assert await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path)) == 0
+
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "delete", die)
+        with pytest.raises(KeyboardInterrupt):
+            await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
+    assert any("an unfinished one" in problem for problem in await violations(store))
+    assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
     assert "the run is back at step 0" in capsys.readouterr().out
     assert sorted(path.name for path in weights.iterdir()) == ["v000000"]
     assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]
@@ -227,8 +242,13 @@ def test_log_records_that_name_it_go(tmp_path: Path) -> None:
 
 
 async def test_children_are_named_and_lose_it_with_family(
-    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store,
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A call that is killed before its last child is finished by the next, which names nothing."""
     await run.build(store, tmp_path / "weights")
     checkpoint = str(tmp_path / "checkpoint-000001")
     kinds: tuple[Kinship, ...] = ("fork", "whatif")
@@ -247,9 +267,24 @@ async def test_children_are_named_and_lose_it_with_family(
         await agentrl_retract(run_config, "--record", TRAINED, "--rebuild")
     assert f"child        {store.run_name}_fork, a fork of step 1" in capsys.readouterr().out
     assert await Retractions(store.connection).unfinished() == []
-    assert await agentrl_retract(run_config, "--record", TRAINED, "--task", "ready", "--family") == 0
+    words = ("--record", TRAINED, "--task", "ready", "--family", "--because", "a licence")
+    select = Retractions.select_of_parent
+
+    async def die_at_the_last(self: Retractions, stones: Any, *, reads: bool) -> Any:
+        if reads:
+            raise KeyboardInterrupt
+        return await select(self, stones, reads=reads)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Retractions, "select_of_parent", die_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            await agentrl_retract(run_config, *words)
+    assert any("an unfinished one" in problem for problem in await violations(store))
+    assert await agentrl_retract(run_config) == 0
+    assert await Retractions(store.connection).unfinished() == []
     for kind, key in (("fork", run.READY), ("whatif", TRAINED)):
         name = f"{store.run_name}_{kind}"
         async with await open_store(replace(run_config, run_name=name)) as child:
             assert (await mentions(child, key)).keys() == {"Tombstone"}
+            assert await child.database["Retraction"].distinct("because") == ["a licence"]
             await child.connection.client.drop_database(name)

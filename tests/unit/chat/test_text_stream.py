@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from rollout_fakes import END, byte_tokenizer
+from rollout_fakes import END, format_of
 
-from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.text_stream import TextStream
 
-TOKENS = ControlTokens(byte_tokenizer())
+FORMAT = format_of()
 MARKS = ("<tool_call>",)
 
 
 def released(text: str, marks: tuple[str, ...] | None = MARKS, stops: tuple[str, ...] = ()) -> str:
     """The content that is sent before the answer's end, one byte at a time."""
-    stream = TextStream(TOKENS, (), stops, marks)
-    ids = TOKENS.encode(text)
+    stream = TextStream(FORMAT, (), stops, marks)
+    ids = FORMAT.tokens.encode(text)
     deltas = [delta for place, token in enumerate(ids) for delta in stream.add(place, [token])]
     assert all(delta.kind == "content" for delta in deltas)
     assert END not in ids
@@ -46,8 +45,8 @@ def test_a_stop_string_is_held() -> None:
 
 
 def test_the_end_of_an_answer_completes_what_was_sent() -> None:
-    stream = TextStream(TOKENS, (), (), MARKS)
-    (first,) = stream.add(0, TOKENS.encode("I add. <tool_call>{}</tool_call> more"))
+    stream = TextStream(FORMAT, (), (), MARKS)
+    (first,) = stream.add(0, FORMAT.tokens.encode("I add. <tool_call>{}</tool_call> more"))
     rest = stream.finish("", "I add.  more")
     assert rest is not None
     assert first.text + "".join(delta.text for delta in rest) == "I add.  more"

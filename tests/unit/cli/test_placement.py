@@ -70,6 +70,15 @@ def test_a_single_gpu_is_shared_by_default_and_by_name() -> None:
     assert not both.is_colocated
 
 
+def test_children_of_a_sweep_see_equal_shares_and_never_the_same_gpu() -> None:
+    seen = [share["CUDA_VISIBLE_DEVICES"] for share in gpus(8).split(3)]
+    assert seen == ["0,1", "2,3", "4,5"]
+    [mine, *_] = gpus(2, "GPU-aa", "GPU-bb").split(2)
+    assert mine == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+    with pytest.raises(ConfigError, match=r"--parallel 3: there are 2 GPUs"):
+        gpus(2).split(3)
+
+
 def test_gpus_that_both_flags_name_are_shared_in_turns() -> None:
     found = divide(8, "--train_gpus", "0-3", "--engine_gpus", "2-7", "--inf_tp_size", "2")
     assert (found.trainer, found.engines) == ((0, 1, 2, 3), ((2, 3), (4, 5), (6, 7)))
@@ -134,12 +143,12 @@ def test_processes_see_their_gpus_by_the_names_of_the_machine() -> None:
         variable="HIP_VISIBLE_DEVICES", order={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
     )  # fmt: skip
     found = divide(machine, "--train_gpus", "1", "--engine_gpus", "GPU-aa")
-    assert found.environment(found.trainer) == {
+    assert found.gpus.environment(found.trainer) == {
         "HIP_VISIBLE_DEVICES": "GPU-bb", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }  # fmt: skip
-    assert found.environment(found.engines[0])["HIP_VISIBLE_DEVICES"] == "GPU-aa"
-    assert found.environment(found.others)["HIP_VISIBLE_DEVICES"] == "3"
-    assert divide(2).environment(()) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert found.gpus.environment(found.engines[0])["HIP_VISIBLE_DEVICES"] == "GPU-aa"
+    assert found.gpus.environment(found.others)["HIP_VISIBLE_DEVICES"] == "3"
+    assert divide(2).gpus.environment(()) == {"CUDA_VISIBLE_DEVICES": ""}
     with pytest.raises(ConfigError, match="in HIP_VISIBLE_DEVICES GPU-aa,GPU-bb,3"):
         divide(machine, "--train_gpus", "3")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentrl.containers.docker import start_arguments
+from agentrl.containers.docker_client import kill_client, start_client, variable_arguments
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.tools.sandbox.docker import kill_client, start_client, variable_arguments
 
 CONFIG = HarnessConfig(
     source=Path("harness.yml"),
@@ -26,8 +26,8 @@ def test_a_container_has_no_right_and_every_limit() -> None:
     command = " ".join(start_arguments(CONFIG.container_spec(network="models"), "name", "image:1"))
     size = "size=16m,nr_inodes=99,uid=1000,gid=1000,mode=1777,exec"
     for part in (
-        "--network models", "--user 1000:1000", "--read-only", "--cap-drop ALL", "no-new-privileges",
-        "--memory 64m", "--memory-swap 64m", "--pids-limit 12", "nofile=32", "cpu=3", f"fsize={16 << 20}",
+        "--network models", "--user 65533:65533", "--read-only", "--cap-drop ALL", "no-new-privileges",
+        "--memory 64m", "--memory-swap 64m", "--pids-limit 14", "nofile=32", "cpu=3", f"fsize={16 << 20}",
         "core=0", *(f"--tmpfs {folder}:{size}" for folder in ("/sandbox", "/tmp", "/var/tmp")),
         "--log-driver none",
     ):  # fmt: skip

@@ -14,8 +14,8 @@ import pytest_asyncio
 from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
-from agentrl.llm.client import _retry_after, endpoint_client
-from agentrl.llm.limits import Deadline, Window
+from agentrl.llm.client import endpoint_client
+from agentrl.llm.limits import Deadline, Window, retry_after
 
 QUESTION = [{"role": "user", "content": "?"}]
 
@@ -129,8 +129,8 @@ async def test_retry_after_as_a_date_is_read(llm: fake_llm.FakeLLM) -> None:
 
 def test_retry_after_is_counted_by_the_clock_of_the_server_that_says_it() -> None:
     headers = {"retry-after": "Wed, 21 Oct 2026 07:28:10 GMT", "date": "Wed, 21 Oct 2026 07:28:00 GMT"}
-    assert _retry_after(headers) == 10.0
-    assert _retry_after({**headers, "date": "yesterday"}) is None
+    assert retry_after(headers) == 10.0
+    assert retry_after({**headers, "date": "yesterday"}) is None
 
 
 async def test_connections_are_kept_alive(llm: fake_llm.FakeLLM) -> None:

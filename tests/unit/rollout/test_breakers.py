@@ -58,8 +58,9 @@ class Server:
 
 
 async def hold(outages: Outages, call: Callable[[], object], seconds: float = 5.0) -> object:
-    async with asyncio.timeout(seconds) as limit:
-        return await outages.hold(call, Clock(limit))  # type: ignore[arg-type]
+    clock = Clock()
+    async with clock.limit(seconds):
+        return await outages.hold(call, clock)  # type: ignore[arg-type]
 
 
 def test_what_has_not_come_up_yet_is_awaited_without_a_warning_until_a_call_fails(
@@ -93,7 +94,7 @@ def test_outages_that_are_stored_leave_out_what_is_awaited(monkeypatch: pytest.M
 
     async def run() -> None:
         outages = Outages()
-        outages.not_up_yet(SEARCH)
+        outages.breaker(SEARCH).not_up_yet()
         monkeypatch.setattr(breaker_module._Reports, "write", write)
         reporter = asyncio.create_task(breaker_module.report_outages(None, lambda: outages.open, "a"))  # type: ignore[arg-type]
         await until(lambda: bool(stored))
@@ -154,7 +155,7 @@ async def test_a_call_that_fails_while_others_are_served_is_the_trajectorys_own_
     async def crash() -> None:
         nonlocal attempts
         attempts += 1
-        outages.succeeded(SEARCH)  # another trajectory's call
+        outages.breaker(SEARCH).succeeded()  # another trajectory's call
         await server.call()
 
     with pytest.raises(ToolServerError) as error:
@@ -211,7 +212,7 @@ async def test_a_full_server_is_asked_again_and_no_trajectory_is_to_blame() -> N
     async def ask() -> str:
         if next(refusals, None) is None:
             return "seat"
-        outages.succeeded(server)
+        outages.breaker(server).succeeded()
         error = ServerFullError("no free session", sessions=2)
         error.outage = server
         raise error
@@ -224,14 +225,14 @@ async def test_claims_leave_out_what_is_down_until_a_probe_is_due(monkeypatch: p
     monkeypatch.setattr(breaker_module, "FIRST_PROBE_SECONDS", 0.1)
     outages = Outages()
     for _ in range(OPEN_AFTER):
-        outages.failed(SEARCH, "refused")
+        outages.breaker(SEARCH).failed("refused")
         outages.scorer_failed("agentcpm", ScorerError("429", outage=judge("gpt")))
     needs = outages.needs_down()
     assert (needs.servers, needs.scorers) == ({"search"}, {"agentcpm"})
     await until(lambda: not outages.needs_down().servers)
     outages.begin_probes("train/0/a/0/1", ("search",), "exact")
     assert outages.needs_down().servers == {"search"}
-    outages.succeeded(SEARCH)
+    outages.breaker(SEARCH).succeeded()
     outages.scorer_succeeded("agentcpm")
     assert outages.open == []
     outages.close()
@@ -244,7 +245,7 @@ async def test_nothing_is_claimed_while_the_engines_are_down_and_trajectories_wa
     outages = Outages()
     assert not outages.blocks_claims(running=3)
     for _ in range(OPEN_AFTER):
-        outages.failed(ENGINES, "no engine")
+        outages.breaker(ENGINES).failed("no engine")
     assert outages.blocks_claims(running=0)
     await until(lambda: not outages.blocks_claims(running=0))
     assert outages.blocks_claims(running=3)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.containers import docker_client
+from agentrl.containers.base import ContainerSpec
+from agentrl.containers.docker import DockerContainer
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig
 from agentrl.harness.prepare import Prepared
 from agentrl.harness.session import ContainerSession
 from agentrl.harness.workspace import build_base
-from agentrl.tools.sandbox import docker
-from agentrl.tools.sandbox.docker import DockerSandbox
-from agentrl.tools.sandbox.limits import SandboxLimits
 
 DOCKER = """#!{python}
 import os, sys
@@ -24,7 +24,10 @@ words = sys.argv[1:]
 folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), "containers")
 if words[0] == "run":
     open(os.path.join(folder, words[words.index("--name") + 1]), "w").close()
-    sys.exit(0 if "--detach" in words else 125)
+    if "harness" in words[words.index("--name") + 1]:
+        sys.exit(125)
+    print("started", flush=True)
+    sys.stdin.read()
 if words[0] == "ps":
     assert words[words.index("--filter") + 1] == "name=agentrl-" and "--all" in words
     print(*(name for name in os.listdir(folder) if "agentrl-" in name), sep="\\n")
@@ -34,10 +37,11 @@ if words[0] == "rm" and "--force" in words:
 """
 RUNS = """
 import asyncio, os, sys
-from agentrl.tools.sandbox.docker import DockerSandbox
-from agentrl.tools.sandbox.limits import SandboxLimits
+from agentrl.containers.base import ContainerSpec
+from agentrl.containers.docker import DockerContainer
 async def main():
-    await DockerSandbox(SandboxLimits(), image="python:3.12")._container()
+    box = DockerContainer(ContainerSpec(name="sandbox", image="python:3.12", seconds=60))
+    await box.start()
     print("begun", flush=True)
     sys.stdin.read()
 asyncio.run(main())
@@ -51,7 +55,7 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(DOCKER.format(python=sys.executable))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    docker._remove_containers_of_ended.cache_clear()
+    docker_client._remove_containers_of_ended.cache_clear()
     (tmp_path / "containers").mkdir()
     return tmp_path / "containers"
 
@@ -80,12 +84,12 @@ async def test_the_next_container_removes_those_of_killed_processes(containers: 
     killed.kill()
     killed.communicate(timeout=30)
     assert (len(names(containers, killed.pid)), len(names(containers, living.pid))) == (1, 1)
-    sandbox = DockerSandbox(SandboxLimits(), image="python:3.12")
     try:
-        own = await sandbox._container()
-        assert names(containers) == {*others, *names(containers, living.pid), own}
+        async with DockerContainer(ContainerSpec(name="sandbox", image="python:3.12", seconds=60)):
+            own = names(containers, os.getpid())
+            assert names(containers) == {*others, *names(containers, living.pid), *own}
+            assert len(own) == 1
     finally:
-        await sandbox.close()
         living.communicate("", timeout=30)
 
 
@@ -101,4 +105,4 @@ async def test_a_harness_names_its_containers_so(containers: Path, tmp_path: Pat
         with pytest.raises(ToolServerError, match="docker run failed"):
             await session.run("true", {}, seconds=20)
     assert names(containers) == set()
-    assert docker.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")
+    assert docker_client.container_name("harness").startswith(f"agentrl-harness-{os.getpid()}.")

@@ -1,4 +1,4 @@
-"""The Docker sandbox, against a program that stands in for docker and runs the commands here."""
+"""Programs in containers of Docker, against a program that stands in for docker and runs commands here."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from pathlib import Path
 import pytest
 from docker_here import IMAGE, docker_problem
 
+from agentrl.containers.docker import start_arguments
 from agentrl.errors import ConfigError, ToolServerError
-from agentrl.tools.sandbox.docker import DockerSandbox
+from agentrl.tools.sandbox.container import ContainerSandbox, program_container
 from agentrl.tools.sandbox.limits import SandboxLimits
 from agentrl.tools.sandbox.tool import open_sandbox
 
 DOCKER = """#!{python}
-import ctypes, os, subprocess, sys
+import os, sys
 arguments = sys.argv[1:]
 home = os.path.dirname(os.path.abspath(__file__))
 with open(home + "/log", "a") as log:
     print(" ".join(arguments), file=log)
 if arguments[0] == "exec":
-    command = [word for word in arguments[1:] if word != "--interactive"][1:]
-    if command[-1].startswith("kill"):
-        sys.exit(0)
-    seconds = None
-    if command[0] == "timeout":
-        seconds, command = float(command[2]), command[3:]
-    with_parent = lambda: ctypes.CDLL(None).prctl(1, 9)
-    try:
-        done = subprocess.run(command, cwd=home, timeout=seconds, preexec_fn=with_parent)
-    except subprocess.TimeoutExpired:
-        sys.exit(137)
-    sys.exit(done.returncode % 256)
+    command = arguments[arguments.index("/bin/sh"):]
+    if command[-1].startswith("kill"):  # it would be all processes of this user
+        command[-1] = "true"
+    os.chdir(home)
+    os.execv(command[0], command)
+if arguments[0] == "inspect":
+    print("false true")
 if "no-such-image" in arguments:
     sys.exit("Unable to find image")
+if arguments[0] == "run":
+    print("started", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -55,6 +54,8 @@ async def test_programs_of_a_trajectory_run_in_one_container_that_is_removed_at_
     await sandbox.close()
     assert (first.stdout, first.succeeded) == ("hello\n", True)
     assert (second.stdout, second.exit_code, second.exceeded) == ("x\n", 3, None)
+    for line in (docker / "log").read_text().splitlines():
+        assert not line.startswith("exec --interactive") or "--user 65534:65534" in line
     commands = [line.split()[0] for line in (docker / "log").read_text().splitlines()]
     if commands[0] == "ps":  # the first container of a process looks for those of killed ones
         del commands[0]
@@ -63,16 +64,18 @@ async def test_programs_of_a_trajectory_run_in_one_container_that_is_removed_at_
 
 def test_the_container_has_no_network_no_capability_and_every_limit() -> None:
     limits = SandboxLimits(memory_mb=64, processes=8, disk_mb=16, cpu_seconds=3)
-    command = " ".join(DockerSandbox(limits, image="python:3.12").start_command("name"))
+    spec = program_container(limits, "python:3.12")
+    command = " ".join(start_arguments(spec, "name", "python:3.12"))
     for part in (
-        "--network none", "--read-only", "--cap-drop ALL", "no-new-privileges", "--user 65534:65534",
-        "--memory 64m", "--memory-swap 64m", "--pids-limit 12", "cpu=3", "/work:size=16m",
+        "--network none", "--read-only", "--cap-drop ALL", "no-new-privileges", "--user 65533:65533",
+        "--memory 64m", "--memory-swap 64m", "--pids-limit 14", "cpu=3", "--workdir /work",
+        "/work:size=16m,nr_inodes=2048,uid=65534,gid=65534", "/tmp:size=16m",
     ):  # fmt: skip
         assert part in command
 
 
 async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> None:
-    sandbox = DockerSandbox(SandboxLimits(seconds=3, output_bytes=1000), image="python:3.12")
+    sandbox = ContainerSandbox(SandboxLimits(seconds=3, output_bytes=1000), image="python:3.12")
     late = await sandbox.run("import time; print('begun', flush=True); time.sleep(60)")
     loud = await sandbox.run("while True: print('y' * 100)")
     assert (late.exceeded, late.stdout) == ("time", "begun\n")
@@ -86,7 +89,7 @@ NO_DOCKER = pytest.mark.skipif(
 
 @NO_DOCKER
 async def test_programs_run_in_a_real_container() -> None:
-    sandbox = DockerSandbox(SandboxLimits(seconds=3, memory_mb=200), image=IMAGE)
+    sandbox = ContainerSandbox(SandboxLimits(seconds=3, memory_mb=200), image=IMAGE)
     first = await sandbox.run("open('a', 'w').write('x'); print(input())", stdin="hello\n")
     second = await sandbox.run("print(open('a').read()); raise SystemExit(3)")
     late = await sandbox.run("import time; time.sleep(60)")
@@ -111,7 +114,7 @@ BLOCKING = {
 @pytest.mark.parametrize("program", BLOCKING.values(), ids=BLOCKING)
 async def test_a_program_cannot_block_the_programs_after_it(program: str) -> None:
     limits = SandboxLimits(seconds=3, disk_mb=4, files=50, processes=16, cpu_seconds=3)
-    sandbox = DockerSandbox(limits, image=IMAGE)
+    sandbox = ContainerSandbox(limits, image=IMAGE)
     try:
         blocking = await sandbox.run(program)
         assert not blocking.succeeded or program in (BLOCKING["locked"], BLOCKING["folder"])
@@ -125,10 +128,10 @@ async def test_docker_that_fails_or_is_missing_is_named(
     docker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ToolServerError, match="docker run failed: Unable to find image"):
-        await DockerSandbox(SandboxLimits(), image="no-such-image").run("print(1)")
+        await ContainerSandbox(SandboxLimits(), image="no-such-image").run("print(1)")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ToolServerError, match="none on PATH"):
-        await DockerSandbox(SandboxLimits(), image="python:3.12").run("print(1)")
+        await ContainerSandbox(SandboxLimits(), image="python:3.12").run("print(1)")
 
 
 def test_an_unknown_isolation_is_refused() -> None:

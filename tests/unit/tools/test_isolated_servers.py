@@ -90,7 +90,8 @@ async def test_a_container_has_every_limit_and_the_streams(
         assert (await tools.call("key", {})).text == "value"
     said = (tmp_path / "log").read_text()
     for part in (
-        "run --interactive --init", "--rm --network tools --read-only", "--cap-drop ALL", "--memory 64m",
-        "--pids-limit 68", "--env KEY", "--entrypoint python3 python:3.12",
+        "run --interactive --init --rm", "--network tools", "--read-only", "--cap-drop ALL", "--memory 64m",
+        "--pids-limit 70", "--user 65534:65534", "--env HOME=/work", "--env KEY",
+        "--entrypoint python3 python:3.12",
     ):  # fmt: skip
         assert part in said

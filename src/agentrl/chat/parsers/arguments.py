@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from agentrl.chat.parsers.base import CallSyntaxError, ToolCall, Tools, finite_float, load_json, read_literal
+from agentrl.chat.parsers.base import (
+    CallSyntaxError,
+    ToolCall,
+    Tools,
+    finite_float,
+    load_json,
+    read_literal,
+    tool_names,
+)
 
 _DEPTH = 16
 """Longest chain of references and alternatives that is followed."""
@@ -280,20 +288,29 @@ def load_validator() -> None:
     _check("{}")
 
 
+def validator_of(schema: Mapping[str, Any]) -> Any:
+    """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing import Registry
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except (SchemaError, RecursionError, re.error) as error:
+        raise ValueError(getattr(error, "message", str(error))) from error
+    return Draft202012Validator(schema, registry=Registry())
+
+
 @lru_cache(maxsize=1024)
 def _check(parameters: str) -> Check:
     """Return the check of a schema given as JSON. Compiling one takes half a millisecond, so it is cached."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError, UnknownType, best_match
-    from referencing import Registry
+    from jsonschema.exceptions import UnknownType, best_match
     from referencing.exceptions import Unresolvable
 
-    schema = json.loads(parameters)
     try:
-        Draft202012Validator.check_schema(schema)
-    except (SchemaError, re.error):
+        validator = validator_of(json.loads(parameters))
+    except ValueError:
         return lambda arguments: None
-    validator = Draft202012Validator(schema, registry=Registry())
 
     def check(arguments: Mapping[str, Any]) -> str | None:
         try:
@@ -309,7 +326,7 @@ def _check(parameters: str) -> Check:
 
 
 def _unknown_tool(name: str, tools: Tools) -> str:
-    names = [str(tool.get("function", tool).get("name")) for tool in tools]
+    names = tool_names(tools)
     if not names:
         return f"there is no tool named {name!r}; no tools are offered"
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)

@@ -114,6 +114,11 @@ def parser_of_template(source: str) -> str:
     return next((parser for mark, parser in _MARKS if mark in source), "hermes")
 
 
+def tool_names(tools: Tools) -> list[str]:
+    """Return the names of tools, in order."""
+    return [str(tool.get("function", tool).get("name")) for tool in tools]
+
+
 class CallSyntaxError(ValueError):
     """A tool call cannot be parsed; the model reads the error's text."""
 

@@ -19,6 +19,7 @@ from agentrl.chat.parsers.base import (
     shown,
     skip_space,
     tool_call_parser,
+    tool_names,
 )
 
 
@@ -143,7 +144,6 @@ class HermesParser(MarkedParser):
     close = "</tool_call>"
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls of one block. Raises CallSyntaxError."""
         block = read_json_calls(text, at)
         start = skip_space(text, block.end)
         if not block.calls or not text.startswith(_CODE_OPEN, start):
@@ -171,7 +171,6 @@ class MistralParser(MarkedParser):
     opens = ("[TOOL_CALLS]",)
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls behind one marker. Raises CallSyntaxError."""
         start = skip_space(text, at)
         if text.startswith(("[{", "[ {", "[\n", "{"), start) or re.match(
             r"\[\s*[\[{\"\d]", text[start : start + 8]
@@ -203,7 +202,6 @@ class DeepSeekParser(MarkedParser):
     close = "<｜tool▁calls▁end｜>"
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls of one section. Raises CallSyntaxError."""
         block = Block(at)
         while (head := _DEEPSEEK_HEAD.match(text, block.end)) is not None:
             name = (head.group(1) or head.group(2)).strip()
@@ -228,7 +226,6 @@ class DeepSeekR1Parser(DeepSeekParser):
     opens = (*DeepSeekParser.opens, _CALL)
 
     def behind_open(self, text: str, start: int) -> int:
-        """Return the position of the first call."""
         return start if text.startswith(_CALL, start) else super().behind_open(text, start)
 
 
@@ -267,7 +264,7 @@ def _kimi_name(call_id: str, arguments: Any, tools: Tools) -> str:
     if (found := _KIMI_ID.fullmatch(call_id)) is not None:
         return found.group(1).strip()
     if call_id.isdigit():
-        names = [str(tool.get("function", tool).get("name")) for tool in tools]
+        names = tool_names(tools)
         if len(names) > 1 and isinstance(arguments, dict):
             names = [name for name in names if arguments.keys() <= (property_names(name, tools) or set())]
         if len(names) == 1:
@@ -305,8 +302,7 @@ class PhiParser(MarkedParser):
     opens = ("functools[",)
 
     def behind_open(self, text: str, start: int) -> int:
-        """Return the position of the list's bracket."""
-        return start + len(self.opens[0]) - 1
+        return start + len(self.opens[0]) - 1  # the list's bracket
 
 
 @tool_call_parser("nemotron", "nemotron_json")

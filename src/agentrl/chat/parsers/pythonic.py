@@ -133,7 +133,6 @@ class TaggedPythonParser(MarkedParser):
     """Calls between two tags, as a list or one a line; a fence around them and JSON are accepted."""
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls of one block. Raises CallSyntaxError."""
         close = text.find(self.close, at)
         end = len(text) if close < 0 else close
         fenced = _FENCE.fullmatch(text[at:end].strip())

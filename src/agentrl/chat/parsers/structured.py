@@ -18,6 +18,7 @@ from agentrl.chat.parsers.base import (
     shown,
     skip_space,
     tool_call_parser,
+    tool_names,
 )
 from agentrl.chat.parsers.marked import Block, MarkedParser
 
@@ -94,7 +95,7 @@ class GemmaParser(MarkedParser):
     def parse(self, text: str, tools: Tools) -> ParsedMessage:
         """Parse every block. A call or a string's mark outside of blocks is an error."""
         parsed = super().parse(text, tools)
-        names = {str(tool.get("function", tool).get("name")) for tool in tools}
+        names = tool_names(tools)
         untagged = any(found.group(1) in names for found in _UNTAGGED.finditer(parsed.content))
         if parsed.error is None and (untagged or QUOTE in parsed.content):
             problem = f"a tool call without {self.opens[0]} before it: {shown(parsed.content)}"
@@ -102,7 +103,6 @@ class GemmaParser(MarkedParser):
         return parsed
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the call of one block. Raises CallSyntaxError."""
         head = _HEAD.match(text, at)
         if head is None:
             raise CallSyntaxError(f"the tool call is not of the form call:NAME{{…}}: {shown(text[at:])}")

@@ -45,7 +45,6 @@ class QwenCoderParser(MarkedParser):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return the texts with which a call may begin."""
         return (*self.opens, "<function=")
 
     def find(self, text: str, at: int) -> int:
@@ -86,7 +85,6 @@ class QwenParser(HermesParser):
     """Qwen2.5 and Qwen3 write JSON; a block that starts with ``<function=`` is in Qwen3-Coder's format."""
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls of one block, in either format."""
         if text.startswith("<function=", skip_space(text, at)):
             return QwenCoderParser().read(text, at, tools)
         return super().read(text, at, tools)
@@ -168,6 +166,7 @@ _GLM_SPACE = r"(?:\s|\\n)*"
 
 _GLM_HEAD = re.compile(rf"{_GLM_SPACE}([^<\s\\]+){_GLM_SPACE}(?=<arg_key>|</tool_call>)")
 _GLM_KEY = re.compile(rf"{_GLM_SPACE}<arg_key>(.*?)</arg_key>{_GLM_SPACE}<arg_value>", re.DOTALL)
+_GLM_CLOSE = re.compile(rf"{_GLM_SPACE}(?=</tool_call>)")
 _GLM_END = re.compile(rf"</arg_value>(?={_GLM_SPACE}(?:<arg_key>|</tool_call>))")
 
 
@@ -179,7 +178,6 @@ class GlmParser(MarkedParser):
     close = "</tool_call>"
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the call of one block. Raises CallSyntaxError."""
         head = _GLM_HEAD.match(text, at)
         if head is None:
             inside = text[at:].partition(self.close)[0]
@@ -192,15 +190,10 @@ class GlmParser(MarkedParser):
                 raise CallSyntaxError(f"{name}: <arg_value> is not closed: {shown(text[key.end() :])}")
             texts[key.group(1).strip()] = text[key.end() : end.start()]
             at = end.end()
-        at = _skip_glm_space(text, at)
-        if not text.startswith(self.close, at):
+        close = _GLM_CLOSE.match(text, at)
+        if close is None:
             raise CallSyntaxError(f"{name}: text outside <arg_key> and <arg_value>: {shown(text[at:])}")
-        return Block(at, [ToolCall(name, convert_arguments(name, texts, tools))])
-
-
-def _skip_glm_space(text: str, at: int) -> int:
-    found = re.compile(_GLM_SPACE).match(text, at)
-    return found.end() if found else at
+        return Block(close.end(), [ToolCall(name, convert_arguments(name, texts, tools))])
 
 
 WRAPPERS = frozenset({"arguments", "input"})
@@ -217,7 +210,6 @@ class MiniMaxParser(MarkedParser):
     """What stands before the names of the inner tags."""
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
-        """Return the calls of one block. Raises CallSyntaxError."""
         block = Block(at)
         head = re.compile(rf'\s*<{self.prefix}invoke name="([^"<>\n]+)"\s*>')
         end = f"</{self.prefix}invoke>"

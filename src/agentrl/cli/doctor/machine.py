@@ -81,9 +81,9 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Chec
     return Check("python", "ok", f"{found} ({sys.executable})")
 
 
-def check_packages(distribution: str = "agentrl") -> Iterator[Check]:
+def check_packages() -> Iterator[Check]:
     """Check each dependency against its tested range; one row if all are fine."""
-    requirements = [Requirement(line) for line in metadata.requires(distribution) or ()]
+    requirements = [Requirement(line) for line in metadata.requires("agentrl") or ()]
     needed = [item for item in requirements if item.marker is None or item.marker.evaluate({"extra": ""})]
     good = 0
     for item in needed:
@@ -126,9 +126,7 @@ def check_gpus(configs: Configs) -> Check:
     lines: list[str] = []
     roles = (os.environ.get("ROLES") or "serve train").split()
     try:
-        placement = place_processes(
-            configs, lines.append, trains="train" in roles, serves="serve" in roles
-        )  # fmt: skip
+        placement = place_processes(configs, lines.append, trains="train" in roles, serves="serve" in roles)
     except AgentRLError as error:
         return Check("GPUs", "fail", error.message, error.hint or "")
     if placement is None and lines:
@@ -171,10 +169,14 @@ def check_disk(folder: str) -> Check:
     name = f"disk {folder}"
     if not os.access(parent, os.W_OK):
         return Check(name, "fail", f"{parent} is not writable", "choose another folder, or change its owner")
-    free = shutil.disk_usage(parent).free
+    hint = "free space there; weights and checkpoints take several times the model's size"
+    return check_free(name, shutil.disk_usage(parent).free, hint)
+
+
+def check_free(name: str, free: int, hint: str) -> Check:
+    """Check the free bytes of a disk."""
     found = f"{free / _GIB:.1f} GiB free"
     if free < _DISK_WARN:
-        hint = "free space there; weights and checkpoints take several times the model's size"
         return Check(name, "fail" if free < _DISK_FAIL else "warn", found, hint)
     return Check(name, "ok", found)
 

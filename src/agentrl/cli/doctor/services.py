@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.cli.doctor.machine import Check, State
+from agentrl.cli.doctor.machine import Check, State, check_free
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, ModelConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.errors import AgentRLError, StoreUnavailableError
@@ -25,8 +25,6 @@ _TOOLS_SECONDS = 60.0
 _REACH_SECONDS = 3.0
 _SLOW_SECONDS = 0.05
 _CLOCK_WARN = 1.0
-_GIB = 2**30
-_DISK_FAIL, _DISK_WARN = 1 * _GIB, 10 * _GIB
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
@@ -162,7 +160,8 @@ def server_checks(info: ServerInfo, today: date) -> Iterator[Check]:
     yield _check_clock(info)
     yield _check_rights(info)
     if info.free_bytes is not None:
-        yield _check_disk(info.free_bytes)
+        hint = "free space there, or prune finished runs: agentrl db prune"
+        yield check_free("database disk", info.free_bytes, hint)
 
 
 def _check_version(info: ServerInfo, today: date) -> Check:
@@ -211,14 +210,6 @@ def _check_rights(info: ServerInfo) -> Check:
     if not info.may_write:
         return Check(name, "ok", f"{who} may read, not write: enough for audit, status and dashboard")
     return Check(name, "ok", f"{who} may read and write")
-
-
-def _check_disk(free: int) -> Check:
-    found = f"{free / _GIB:.1f} GiB free"
-    if free >= _DISK_WARN:
-        return Check("database disk", "ok", found)
-    hint = "free space there, or prune finished runs: agentrl db prune"
-    return Check("database disk", "fail" if free < _DISK_FAIL else "warn", found, hint)
 
 
 def model_checks(config: ModelConfig, parser: str | None = None) -> Iterator[Check]:

@@ -41,7 +41,7 @@ _EVALUATIONS = 8
 _WORKING = (RecordStatus.CREATED, RecordStatus.RUNNING, RecordStatus.COMPLETED, RecordStatus.SCORING)
 
 
-@shared(1.0)
+@shared
 async def _run(request: Request) -> Response:
     smoothing = choice(request.query_params, "smoothing", SMOOTHINGS, "0")
     async with open_run(request) as store:
@@ -150,7 +150,7 @@ def _configuration(item: RunSettings) -> dict[str, Any]:
     return {"item": item, "given": item.given_values, "rest": rest, "packages": packages}
 
 
-@shared(1.0)
+@shared
 async def _runs(request: Request) -> Response:
     runs = await read_runs(request, _RUNS_SECONDS)
     return render(request, "runs.html", live=True, runs=runs, alive=sum(run.alive for run in runs))

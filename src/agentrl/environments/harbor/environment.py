@@ -36,6 +36,7 @@ from agentrl.environments.harbor.task_toml import HealthCheck
 from agentrl.environments.harbor.verifier import (
     ARTIFACTS,
     OUTPUT_BYTES,
+    REWARD,
     ROOT,
     Verdict,
     control,
@@ -143,6 +144,8 @@ class Harbor(Environment):
             scoring=replace(run, stdout=_hidden(run.stdout), stderr=_hidden(run.stderr)),
             files={str(replace_surrogates(name)): _hidden(text) for name, text in verdict.files.items()},
         )  # fmt: skip
+        if isinstance(verdict.rewards, dict) and set(verdict.rewards) != {REWARD}:
+            self.reward_details = {"rewards": verdict.rewards}
         return verdict.reward
 
     async def teardown(self) -> None:

@@ -17,6 +17,7 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.observe.terminal import clean
 
 _SAID = 300
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ async def check_solutions(source: TaskSource, line: int | None, *, at_once: int)
     ConfigError if ``source`` has other tasks than Harbor's, or none that runs.
     """
     tasks: list[Task] = []
+    refused: list[str] = []
     for item in source.items():
         if line is not None and item.line != line:
             continue
@@ -59,16 +61,35 @@ async def check_solutions(source: TaskSource, line: int | None, *, at_once: int)
                 raise item.value
             tasks.append(make_task(item.value, "try", 1))
         except BadTaskError as error:
-            print(f"refused  {clean(str(error))}")
-    if not tasks or any(task.environment != NAME for task in tasks):
-        what = "holds other tasks than Harbor's" if tasks else "holds no task that runs here"
-        raise ConfigError(f"{source.path} {what}", hint="--oracle runs the solutions of Harbor tasks")
+            refused.append(clean(str(error)))
+    if other := [task.task_id for task in tasks if task.environment != NAME]:
+        raise ConfigError(
+            f"{source.path}: {clean(other[0])} is no Harbor task",
+            hint="--oracle runs the solutions of Harbor tasks: give a folder with task.toml",
+        )
+    if not tasks:
+        raise _nothing_runs(source, line, refused)
+    for why in refused:
+        print(f"refused  {why}")
     print(f"{'task':<32}{'untouched':>9}{'solution':>9}{'seconds':>9}")
     checked = await _check_all(tasks, at_once)
     wrong = [each.name for each in checked if not each.is_right]
     if wrong:
         print(f"the solution does not help in {len(wrong)} of {len(checked)} tasks: {', '.join(wrong[:10])}")
     return 1 if wrong else 0
+
+
+def _nothing_runs(source: TaskSource, line: int | None, refused: Sequence[str]) -> ConfigError:
+    """Return the error for a source of which no task runs: what is refused, why, and what to do."""
+    if not refused:
+        which = "" if line is None else f" {line}"
+        return ConfigError(f"{source.path} has no task{which}", hint="--line N is the N-th task by name")
+    more = [f"and {len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else []
+    return ConfigError(
+        "\n  ".join([f"none of {len(refused)} tasks of {source.path} runs here:", *refused[:_SHOWN], *more]),
+        hint="correct what each line names; --rootfs FILE.tar runs all tasks on one root file system without"
+        " Docker: docs/harbor.md",
+    )
 
 
 async def _check_all(tasks: Sequence[Task], at_once: int) -> list[Checked]:

@@ -6,18 +6,16 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import appended, joined
 from agentrl.gateway.dialects.fields import (
-    MAX_TOOLS,
     choose,
     flag_of,
     kind_of,
     messages_of,
     model_of,
+    named_event,
     refuse,
     refuse_media,
     sampling_changes,
@@ -25,6 +23,7 @@ from agentrl.gateway.dialects.fields import (
     short,
     source_part,
     stops_of,
+    tools_of,
     warn_ignored,
     whole_number,
 )
@@ -53,7 +52,6 @@ class Messages:
     name = "messages"
 
     def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
-        """Return the request in ``body``. Raises GatewayError."""
         refuse(body, "mcp_servers", "the gateway calls no tools; give them as tools", [])
         refuse(body, "container", "the gateway runs no code")
         warn_ignored(body, self.name, _KNOWN)
@@ -67,7 +65,8 @@ class Messages:
         top_k = whole_number(body, "top_k", 1)
         if top_k is not None:
             changes["top_k"] = top_k
-        messages = _system(body.get("system"))
+        system = _text(body.get("system"), "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for index, item in enumerate(messages_of(body.get("messages"), "messages")):
             messages += _messages(item, f"messages[{index}]")
         request = GatewayRequest(
@@ -84,7 +83,6 @@ class Messages:
         return choose(request, _CHOICES.get(str(kind), short(kind)), choice.get("name"))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
-        """Return the answer as JSON."""
         blocks: list[dict[str, Any]] = []
         if answer.reasoning:
             blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -101,19 +99,16 @@ class Messages:
         }  # fmt: skip
 
     def stream(self, request: GatewayRequest) -> _Stream:
-        """Return the events of an answer."""
         return _Stream(request)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """Return an error as JSON."""
         text = error.text
         if error.code == "context_length_exceeded":
             text = f"prompt is too long: {text}"  # the words by which clients know that they must compact
         return {"type": "error", "error": {"type": _TYPES[error.kind], "message": text, "code": error.code}}
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Return the event of an error after the answer has begun."""
-        return _event(self.error(error))
+        return named_event(self.error(error))
 
 
 class _Stream:
@@ -125,16 +120,14 @@ class _Stream:
         self._blocks = 0
 
     def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
-        """Return the events before the first token."""
         message: dict[str, Any] = {
             "id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": self._request.model,
             "content": [], "stop_reason": None, "stop_sequence": None,
             "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }  # fmt: skip
-        yield _event({"type": "message_start", "message": message})
+        yield named_event({"type": "message_start", "message": message})
 
     def delta(self, delta: Delta) -> Iterator[bytes]:
-        """Return the events of a piece of text."""
         if delta.kind == "reasoning":
             yield from self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._piece({"type": "thinking_delta", "thinking": delta.text})
@@ -143,7 +136,6 @@ class _Stream:
             yield self._piece({"type": "text_delta", "text": delta.text})
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Return the events that end the answer."""
         if not self._blocks and not answer.tool_calls:
             yield from self._block("text", {"type": "text", "text": ""})
         for call in answer.tool_calls:
@@ -155,8 +147,8 @@ class _Stream:
         delta = {
             "stop_reason": _STOP_REASONS[answer.finish_reason], "stop_sequence": answer.stop_sequence,
         }  # fmt: skip
-        yield _event({"type": "message_delta", "delta": delta, "usage": _usage(answer)})
-        yield _event({"type": "message_stop"})
+        yield named_event({"type": "message_delta", "delta": delta, "usage": _usage(answer)})
+        yield named_event({"type": "message_stop"})
 
     def _block(self, name: str, start: Mapping[str, Any]) -> Iterator[bytes]:
         """Open a block, unless it is open; close the one before."""
@@ -164,21 +156,16 @@ class _Stream:
             return
         yield from self._close()
         self._open = name
-        yield _event({"type": "content_block_start", "index": self._blocks, "content_block": start})
+        yield named_event({"type": "content_block_start", "index": self._blocks, "content_block": start})
 
     def _piece(self, delta: Mapping[str, Any]) -> bytes:
-        return _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+        return named_event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
     def _close(self) -> Iterator[bytes]:
         if self._open is not None:
-            yield _event({"type": "content_block_stop", "index": self._blocks})
+            yield named_event({"type": "content_block_stop", "index": self._blocks})
             self._blocks += 1
             self._open = None
-
-
-def _system(value: Any) -> list[Message]:
-    text = _text(value, "system")
-    return [{"role": "system", "content": text}] if text else []
 
 
 def _messages(item: Any, where: str) -> list[Message]:
@@ -264,12 +251,8 @@ def _string(value: Any, where: str) -> str:
 
 
 def _tools(value: Any) -> list[Schema]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
     tools: list[Schema] = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(tools_of(value)):
         where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else "text"
         if kind not in (None, "custom"):
@@ -289,7 +272,3 @@ def _usage(answer: Answer) -> dict[str, int]:
         "input_tokens": answer.prompt_tokens - cached, "output_tokens": answer.generated_tokens,
         "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
     }  # fmt: skip
-
-
-def _event(value: Mapping[str, Any]) -> bytes:
-    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from agentrl.chat.parsers.arguments import validator_of
 from agentrl.documents.images import Part, joined
 from agentrl.documents.sampling import COLDEST
 from agentrl.gateway.request import GatewayError, GatewayRequest, invalid
@@ -174,19 +174,6 @@ def schema_of(value: Any, where: str) -> Mapping[str, Any] | None:
     return schema
 
 
-def validator_of(schema: Mapping[str, Any]) -> Any:
-    """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
-    from jsonschema import Draft202012Validator
-    from jsonschema.exceptions import SchemaError
-    from referencing import Registry
-
-    try:
-        Draft202012Validator.check_schema(schema)
-    except (SchemaError, RecursionError, re.error) as error:
-        raise ValueError(getattr(error, "message", str(error))) from error
-    return Draft202012Validator(schema, registry=Registry())
-
-
 def warn_ignored(body: Mapping[str, Any], dialect: str, known: frozenset[str]) -> None:
     """Log once a process each field of ``body`` that has no effect here."""
     for name, value in body.items():
@@ -234,6 +221,20 @@ def short(value: Any) -> str:
     """Return a value for an error message, on one line."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event that is named by its ``type``."""
+    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
+
+
+def tools_of(value: Any) -> list[Any]:
+    """Return the list of tools of a request."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
+    return value
 
 
 def image_part(value: Any, where: str) -> Part:

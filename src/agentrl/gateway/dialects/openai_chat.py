@@ -10,7 +10,6 @@ import orjson
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.gateway.dialects.fields import (
-    MAX_TOOLS,
     arguments_of,
     choose,
     content_of,
@@ -24,6 +23,7 @@ from agentrl.gateway.dialects.fields import (
     schema_of,
     short,
     stops_of,
+    tools_of,
     warn_ignored,
     whole_number,
 )
@@ -53,7 +53,6 @@ class ChatCompletions:
     name = "chat"
 
     def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
-        """Return the request in ``body``. Raises GatewayError."""
         refuse(body, "n", "one answer for each request; send several requests", 1)
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "logit_bias", "it would change what is trained", {})
@@ -88,7 +87,6 @@ class ChatCompletions:
         return choose(request, *tool_choice(body.get("tool_choice")))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
-        """Return the answer as JSON."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -112,18 +110,15 @@ class ChatCompletions:
         }  # fmt: skip
 
     def stream(self, request: GatewayRequest) -> _Stream:
-        """Return the events of an answer."""
         return _Stream(request)
 
     def error(self, error: GatewayError) -> dict[str, Any]:
-        """Return an error as JSON."""
         kind = _TYPES.get(error.kind, "invalid_request_error")
         return {
             "error": {"message": error.text, "type": kind, "param": error.param, "code": error.code},
         }
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Return the event of an error after the answer has begun."""
         return _event({**self.error(error), "status": STATUS[error.kind]})
 
 
@@ -135,7 +130,6 @@ class _Stream:
         self._head: dict[str, Any] = {}
 
     def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
-        """Return the events before the first token."""
         self._head = {
             "id": f"chatcmpl-{answer_id}", "object": "chat.completion.chunk", "created": created,
             "model": self._request.model,
@@ -143,11 +137,9 @@ class _Stream:
         yield self._chunk({"role": "assistant", "content": ""})
 
     def delta(self, delta: Delta) -> Iterator[bytes]:
-        """Return the events of a piece of text."""
         yield self._chunk({"content" if delta.kind == "content" else "reasoning_content": delta.text})
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Return the events that end the answer."""
         for index, call in enumerate(answer.tool_calls):
             function = {"name": call.name, "arguments": call.arguments}
             entry = {"index": index, "id": call.id, "type": "function", "function": function}
@@ -173,12 +165,8 @@ def tool_choice(value: Any) -> tuple[str | None, str | None]:
 
 def function_tools(value: Any) -> list[Schema]:
     """Return the function tools of a request in OpenAI's form. Raises GatewayError for other tools."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise invalid(f"tools is {kind_of(value)}; it must be a list of at most {MAX_TOOLS} tools", "tools")
     tools: list[Schema] = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(tools_of(value)):
         where = f"tools[{index}]"
         kind = item.get("type") if isinstance(item, dict) else None
         if kind != "function":

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import orjson
-
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta
 from agentrl.documents.images import text_of
@@ -18,6 +16,7 @@ from agentrl.gateway.dialects.fields import (
     kind_of,
     messages_of,
     model_of,
+    named_event,
     refuse,
     refuse_media,
     sampling_changes,
@@ -49,7 +48,6 @@ class Responses(ChatCompletions):
     name = "responses"
 
     def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
-        """Return the request in ``body``. Raises GatewayError."""
         refuse(body, "background", "answers are not queued", False)
         refuse(body, "conversation", "send the items, or previous_response_id")
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
@@ -84,16 +82,13 @@ class Responses(ChatCompletions):
         return choose(request, *tool_choice(body.get("tool_choice")))
 
     def answer(self, answer: Answer) -> dict[str, Any]:
-        """Return the answer as JSON."""
         return _response(answer, _items(answer))
 
     def stream(self, request: GatewayRequest) -> _Stream:  # type: ignore[override]
-        """Return the events of an answer."""
         return _Stream(request)
 
     def error_event(self, error: GatewayError) -> bytes:
-        """Return the event of an error after the answer has begun."""
-        return _event({
+        return named_event({
             "type": "error", "code": error.code, "message": error.text, "param": error.param,
             "sequence_number": 0,
         })  # fmt: skip
@@ -111,7 +106,6 @@ class _Stream:
         self._texts: dict[str, str] = {"reasoning": "", "content": ""}
 
     def begin(self, answer_id: str, created: int, prompt_tokens: int) -> Iterator[bytes]:
-        """Return the events before the first token."""
         self._id = answer_id
         started = {
             **_head(answer_id, created, self._request), "status": "in_progress", "output": [],
@@ -120,17 +114,16 @@ class _Stream:
         yield self._send("response.in_progress", response=started)
 
     def delta(self, delta: Delta) -> Iterator[bytes]:
-        """Return the events of a piece of text."""
         yield from self._begin_item(delta.kind)
         self._texts[delta.kind] += delta.text
         kind = "output_text" if delta.kind == "content" else "reasoning_text"
+        item_id = _text_item(self._id, delta.kind, "")["id"]
         yield self._send(
-            f"response.{kind}.delta", item_id=self._item_id(delta.kind), output_index=self._index,
+            f"response.{kind}.delta", item_id=item_id, output_index=self._index,
             content_index=0, delta=delta.text, **({"logprobs": []} if kind == "output_text" else {}),
         )  # fmt: skip
 
     def end(self, answer: Answer) -> Iterator[bytes]:
-        """Return the events that end the answer."""
         if not answer.tool_calls and not answer.content:
             yield from self._begin_item("content")
         yield from self._end_item()
@@ -179,13 +172,10 @@ class _Stream:
         self._open = None
         self._index += 1
 
-    def _item_id(self, kind: str) -> str:
-        return str(_text_item(self._id, kind, "")["id"])
-
     def _send(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
-        return _event(event)
+        return named_event(event)
 
 
 def _head(answer_id: str, created: int, about: GatewayRequest | Answer) -> dict[str, Any]:
@@ -327,7 +317,3 @@ def _tools(value: Any) -> tuple[list[Schema], tuple[str, ...]]:
         for item, kind, other in zip(value, kinds, others, strict=True)
         if not other
     ]), tuple(left_out)  # fmt: skip
-
-
-def _event(value: Mapping[str, Any]) -> bytes:
-    return b"event: " + str(value["type"]).encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"

@@ -21,7 +21,7 @@ from agentrl.chat.text_stream import Delta, TextStream
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress
 from agentrl.rollout.histories import MakeProgress
-from agentrl.rollout.model_call import Turn
+from agentrl.rollout.model_call import Turn, with_text_arguments
 from agentrl.rollout.role import Role
 from agentrl.rollout.rollout import Rollout, current_rollout
 
@@ -187,7 +187,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
 
 def from_messages(messages: Sequence[Message]) -> list[BaseMessage]:
     """Return AgentRL's messages as LangChain's."""
-    return convert_to_messages([_as_openai(message) for message in messages])
+    return convert_to_messages([with_text_arguments(message) for message in messages])
 
 
 def to_ai_message(message: Message, turn: Turn) -> AIMessage:
@@ -262,14 +262,3 @@ def _to_message(message: BaseMessage) -> Message:
         if message.name:
             converted["name"] = message.name
     return converted
-
-
-def _as_openai(message: Message) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    texts = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in calls
-    ]
-    return {**message, "tool_calls": texts}

@@ -182,7 +182,9 @@ class Retractions(Repository):
         return await self._all(Tombstone, TOMBSTONE, {"_id": {"$in": list(ids)}})
 
     @database_call
-    async def begin(self, selection: Selection, because: str, by: str, *, rebuilds: bool) -> Retraction:
+    async def begin(
+        self, selection: Selection, because: str, by: str, *, rebuilds: bool = False, family: bool = False
+    ) -> Retraction:
         """Store the retraction with its tombstones, in one transaction."""
 
         async def write(session: AsyncClientSession) -> Retraction:
@@ -191,6 +193,7 @@ class Retractions(Repository):
                 id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
                 records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
                 first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
+                family=family,
             )  # fmt: skip
             await self._collection(RETRACTION).insert_one(retraction.to_document(), session=session)
             stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
@@ -226,6 +229,31 @@ class Retractions(Repository):
     async def withdrawn(self) -> dict[str, Tombstone]:
         """Return every tombstone by its ``_id``."""
         return {stone.id: stone for stone in await self._all(Tombstone, TOMBSTONE, {})}
+
+    @database_call
+    async def newest(self, limit: int, ids: int) -> list[tuple[Retraction, list[str]]]:
+        """Return the newest retractions, each with the first ``ids`` ids of its tombstones."""
+        found = await self._all(Retraction, RETRACTION, {}, sort=[("_id", -1)], limit=limit)
+        stones = self._collection(TOMBSTONE)
+        return [
+            (
+                item,
+                [stone["_id"] async for stone in stones.find({"retraction": item.id}, {"_id": 1}, limit=ids)],
+            )
+            for item in found
+        ]
+
+    @database_call
+    async def plan_rebuild(self, retractions: Sequence[Retraction]) -> None:
+        """Store that the run is to go back for ``retractions``: a later call does it after a kill."""
+        for retraction in retractions:
+            await self._set(retraction, {"rebuilds": True, "finished_at": None})
+
+    @database_call
+    async def plan_family(self, *, family: bool) -> None:
+        """Store whether everything withdrawn is still to be withdrawn from the run's children."""
+        changes = {"family": True, "finished_at": None} if family else {"family": False}
+        await self._collection(RETRACTION).update_many({}, {"$set": changes})
 
     @database_call
     async def set_rebuilt(self, retractions: Sequence[Retraction], rebuilt: Rebuilt) -> None:

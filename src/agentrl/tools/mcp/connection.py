@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from agentrl.tools.base import Reply, Schema, timeout_text
+from agentrl.tools.base import Reply, Schema, timed_out
 from agentrl.tools.mcp.content import (
     LOST,
     MAX_MESSAGE_BYTES,
@@ -200,7 +200,7 @@ class Connection:
         """Return the reply to a call that the server or the transport answered with an error."""
         text = redact_secrets(str(error), self._spec)
         if error.code == TIMED_OUT:
-            return Reply(text=timeout_text(tool, seconds), error=True)
+            return timed_out(tool, seconds)
         if error.code == NOT_VALID:
             return self._not_valid(tool, str(error))
         if error.code == REFUSED:

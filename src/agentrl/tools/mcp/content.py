@@ -53,11 +53,9 @@ class NormalizedStream:
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> SessionMessage | Exception:
-        """Return the next message."""
         return _normalized(await self._stream.receive())
 
     async def aclose(self) -> None:
-        """Close the stream."""
         await self._stream.aclose()
 
     def __aiter__(self) -> Self:

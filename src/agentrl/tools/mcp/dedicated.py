@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
+from agentrl.tools.base import Reply, Schema, Trajectory, timed_out
 from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
 from agentrl.tools.mcp.server import McpServer, McpSession, Request
 from agentrl.tools.mcp.shared import SharedServer, lost_text
@@ -42,7 +42,6 @@ class DedicatedServer(McpServer):
         self._fill()
 
     def session(self, trajectory: Trajectory) -> DedicatedSession:
-        """Return the calls of one trajectory."""
         return DedicatedSession(self, trajectory)
 
     async def take(self) -> Connection:
@@ -130,7 +129,6 @@ class DedicatedSession(McpSession):
         return own or self._server.schemas
 
     async def settle(self) -> None:
-        """Wait until announced changes of the tools are listed."""
         if self._connection is not None:
             await self._connection.settled()
 
@@ -148,8 +146,7 @@ class DedicatedSession(McpSession):
                 self._has_abandoned = True
                 if not await connection.answers():
                     self._lose(connection, "it did not answer a call, nor a list of its tools")
-                reply = Reply(text=timeout_text(tool, limits.timeout_seconds or 0.0), error=True)
-                return self._noted(reply)
+                return self._noted(timed_out(tool, limits.timeout_seconds))
             except RefusedError as refused:
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
@@ -198,8 +195,7 @@ class DedicatedSession(McpSession):
             try:
                 return await connection.call(tool, arguments, limits, self.meta)
             except TimeoutError:
-                text = timeout_text(tool, limits.timeout_seconds or 0.0)
-                return Reply(text=text, error=True, lost=True)
+                return timed_out(tool, limits.timeout_seconds, lost=True)
             except (LostError, RefusedError) as error:
                 raise self._server.unreachable(error) from error
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 
+from agentrl.llm.limits import retry_after
 from agentrl.tools.mcp.connection import reasons
 from agentrl.tools.mcp.content import LOST, MAX_MESSAGE_BYTES, NOT_SENT, REFUSED
 from agentrl.tools.specs import HttpSpec
@@ -19,7 +20,6 @@ from agentrl.tools.specs import HttpSpec
 _CONNECT_SECONDS = 30.0
 _SPARE_CONNECTIONS = 16
 """Connections for event streams and control requests, beside those of calls."""
-_MAX_RETRY_AFTER = 3600.0
 _MESSAGES = ("application/json", "text/event-stream")
 _EXCERPT = 200
 
@@ -66,7 +66,6 @@ class GuardedTransport(httpx2.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
-        """Close the pool."""
         await self._inner.aclose()
 
 
@@ -88,7 +87,6 @@ class _BoundedStream(httpx2.AsyncByteStream):
             raise httpx2.StreamError(f"the answer broke off: {reasons(error)}") from error
 
     async def aclose(self) -> None:
-        """Close the stream."""
         await self._stream.aclose()
 
 
@@ -98,19 +96,12 @@ def _refusal(response: httpx2.Response, kind: str) -> tuple[int, str, dict[str, 
     if status in (401, 403):
         return REFUSED, f"it asks for a login (HTTP {status})", {"login": True}
     if status in (429, 503):
-        return REFUSED, f"it is overloaded (HTTP {status})", {"retry_after": _retry_after(response)}
+        return REFUSED, f"it is overloaded (HTTP {status})", {"retry_after": retry_after(response.headers)}
     if status >= 500 and not kind.startswith("application/json"):
         return LOST, f"HTTP {status}", {}
     if status == 200 and not kind.startswith(_MESSAGES):
         return REFUSED, f"it answers {kind or 'no content type'} instead of MCP", {}
     return None
-
-
-def _retry_after(response: httpx2.Response) -> float | None:
-    try:
-        return min(max(float(response.headers["retry-after"]), 0.0), _MAX_RETRY_AFTER)
-    except (KeyError, ValueError):
-        return None
 
 
 async def _excerpt(response: httpx2.Response) -> str:

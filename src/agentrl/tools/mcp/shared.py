@@ -9,7 +9,7 @@ from typing import Any
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
-from agentrl.tools.base import Reply, Schema, Trajectory, timeout_text
+from agentrl.tools.base import Reply, Schema, Trajectory, timed_out
 from agentrl.tools.mcp.connection import Connection, LostError, RefusedError
 from agentrl.tools.mcp.server import McpServer, McpSession
 from agentrl.tools.specs import Limits, McpSpec
@@ -39,7 +39,6 @@ class SharedServer(McpServer):
         await self.live()
 
     def session(self, trajectory: Trajectory) -> SharedSession:
-        """Return the calls of one trajectory."""
         return SharedSession(self, trajectory)
 
     async def live(self) -> Connection:
@@ -112,15 +111,12 @@ class SharedSession(McpSession):
         self._is_closed = False
 
     async def prepare(self) -> None:
-        """Run the setup hooks."""
         await self.run_setup(self.request)
 
     def current(self) -> Sequence[Schema]:
-        """Return the tools as last listed."""
         return self._server.schemas
 
     async def settle(self) -> None:
-        """Wait until announced changes of the tools are listed."""
         await self._server.settled()
 
     async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
@@ -131,8 +127,7 @@ class SharedSession(McpSession):
                 return await connection.call(tool, arguments, limits, self.meta)
             except TimeoutError:
                 self._server.suspect(connection)
-                text = timeout_text(tool, limits.timeout_seconds or 0.0)
-                return Reply(text=text, error=True, lost=True)
+                return timed_out(tool, limits.timeout_seconds, lost=True)
             except RefusedError as refused:
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:

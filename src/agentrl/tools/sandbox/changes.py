@@ -40,7 +40,7 @@ class _Entry:
 def compare(before: Path, after: Path, folder: str = "") -> Changes:
     """Return how ``folder`` of the archives changed; its folder ``.git`` does not count."""
     old, new = _entries(before, folder), _entries(after, folder)
-    names = sorted(name for name in old.keys() | new.keys() if _digest(old, name) != _digest(new, name))
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     parts: list[str] = []
     length = 0
     for name in names:
@@ -51,10 +51,6 @@ def compare(before: Path, after: Path, folder: str = "") -> Changes:
         parts.append(part)
         length += len(part)
     return Changes(tuple(names[:LISTED]), len(names), "".join(parts))
-
-
-def _digest(entries: dict[str, _Entry], name: str) -> str | None:
-    return entries[name].digest if name in entries else None
 
 
 def _entries(archive: Path, folder: str) -> dict[str, _Entry]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import stat
 
 from agentrl.tools.sandbox import linux
+from agentrl.tools.sandbox.namespaces import show_devices, write_text
 from agentrl.tools.sandbox.program import DEVICES, Job
 
 
@@ -37,13 +39,8 @@ def build_root(job: Job) -> None:
     for name in ("tmp", "var/tmp"):
         os.chmod(f"{root}/{name}", 0o1777)
     linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
-    for name in (*DEVICES, "tty"):
-        if os.path.exists(f"/dev/{name}"):
-            write_text(f"{root}/dev/{name}", "")
-            linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=linux.MS_BIND)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
-    os.symlink("/proc/self/fd", f"{root}/dev/fd")
+    devices = [name for name in (*DEVICES, "tty") if os.path.exists(f"/dev/{name}")]
+    show_devices("/dev", f"{root}/dev", devices)
     os.mkdir(f"{root}/dev/shm")
     os.chmod(f"{root}/dev/shm", 0o1777)
     os.mkdir(f"{root}/dev/pts")
@@ -108,7 +105,10 @@ def _copy_tree(source: str, target: str) -> None:
 
 
 def become_user(user: int, group: int) -> None:
-    """Take a user and a group of the namespace; root instead of one that the host has not lent it."""
+    """Take a user and a group of the namespace; root instead of one that the host has not lent it.
+
+    A change of the user clears the signal at the parent's death, so it is set again.
+    """
     users = _mapped("uid")
     with contextlib.suppress(PermissionError):  # where the only user is the sampler's
         os.setgroups([])
@@ -116,14 +116,9 @@ def become_user(user: int, group: int) -> None:
     user = user if user < users else 0
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _mapped(kind: str) -> int:
     with open(f"/proc/self/{kind}_map", encoding="utf-8") as lines:
         return int(lines.read().split()[2])
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file of the kernel, or one that is made."""
-    with open(path, "w", encoding="utf-8") as target:
-        target.write(text)

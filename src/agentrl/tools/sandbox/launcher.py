@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from agentrl.tools.sandbox import linux, namespaces
-from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants, memory_of
+from agentrl.tools.sandbox.program import Job, PlainRun, Streams, descendants, memory_of, read_report
 from agentrl.tools.sandbox.rootfs import ContainerRun, Held, hold
 
 _POLL_SECONDS: Final = 0.05
@@ -151,7 +151,11 @@ def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, 
     for capture in captures:
         os.set_blocking(capture.descriptor, False)
     started = time.monotonic()
-    run = _start(job, streams, channel, held)
+    run: _NamespaceRun | PlainRun | ContainerRun
+    if held is not None:
+        run = ContainerRun(job, streams, held)
+    else:
+        run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
     ended: dict[str, Any] = {}
     exceeded: str | None = "connection"
     peak = 0
@@ -182,14 +186,6 @@ def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, 
         "memory_mb": peak / (1 << 20),
         "kept": held is None and (exceeded is None or bool(job.command)) and bool(ended.get("kept", False)),
     }
-
-
-def _start(
-    job: Job, streams: Streams, channel: socket.socket | None, held: Held | None
-) -> _NamespaceRun | PlainRun | ContainerRun:
-    if held is not None:
-        return ContainerRun(job, streams, held)
-    return _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
 
 
 class _NamespaceRun:
@@ -223,30 +219,23 @@ class _NamespaceRun:
         """Return whether a command has filled its directory, a file system of limited size."""
         for first in list(descendants(self.pid))[1:2] if self._saves else ():
             with contextlib.suppress(OSError):
-                disk = os.statvfs(f"/proc/{first}/root{namespaces.WORK}")
+                work = f"/proc/{first}/root{namespaces.WORK}"
+                disk = os.statvfs(work)
                 if disk.f_blocks * disk.f_frsize == self._size:
-                    return disk.f_bavail == 0 or disk.f_favail == 0
+                    return namespaces.is_full(work)
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill what runs and return the report."""
-        if keep_files and self._saves:
-            self._end_program()
+        if keep_files and self._saves:  # its first process kills the others and keeps the files
+            for first in list(descendants(self.pid))[1:2]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(first, signal.SIGTERM)
+            select.select([self._read], [], [], _SAVE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        report = b""
-        while chunk := os.read(self._read, _CHUNK):
-            report += chunk
-        answer: dict[str, Any] = json.loads(report.partition(b"\n")[0]) if report else {}
-        return answer
-
-    def _end_program(self) -> None:
-        """Let the first process kill the others and keep the files."""
-        for first in list(descendants(self.pid))[1:2]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(first, signal.SIGTERM)
-        select.select([self._read], [], [], _SAVE_SECONDS)
+        return read_report(self._read)
 
 
 def _watch(

@@ -109,15 +109,15 @@ def bind_read_only(source: str, target: str) -> None:
 def make_read_only(target: str, *, recursive: bool) -> None:
     """Make a mount read-only, without devices and set-uid programs (Linux 5.12 or later). Raises OSError."""
     attributes = _MountAttr(attr_set=_RDONLY_NOSUID_NODEV)
-    done = _libc.syscall(
-        ctypes.c_long(_MOUNT_SETATTR),
+    _call(
+        f"mount_setattr of {target}",
+        _MOUNT_SETATTR,
         ctypes.c_int(_AT_FDCWD),
         target.encode(),
         ctypes.c_uint(_AT_RECURSIVE if recursive else 0),
         ctypes.byref(attributes),
         ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
-    _check(done, f"mount_setattr of {target}")
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -125,7 +125,7 @@ def pivot_root(new: str, old: str) -> None:
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise OSError(f"no system-call numbers of {os.uname().machine}")
-    _check(_libc.syscall(ctypes.c_long(number), new.encode(), old.encode()), "pivot_root")
+    _call("pivot_root", number, new.encode(), old.encode())
 
 
 def detach(target: str) -> None:
@@ -133,13 +133,11 @@ def detach(target: str) -> None:
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount of {target}")
 
 
-def drop_capabilities() -> None:
-    """Give up every capability, for this process and all that it starts. Raises OSError."""
-    keep_capabilities(())
-
-
 def keep_capabilities(kept: Collection[int], *, by_programs: Collection[int] = ()) -> None:
-    """Give up capabilities but ``kept``; programs that are started keep ``by_programs``. Raises OSError."""
+    """Give up all capabilities but ``kept``; what this process starts keeps ``by_programs``.
+
+    Raises OSError.
+    """
     for capability in range(64):
         try:
             if capability not in by_programs:
@@ -156,6 +154,13 @@ def _check(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _call(what: str, number: int, *arguments: object) -> int:
+    """Return the result of a system call for which libc has no function. Raises OSError."""
+    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
+    _check(min(result, 0), what)
+    return result
 
 
 class _Ruleset(ctypes.Structure):
@@ -193,7 +198,7 @@ def restrict_paths(
         scoped=_SCOPE if version >= 6 else 0,
     )
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    rules = _call(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint(0))
+    rules = _call("landlock", _CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(size), ctypes.c_uint(0))
     for paths, rights in (
         (readable, _READ),
         (devices, _READ_FILE | _WRITE_FILE),
@@ -202,7 +207,7 @@ def restrict_paths(
         for path in paths:
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 _allow(rules, path, rights & everything)
-    _call(_RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
+    _call("landlock", _RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0))
     os.close(rules)
     return True
 
@@ -213,16 +218,7 @@ def _allow(rules: int, path: str, rights: int) -> None:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             rights &= _OF_FILES
         rule = _PathBeneath(allowed=rights, descriptor=descriptor)
-        _call(
-            _ADD_RULE, ctypes.c_int(rules), ctypes.c_int(_PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint(0)
-        )
+        kind = ctypes.c_int(_PATH_BENEATH)
+        _call("landlock", _ADD_RULE, ctypes.c_int(rules), kind, ctypes.byref(rule), ctypes.c_uint(0))
     finally:
         os.close(descriptor)
-
-
-def _call(number: int, *arguments: object) -> int:
-    result = int(_libc.syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"landlock: {os.strerror(code)}")
-    return result

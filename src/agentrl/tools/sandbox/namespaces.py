@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Final
 
 from agentrl.tools.sandbox import linux
@@ -32,7 +33,7 @@ WORK: Final = "/sandbox"
 """A folder that no host has: what the program may read keeps its path, and may not lie inside."""
 _INSIDE_USER: Final = 1000
 _HOST_USER_OF_ROOT: Final = 65534
-ALL: Final = (
+_ALL: Final = (
     linux.CLONE_NEWUSER
     | linux.CLONE_NEWNS
     | linux.CLONE_NEWPID
@@ -71,35 +72,40 @@ def start(job: Job, streams: Streams, files: Files, status: int, channel: socket
     os.close(ready_write)
     os.close(go_read)
     if os.read(ready_read, 1) == b"1":
-        _map_users(child)
+        map_users(child, f"0 {{own}} 1\n{_INSIDE_USER} {_HOST_USER_OF_ROOT} 1", f"{_INSIDE_USER} {{own}} 1")
         os.write(go_write, b"1")
     os.close(ready_read)
     os.close(go_write)
     return child
 
 
-def _map_users(child: int) -> None:
-    """Map the user inside to the own user, or, for root, to one that owns nothing."""
+def map_users(child: int, of_root: str, of_others: str) -> None:
+    """Map users and groups of the child's namespace: lines of uid_map, in which ``own`` is this user."""
     root = os.geteuid() == 0
     if not root:
-        _write(f"/proc/{child}/setgroups", "deny")
+        write_text(f"/proc/{child}/setgroups", "deny")
     for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-        lines = f"0 {own} 1\n{_INSIDE_USER} {_HOST_USER_OF_ROOT} 1" if root else f"{_INSIDE_USER} {own} 1"
-        _write(f"/proc/{child}/{kind}_map", lines)
+        write_text(f"/proc/{child}/{kind}_map", (of_root if root else of_others).format(own=own))
+
+
+def enter(job: Job, channel: socket.socket | None) -> None:
+    """Move this process into new namespaces, with a way to the job's gateway. Raises OSError."""
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.unshare(_ALL & ~linux.CLONE_NEWNET if job.network == "host" else _ALL)
+    if job.network != "host" and (job.command or job.holds):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:  # switch the loopback on
+            fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
+    if channel is not None and job.gateway is not None:
+        with channel, socket.create_server((LOOPBACK, job.gateway[1]), backlog=_BACKLOG) as listener:
+            socket.send_fds(channel, [b"x"], [listener.fileno()])
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
 
 
 def _outer(
     job: Job, streams: Streams, files: Files, status: int, ready: int, go: int, channel: socket.socket | None
 ) -> None:
     """Create the namespaces, start their first process and wait for it."""
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    linux.unshare(ALL & ~linux.CLONE_NEWNET if job.network == "host" else ALL)
-    if job.command and job.network != "host":
-        loopback_up()
-    if channel is not None and job.gateway is not None:
-        listen_for(channel, job.gateway[1])
-        channel.close()
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    enter(job, channel)
     os.write(ready, b"1")
     os.close(ready)
     if os.read(go, 1) != b"1":
@@ -134,11 +140,10 @@ def _init(job: Job, streams: Streams, files: Files, status: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             os.wait()
-    is_full = any(map(_is_full, (WORK, "/tmp")))
+    full = any(map(is_full, (WORK, "/tmp")))
     _, after = files
     kept = after is None or save(after, WORK, job)
-    report = {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": is_full}
-    write_report(status, report)
+    write_report(status, {"status": os.waitstatus_to_exitcode(ended), "kept": kept, "full": full})
     os._exit(0)
 
 
@@ -167,8 +172,11 @@ def _build_root(job: Job, user: int | None) -> None:
             os.chown(f"/new{path}", user, user)
     for path in dict.fromkeys((*SYSTEM, *job.visible)):  # some may lie below /tmp
         _show(path)
-    _devices()
-    _texts()
+    os.mkdir("/new/dev")
+    show_devices("/old/dev", "/new/dev", DEVICES)
+    os.makedirs("/new/etc", exist_ok=True)
+    write_text("/new/etc/passwd", f"sandbox:x:{_INSIDE_USER}:{_INSIDE_USER}::{WORK}:/bin/sh\n")
+    write_text("/new/etc/group", f"sandbox:x:{_INSIDE_USER}:\n")
     os.mkdir("/new/proc")
     with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
         linux.mount("proc", "/new/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
@@ -180,7 +188,7 @@ def _build_root(job: Job, user: int | None) -> None:
     os.rmdir("/.old")
     linux.make_read_only("/", recursive=False)
     with contextlib.suppress(OSError):
-        _write("/proc/sys/user/max_user_namespaces", "0")
+        write_text("/proc/sys/user/max_user_namespaces", "0")
 
 
 def _show(path: str) -> None:
@@ -195,33 +203,28 @@ def _show(path: str) -> None:
     if os.path.isdir(source):
         os.mkdir(target)
     else:
-        _write(target, "")
+        write_text(target, "")
     linux.bind_read_only(source, target)
 
 
-def _devices() -> None:
-    os.mkdir("/new/dev")
-    for name in DEVICES:
-        _write(f"/new/dev/{name}", "")
-        linux.mount(f"/old/dev/{name}", f"/new/dev/{name}", flags=linux.MS_BIND)
+def show_devices(source: str, target: str, names: Iterable[str]) -> None:
+    """Show the devices ``names`` of one folder in another, and the program's own streams. Raises OSError."""
+    for name in names:
+        write_text(f"{target}/{name}", "")
+        linux.mount(f"{source}/{name}", f"{target}/{name}", flags=linux.MS_BIND)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"/proc/self/fd/{number}", f"/new/dev/{name}")
-    os.symlink("/proc/self/fd", "/new/dev/fd")
+        os.symlink(f"/proc/self/fd/{number}", f"{target}/{name}")
+    os.symlink("/proc/self/fd", f"{target}/fd")
 
 
-def _texts() -> None:
-    os.makedirs("/new/etc", exist_ok=True)
-    user = _INSIDE_USER
-    _write("/new/etc/passwd", f"sandbox:x:{user}:{user}::{WORK}:/bin/sh\n")
-    _write("/new/etc/group", f"sandbox:x:{user}:\n")
-
-
-def _is_full(directory: str) -> bool:
+def is_full(directory: str) -> bool:
+    """Return whether a file system has no space left, or no room for another file."""
     disk = os.statvfs(directory)
     return disk.f_bavail == 0 or disk.f_favail == 0
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """Write a new file, or a file of the kernel."""
     with open(path, "w", encoding="utf-8") as target:
         target.write(text)
 
@@ -241,18 +244,6 @@ def start_forwarder(target: tuple[str, int]) -> tuple[int, socket.socket]:
             os._exit(0)
     own.close()
     return pid, passed
-
-
-def listen_for(channel: socket.socket, port: int) -> None:
-    """Listen on the loopback of this process's network, and pass the socket on. Raises OSError."""
-    with socket.create_server((LOOPBACK, port), backlog=_BACKLOG) as listener:
-        socket.send_fds(channel, [b"x"], [listener.fileno()])
-
-
-def loopback_up() -> None:
-    """Switch the loopback of this process's network on. Raises OSError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH22x", b"lo", _UP))
 
 
 def _serve(channel: socket.socket, target: tuple[str, int]) -> None:

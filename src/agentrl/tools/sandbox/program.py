@@ -114,7 +114,7 @@ def become(job: Job, directory: str, streams: Streams, user: int | None) -> None
     limit_resources(job, processes)
     linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if job.namespaces or user is not None:
-        linux.drop_capabilities()
+        linux.keep_capabilities(())
     if not job.namespaces:
         linux.restrict_paths(
             readable=(*SYSTEM, *job.visible, "/proc" if job.command else "/proc/self"),
@@ -228,6 +228,13 @@ def write_report(status: int, report: dict[str, Any]) -> None:
     os.write(status, json.dumps(report).encode() + b"\n")
 
 
+def read_report(status: int) -> dict[str, Any]:
+    """Return the first report on a pipe that the program's end closes; empty without one."""
+    with os.fdopen(status, "rb") as reader:
+        report: dict[str, Any] = json.loads(reader.readline() or b"{}")
+    return report
+
+
 class PlainRun:
     """The program as a child of this process, which adopts the processes that it leaves behind."""
 
@@ -285,9 +292,8 @@ class PlainRun:
                 break
             if pid == self.pid:
                 status = os.waitstatus_to_exitcode(code)
-        report = os.read(self._status, 65536)
-        if report:
-            return {"error": str(json.loads(report)["error"])}
+        if report := read_report(self._status):
+            return report
         kept = not self._job.command or (keep_files and self._save())
         return {"status": -int(signal.SIGKILL) if status is None else status, "kept": kept}
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agentrl.tools.sandbox import linux, namespaces, seccomp
-from agentrl.tools.sandbox.container_root import become_user, build_root, write_text
+from agentrl.tools.sandbox.container_root import become_user, build_root
 from agentrl.tools.sandbox.program import (
     DESCRIPTORS,
     Job,
@@ -31,12 +31,14 @@ from agentrl.tools.sandbox.program import (
     limit_resources,
     memory_of,
     plain,
+    read_report,
     write_report,
 )
 
 _NAMESPACES: Final = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
 _POLL_SECONDS: Final = 0.5
 _KILL_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.005
 _START_SECONDS: Final = 60.0
 FIRST_USER: Final = 2_100_000_000
 """Root inside, on the host, where the sampler is root: an id that owns nothing else."""
@@ -120,13 +122,22 @@ def _start(job: Job, channel: socket.socket | None) -> tuple[int, Held]:
     theirs.close()
     if channel is not None:
         channel.close()
+    try:
+        return outer, _describe(job, outer, own, status)
+    except BaseException:
+        kill_tree(outer)
+        raise
+
+
+def _describe(job: Job, outer: int, own: socket.socket, status: int) -> Held:
+    """Map the users of a container that starts, open its namespaces, and wait until it has started."""
     own.settimeout(_START_SECONDS)
     descriptors: list[int] = []
     first = 0
     entered = [name for name in _NAMESPACES if (name, job.network) != ("net", "host")]
     with contextlib.closing(own):
         if own.recv(1) == b"m":
-            _map_users(outer)
+            namespaces.map_users(outer, f"0 {FIRST_USER} {USERS}", "0 {own} 1")
             own.sendall(b"m")
         text = own.recv(32)  # the id of the first process, which waits until its namespaces are open here
         if text:
@@ -137,27 +148,11 @@ def _start(job: Job, channel: socket.socket | None) -> tuple[int, Held]:
         report: dict[str, Any] = json.loads(reader.readline() or b'{"error": "it ended at once"}')
     if "error" in report:
         raise OSError(report["error"])
-    return outer, Held(first, tuple(descriptors))
-
-
-def _map_users(child: int) -> None:
-    is_root = os.geteuid() == 0
-    if not is_root:
-        write_text(f"/proc/{child}/setgroups", "deny")
-    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
-        write_text(f"/proc/{child}/{kind}_map", f"0 {FIRST_USER} {USERS}" if is_root else f"0 {own} 1")
+    return Held(first, tuple(descriptors))
 
 
 def _outer(job: Job, holder: socket.socket, status: int, channel: socket.socket | None) -> None:
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    all_namespaces = namespaces.ALL & ~linux.CLONE_NEWNET if job.network == "host" else namespaces.ALL
-    linux.unshare(all_namespaces)
-    if job.network != "host":
-        namespaces.loopback_up()
-    if channel is not None and job.gateway is not None:
-        namespaces.listen_for(channel, job.gateway[1])
-        channel.close()
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    namespaces.enter(job, channel)
     holder.sendall(b"m")
     if holder.recv(1) != b"m":
         raise OSError("the users of the namespace cannot be mapped")
@@ -178,7 +173,6 @@ def _init(job: Job, holder: socket.socket, status: int) -> None:
         raise OSError("the holder of the container has ended")
     os.umask(0o022)
     build_root(job)
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user clears it
     linux.prctl(linux.PR_SET_DUMPABLE, 0)
     write_report(status, {"started": True})
     os.closerange(0, DESCRIPTORS)
@@ -209,21 +203,20 @@ class ContainerRun:
     def over_files(self) -> bool:
         """Return whether the container's files are at their limit."""
         with contextlib.suppress(OSError):
-            disk = os.statvfs(f"/proc/{self._first}/root")
-            return disk.f_bavail == 0 or disk.f_favail == 0
+            return namespaces.is_full(f"/proc/{self._first}/root")
         return False
 
     def end(self, *, keep_files: bool) -> dict[str, Any]:
         """Kill what the program has started, except what it has detached from itself; return the report."""
-        kill_tree(self.pid, spared=(self.pid,))
-        if not select.select([self.waits_on], [], [], _KILL_SECONDS)[0]:
+        deadline = time.monotonic() + _KILL_SECONDS
+        has_ended = False
+        while not has_ended and time.monotonic() < deadline:
+            kill_tree(self.pid, spared=(self.pid,))  # again: it may not have forked the program yet
+            has_ended = bool(select.select([self.waits_on], [], [], _LOOK_SECONDS)[0])
+        if not has_ended:
             os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        report = b""
-        while chunk := os.read(self.waits_on, 65536):
-            report += chunk
-        answer: dict[str, Any] = json.loads(report.partition(b"\n")[0]) if report else {}
-        return {"kept": True, **answer}
+        return {"kept": True, **read_report(self.waits_on)}
 
 
 def _enter(job: Job, streams: Streams, held: Held, status: int) -> None:
@@ -237,9 +230,8 @@ def _enter(job: Job, streams: Streams, held: Held, status: int) -> None:
         guarded(status, lambda: _program(job, streams, status))
     streams.close()
     _, code = os.waitpid(program, 0)
-    disk = os.statvfs("/")
-    is_full = disk.f_bavail == 0 or disk.f_favail == 0
-    write_report(status, {"status": os.waitstatus_to_exitcode(code), "kept": True, "full": is_full})
+    full = namespaces.is_full("/")
+    write_report(status, {"status": os.waitstatus_to_exitcode(code), "kept": True, "full": full})
     os._exit(0)
 
 
@@ -271,8 +263,7 @@ def _program(job: Job, streams: Streams, status: int) -> None:
         os.makedirs(job.cwd, exist_ok=True)
     if not keeps_rights:
         become_user(user, group)
-        linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        linux.keep_capabilities(())
     os.chdir(job.cwd)
     environment = {**_ENVIRONMENT, "HOME": home, **job.environment}
     try:

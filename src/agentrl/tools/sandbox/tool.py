@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from agentrl.tools.base import Schema, function_schema
 from agentrl.tools.python import tool
-from agentrl.tools.sandbox.docker import DockerSandbox
+from agentrl.tools.sandbox.container import ContainerSandbox
 from agentrl.tools.sandbox.limits import Execution, SandboxConfig
 from agentrl.tools.sandbox.local import LocalSandbox
 from agentrl.tools.stateful import StatefulTool
@@ -36,7 +36,7 @@ def open_sandbox(config: Mapping[str, Any]) -> Sandbox:
     """Return the sandbox that ``config`` describes. Raises ConfigError."""
     chosen = SandboxConfig.of(config)
     if chosen.isolation == "docker":
-        return DockerSandbox(chosen, image=chosen.image)
+        return ContainerSandbox(chosen, image=chosen.image)
     return LocalSandbox(chosen, isolation=chosen.isolation, python=chosen.python, visible=chosen.visible)
 
 

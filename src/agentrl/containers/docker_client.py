@@ -1,4 +1,4 @@
-"""Run programs in Docker with limits, and remove the containers that killed processes left."""
+"""Run Docker's command-line client, and remove the containers that killed processes left."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from typing import IO, Final
 from agentrl.errors import ConfigError, Dependency, DependencyKind, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
 from agentrl.tools.sandbox.launcher import Output
-from agentrl.tools.sandbox.limits import Execution, SandboxLimits
 
 logger = logging.getLogger(__name__)
 
 _PREFIX: Final = "agentrl-"
 _CONTROL_SECONDS: Final = 120.0
 """Time limit of a command that starts or removes a container; the first one may pull the image."""
-NO_RIGHTS: Final = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges")
 _PULL_SECONDS: Final = 1800.0
 _GRACE_SECONDS: Final = 10.0
-_SIGNALLED: Final = 128
-"""Exit codes above this name a signal."""
-_FIRST_PROCESS: Final = (
-    "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nwhile True: signal.pause()"
-)
-"""Keeps the container alive, and reaps what programs leave behind."""
-_USER: Final = 65534
 _CHUNK: Final = 65536
 _HINT: Final = "install and start Docker, or choose another isolation"
 _AWAY: Final = (
@@ -44,95 +35,17 @@ _AWAY: Final = (
 """What the client says of a daemon that is away."""
 
 
-class DockerSandbox:
-    """A container, and programs that run in it one after the other."""
-
-    def __init__(self, limits: SandboxLimits, *, image: str) -> None:
-        """``image`` needs ``python3`` and coreutils' ``timeout``."""
-        self._limits = limits
-        self._image = image
-        self._name: str | None = None
-        self._turn = asyncio.Lock()
-
-    async def run(self, code: str, stdin: str = "") -> Execution:
-        """Run a program to its end or its limits. Raises ToolServerError if Docker fails.
-
-        After one that fills or locks its directory, or leaves processes that block the container, the next
-        one begins in a new container.
-        """
-        async with self._turn:
-            name = await self._container()
-            try:
-                await self._write(name, code)
-            except ToolServerError:
-                await self._remove()
-                name = await self._container()
-                await self._write(name, code)
-            done = await self._execute(name, stdin)
-            try:  # kill what the program left running; the container's first process stays
-                await control("exec", name, "sh", "-c", "kill -9 -1 2>/dev/null; true")
-            except ToolServerError:
-                await self._remove()
-            return done
-
-    async def close(self) -> None:
-        """Remove the container. Idempotent."""
-        with contextlib.suppress(ToolServerError):
-            await self._remove()
-
-    def start_command(self, name: str) -> list[str]:
-        """Return the arguments of ``docker`` that start the container."""
-        return [
-            "run", "--detach", "--name", name, *container_limits(self._limits, network="none"),
-            "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "PYTHONUNBUFFERED=1",
-            self._image, "python3", "-c", _FIRST_PROCESS,
-        ]  # fmt: skip
-
-    async def _container(self) -> str:
-        if self._name is None:
-            name = await asyncio.to_thread(container_name, "sandbox")
-            await control(*self.start_command(name))
-            self._name = name
-        return self._name
-
-    async def _remove(self) -> None:
-        name, self._name = self._name, None
-        if name is not None:
-            await control("rm", "--force", "--volumes", name)
-
-    async def _write(self, name: str, code: str) -> None:
-        write = "rm -rf main.py && cat > main.py"
-        text = code.encode("utf-8", "surrogatepass")
-        await control("exec", "--interactive", name, "sh", "-c", write, stdin=text)
-
-    async def _execute(self, name: str, stdin: str) -> Execution:
-        limits = self._limits
-        command = (
-            "exec", "--interactive", name,
-            "timeout", "--signal=KILL", f"{limits.seconds:g}", "python3", "-s", "main.py",
-        )  # fmt: skip
-        client = DockerClient(limits.output_bytes)
-        text = stdin.encode("utf-8", "surrogatepass")
-        await client.run(command, seconds=limits.seconds + _GRACE_SECONDS, stdin=text)
-        code = client.code if client.code <= _SIGNALLED else _SIGNALLED - client.code
-        exceeded = client.exceeded
-        if exceeded is None and code == -signal.SIGKILL:
-            exceeded = "time" if client.seconds >= limits.seconds else "memory"
-        return Execution(
-            stdout=client.stdout.text, stderr=client.stderr.text, exit_code=code, exceeded=exceeded,
-            seconds=client.seconds, memory_mb=0.0,
-        )  # fmt: skip
-
-
 class DockerClient:
-    """One command of Docker's client: its outputs, and the limit that ended it: time, output or files."""
+    """One command of Docker's client: its outputs, and the limit that ended it, time or output."""
 
     def __init__(self, output_bytes: int, shown_bytes: int | None = None, *, reads_pid: bool = False) -> None:
         """Each output may have ``output_bytes``; its two ends are kept as ``shown_bytes``, None keeps all.
 
-        With ``reads_pid`` the first line of standard output is the id of a process, ``pid``.
+        With ``reads_pid`` the first line of standard output is the id of a process, ``pid``, which begins
+        when it has read a line: one whose id is not known yet has not begun, and need not be killed.
         """
         self.pid: int | None = None
+        self._has_pid = asyncio.Event()
         self._reads_pid = reads_pid
         self.stdout, self.stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
         self.exceeded: str | None = None
@@ -175,7 +88,7 @@ class DockerClient:
     async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes) -> None:
         outputs = ((process.stdout, self.stdout), (process.stderr, self.stderr))
         await asyncio.gather(
-            *(self._read(pipe, output) for pipe, output in outputs), _feed(process.stdin, stdin)
+            *(self._read(pipe, output) for pipe, output in outputs), self._feed(process.stdin, stdin)
         )
 
     async def _read(self, pipe: asyncio.StreamReader | None, output: Output) -> None:
@@ -183,42 +96,30 @@ class DockerClient:
         if self._reads_pid and pipe is not None and output is self.stdout:
             line = (await pipe.readline()).strip()
             self.pid = int(line) if line.isdigit() else None
+            self._has_pid.set()
         while pipe is not None and self.exceeded is None and (chunk := await pipe.read(_CHUNK)):
             if not output.add(chunk):
                 self.exceeded = "output"
                 self._is_over.set()
 
-
-def limit_arguments(limits: SandboxLimits, *, more_processes: int = 0) -> list[str]:
-    """Return the arguments of ``docker run`` for a container without rights, whose own files are fixed."""
-    return [
-        *NO_RIGHTS, "--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m",
-        "--pids-limit", str(limits.processes + more_processes),
-        "--ulimit", f"nofile={limits.open_files}", "--ulimit", "core=0",
-        "--ulimit", f"cpu={limits.cpu_seconds}", "--ulimit", f"fsize={limits.disk_mb << 20}",
-    ]  # fmt: skip
-
-
-def container_limits(limits: SandboxLimits, *, network: str) -> list[str]:
-    """Return the arguments of ``docker run`` for a container that is removed at its end, with ``limits``.
-
-    Programs may write to ``/work``, where they start, and to ``/tmp``; both are in memory.
-    """
-    # The owner is named because some versions of runc replace the mode by that of the image's folder.
-    size = f"size={limits.disk_mb}m,nr_inodes={limits.files},uid={_USER},gid={_USER},mode=1777,exec"
-    return [
-        "--rm", "--network", network, *limit_arguments(limits, more_processes=4),
-        "--user", f"{_USER}:{_USER}", "--cpus", "1",
-        "--tmpfs", f"/work:{size}", "--tmpfs", f"/tmp:{size}", "--workdir", "/work", "--env", "HOME=/work",
-    ]  # fmt: skip
+    async def _feed(self, pipe: asyncio.StreamWriter | None, text: bytes) -> None:
+        """Write the command's input. A command that does not read it is not an error."""
+        if self._reads_pid:
+            await self._has_pid.wait()
+            text = b"\n" + text
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.write(text)
+                await pipe.drain()
+            pipe.close()
 
 
-async def control(*words: str, stdin: bytes = b"", may_fail: bool = False) -> bytes:
+async def control(*words: str, may_fail: bool = False) -> bytes:
     """Return what a command of Docker prints. Raises ToolServerError if it is too slow, or fails."""
     process = await start_client(words)
     try:
         async with asyncio.timeout(_CONTROL_SECONDS):
-            said, problem = await process.communicate(stdin)
+            said, problem = await process.communicate()
     except TimeoutError as error:
         raise ToolServerError(f"docker {words[0]} took longer than {_CONTROL_SECONDS:g} s") from error
     finally:
@@ -276,15 +177,6 @@ async def kill_client(process: asyncio.subprocess.Process) -> None:
             process.stdin.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.communicate(), _GRACE_SECONDS)
-
-
-async def _feed(pipe: asyncio.StreamWriter | None, text: bytes) -> None:
-    """Write the command's input. A command that does not read it is not an error."""
-    if pipe is not None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            pipe.write(text)
-            await pipe.drain()
-        pipe.close()
 
 
 def container_name(kind: str) -> str:

@@ -1,0 +1,87 @@
+"""Run ``agentrl`` commands beside a MongoDB of their own, for benchmarks that train."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.config.schema import RunConfig
+from agentrl.processes import thread_limits
+from agentrl.store.client import open_store
+from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.supervise import SupervisedProcess, Supervisor
+
+COMMAND_SECONDS = 1200.0
+
+
+@contextmanager
+def database(work: Path | None = None) -> Iterator[tuple[Path, str]]:
+    """Run a mongod on ``work``/mongo; yield ``work`` and the URI. Without ``work``, in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
+        folder = work or Path(scratch)
+        mongo = EmbeddedMongo(folder / "mongo")
+        try:
+            yield folder, mongo.up().uri
+        finally:
+            mongo.down()
+
+
+def command(name: str, flags: Sequence[str]) -> list[str]:
+    """Return the command line of an ``agentrl`` command."""
+    return [sys.executable, "-m", "agentrl", name, *flags]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the processes: few threads, no network."""
+    return {**os.environ, **thread_limits(), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+
+
+def agentrl(name: str, flags: Sequence[str], work: Path) -> None:
+    """Run a command to its end; its output goes to a file below ``work``. Exits if it fails."""
+    log = work / "logs" / f"{name}.out"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as sink:
+        done = subprocess.run(
+            command(name, flags), stdout=sink, stderr=sink, env=environment(), timeout=COMMAND_SECONDS,
+            check=False,
+        )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"agentrl {name} ended with exit code {done.returncode}; its log is {log}")
+
+
+def train_run(
+    flags: Mapping[str, Sequence[str]], logs: Path, seconds: float, variables: Mapping[str, str] | None = None
+) -> None:
+    """Run the commands ``flags`` until the last one, the trainer, ends; it is stopped after ``seconds``.
+
+    ``logs`` receives their output; ``variables`` are added to their environment. Exits if the trainer fails.
+    """
+    supervisor = Supervisor(lambda line: print(line, flush=True))
+    members = [
+        SupervisedProcess(
+            name, command(name, words), logs / f"{name}.out", environment() | dict(variables or {}),
+            is_server=name == "serve",
+        )
+        for name, words in flags.items()
+    ]  # fmt: skip
+    try:
+        for member in members[:-1]:
+            supervisor.start(member)
+        code = supervisor.run_main(members[-1], deadline=time.monotonic() + seconds)
+    finally:
+        supervisor.stop()
+    if code != 0:
+        raise SystemExit(f"the trainer ended with exit code {code}; its log is {members[-1].log}")
+
+
+async def newest_version(run: RunConfig) -> int:
+    """Return the newest published policy version of a run; 0 before the first."""
+    async with await open_store(run) as store:
+        version = await store.policy_versions.latest()
+        return 0 if version is None else version.id

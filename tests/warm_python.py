@@ -1,0 +1,162 @@
+"""A ``python`` for commands of tests that has imported torch and agentrl already: it starts in 0.1 s.
+
+A server process imports once and forks itself for each ``python -m MODULE``. A program still has a process,
+a session, an environment and a folder of its own, and starts others by ``sys.executable``, the same
+``python``. It may be signalled and killed as usual: the starter passes signals on, and the program ends with
+it. All other command lines run the real Python.
+
+    python tests/warm_python.py SOCKET PYTHON     # the server; PYTHON is the starter's file
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_IMPORTED = (
+    "agentrl.cli.main", "agentrl.launch.processes", "agentrl.train.start", "agentrl.train.sft",
+    "agentrl.train.whatif", "agentrl.evaluation.blame", "agentrl.evaluation.command",
+    "agentrl.rollout.sample", "agentrl.teaching.teach", "agentrl.inference.serve",
+    "agentrl.inference.engines.local.server",
+    "agentrl.inference.engines.local.worker", "transformers.models.qwen3.modeling_qwen3",
+)  # fmt: skip
+_READY_SECONDS = 120.0
+_FIRST_FREE = 200
+"""Received file descriptors wait above those that a program may have."""
+_STARTER = """#!{python} -IS
+import json, os, signal, socket, sys
+if sys.argv[1:2] != ["-m"]:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+fds = []
+for fd in map(int, os.listdir("/proc/self/fd")):
+    try:
+        fds += [fd] * os.get_inheritable(fd)
+    except OSError:
+        pass  # that of the listing
+link = socket.socket(socket.AF_UNIX)
+link.connect({socket!r})
+request = {{"argv": sys.argv, "cwd": os.getcwd(), "environ": dict(os.environ), "fds": fds}}
+socket.send_fds(link, [b"."], fds)
+link.sendall(json.dumps(request).encode() + b"\\n")
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: link.send(bytes([number])))
+code = int(link.makefile().readline() or 1)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+@contextlib.contextmanager
+def warm_server(folder: Path) -> Iterator[Path]:
+    """Run the server; return the path of ``python`` in a ``bin`` folder below ``folder``."""
+    starter, path = folder / "bin" / "python", folder / "socket"
+    starter.parent.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
+    server = subprocess.Popen([sys.executable, __file__, str(path), str(starter)], env=environment)
+    try:
+        until = time.monotonic() + _READY_SECONDS
+        while not starter.exists():
+            assert server.poll() is None, "the server of warm_python has ended"
+            assert time.monotonic() < until, f"warm_python has not imported in {_READY_SECONDS:g} s"
+            time.sleep(0.05)
+        yield starter
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def _serve(path: str, starter: str) -> dict[str, Any]:
+    """Fork for each request; return it in the fork, which becomes the program."""
+    warnings.filterwarnings("ignore", message=".*found in sys.modules after import of package")
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    partial = Path(f"{starter}.partial")
+    partial.write_text(_STARTER.format(python=sys.executable, socket=path), encoding="utf-8")
+    partial.chmod(0o755)
+    partial.rename(starter)
+    sys.executable = starter
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
+    while True:
+        link, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return _watch(link)
+        link.close()
+
+
+def _watch(link: socket.socket) -> dict[str, Any]:
+    """Fork the program and return its request there; here pass signals on, and end with it."""
+    _, received, _, _ = socket.recv_fds(link, 1, 64)
+    request: dict[str, Any] = json.loads(link.makefile().readline())
+    program = os.fork()
+    if program == 0:
+        link.close()
+        os.setsid()
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_FREE) for fd in received]
+        for fd, number in zip(moved, request["fds"], strict=True):
+            os.dup2(fd, number)
+        for fd in {*received, *moved} - {*request["fds"]}:
+            os.close(fd)
+        return request
+    for fd in received:
+        os.close(fd)
+    ended = os.pidfd_open(program)
+    while ended not in (ready := select.select([link, ended], [], [])[0]):
+        assert ready == [link]
+        for number in link.recv(16) or [signal.SIGKILL]:
+            os.kill(program, number)
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with contextlib.suppress(OSError):
+        link.sendall(b"%d\n" % code)
+    os._exit(0)
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Do what ``python -m MODULE ARGUMENTS`` does, but leave freeing the imported modules to the kernel."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    more = os.environ.get("PYTHONPATH", "")
+    sys.path[:1] = [request["cwd"], *(more.split(os.pathsep) if more else [])]
+    _, _, module, *arguments = request["argv"]
+    sys.argv = [module, *arguments]
+    code: object = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code or 0
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
+
+
+if __name__ == "__main__":
+    _become(_serve(*sys.argv[1:]))
