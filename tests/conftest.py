@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -149,6 +150,14 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A ``python`` that starts in 0.1 s, for tests of commands as a person enters them."""
     with warm_server(tmp_path_factory.mktemp("warm")) as python:
         yield python
+
+
+@pytest.fixture(scope="module")
+def starts_warm(warm_python: Path) -> Iterator[None]:
+    """Let the file's tests start engines and commands by ``warm_python``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(warm_python))
+        yield
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import RunConfig
 from agentrl.store.client import Store
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 
 def start(run: RunConfig, command: str, *words: str) -> subprocess.Popen[str]:

@@ -33,7 +33,7 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.store.groups import GroupOutcome
 from agentrl.train.step import forward_backward
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.usefixtures("starts_warm")]
 
 TASK = Task(
     id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="1+2?",

@@ -32,7 +32,7 @@ from agentrl.model.forward import ForwardOptions
 from agentrl.model.routing import RouterReplay
 from agentrl.weights.folder import expert_shape
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 SHAPE = ExpertShape(layers=3, top_k=4, experts=16)
 VOCAB = 256

@@ -33,7 +33,7 @@ from agentrl.weights.local_copy import LocalCopy
 from agentrl.weights.model_folder import checksums
 from agentrl.weights.publish import publish_base
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240), pytest.mark.usefixtures("starts_warm")]
 
 PROMPT = [n * 7919 % 200 for n in range(40)]
 LONG = SamplingParams(max_new_tokens=1500, extra={"ignore_eos": True})

@@ -30,7 +30,7 @@ from agentrl.rollout.try_task import try_task
 from agentrl.store.client import Store
 from agentrl.store.embedded.server import EmbeddedMongo
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 EXAMPLES = Path(__file__).parents[2] / "assets" / "examples"
 QUESTION = {"query": "What is\x1b]0;owned\x07 1+1?", "answer": "2", "scorer": "exact"}

@@ -35,7 +35,7 @@ from agentrl.rollout.load_tasks import store_tasks
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.usefixtures("starts_warm")]
 
 EXAMPLE = Path(__file__).parents[2] / "assets" / "examples" / "vision"
 TASKS, GROUP = 4, 2

@@ -32,7 +32,7 @@ from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.train.build import build_trainer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 PAD = IDS["<|image_pad|>"]
 

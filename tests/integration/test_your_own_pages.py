@@ -13,7 +13,7 @@ from unmoved.train_dump import make_model
 
 from agentrl.cli.evaluate import try_task
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
 
 SHORT = ["--max_new_tokens", "12", "--max_prompt_tokens", "400", "--prompt_reserve_tokens", "100"]
 """Flags that keep a model without training short; those of the page come later and win."""
