@@ -129,7 +129,9 @@ class Supervisor:
                 clients = [member for member in members if not member.is_server]
                 _terminate(clients)
                 helpers = [member for member in clients if member.log is not None]
-                _wait(lambda: all(_is_gone(each) for each in helpers), deadline - seconds + _CLIENTS_SECONDS)
+                _wait(
+                    lambda: all(each.pid is None for each in helpers), deadline - seconds + _CLIENTS_SECONDS
+                )
                 _terminate([member for member in members if member.is_server])
                 _wait(lambda: not tree.running(), deadline)
         except StoppedBySignalError:
@@ -218,10 +220,6 @@ def _see(log: Path | None) -> str:
 def _terminate(members: Sequence[SupervisedProcess]) -> None:
     for member in members:
         member.signal(signal.SIGTERM)
-
-
-def _is_gone(member: SupervisedProcess) -> bool:
-    return member.process is None or member.process.poll() is not None
 
 
 def _wait(condition: Callable[[], bool], deadline: float) -> None:

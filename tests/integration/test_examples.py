@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,9 @@ SMALL = (
 
 
 @pytest.fixture
-def processes(run_config: RunConfig, tmp_path: Path) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def processes(
+    run_config: RunConfig, tmp_path: Path, warm_python: Path
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """An engine, a sampler and a trainer of one run; killed at the end."""
     model = make_model(tmp_path / "model")
     tasks = tmp_path / "tasks.jsonl"
@@ -68,7 +69,7 @@ def processes(run_config: RunConfig, tmp_path: Path) -> Iterator[dict[str, subpr
         more = ("--train_file", str(tasks)) if command == "sample" else ()
         with (tmp_path / f"{command}.txt").open("wb") as sink:
             started[command] = subprocess.Popen(
-                [sys.executable, "-m", "agentrl", command, *common, *own, *more],
+                [str(warm_python), "-m", "agentrl", command, *common, *own, *more],
                 env=environment, stdout=sink, stderr=subprocess.STDOUT,
             )  # fmt: skip
     yield started

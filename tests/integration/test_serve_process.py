@@ -163,7 +163,8 @@ async def test_it_follows_good_weights_refuses_broken_ones_and_stops(
         assert (await engine_when(store, serve, lambda s: s.policy_version == 3)).detail is None
         copy, whole = tmp_path / "copies" / store.run_name, load_file(tmp_path / "v3" / "whole" / WHOLE)
         for _ in range(600):  # the engine has changed its own weights; the copy follows
-            if json.loads((copy / "state.json").read_bytes())["version"] == 3:
+            state = copy / "state.json"
+            if state.is_file() and json.loads(state.read_bytes())["version"] == 3:
                 break
             await asyncio.sleep(0.05)
         copied = load_file(copy / "model" / WHOLE)

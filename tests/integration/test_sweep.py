@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,34 +53,44 @@ def children(sweep: Sweep) -> list[str]:
     return [sweep.child(setting, seed) for setting in sweep.all for seed in sweep.seeds]
 
 
-def start(*words: str) -> subprocess.Popen[bytes]:
+def start(words: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen([sys.executable, "-m", "agentrl", *words], env=environment)
+    return subprocess.Popen(words, env=environment, stdout=subprocess.PIPE)
 
 
-async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(run: StoredRun) -> None:
+def output_of(words: Sequence[str]) -> bytes:
+    process = start(words)
+    said, _ = process.communicate(timeout=110)
+    assert process.returncode == 0
+    return said
+
+
+async def test_a_killed_sweep_goes_on_and_trains_no_finished_child_again(
+    run: StoredRun, warm_python: Path
+) -> None:
     """The first setting is killed in its first step; a what-if by hand has trained the second one before."""
     out = run.folder / "out"
-    words = [
+    sweep = [
+        str(warm_python), "-m", "agentrl",
         "sweep", str(run.folder / "sweep.yml"), "--output_dir", str(out), "--db_connection_string", run.uri,
     ]  # fmt: skip
     slow, same = children(read_sweep(run.folder / "sweep.yml"))
     run.whatif(same)
     trained = await run.steps(same)
-    process = start(*words)
+    process = start(sweep)
     try:
         async with await run.open(slow) as store:
             await until(lambda: store.steps.find(), 200)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    state = json.loads(run.command(*words, "--state", "--json"))
+        process.communicate(timeout=10)
+    state = json.loads(output_of([*sweep, "--state", "--json"]))
     assert not state["is_finished"]
     assert {each["run"]: each["is_trained"] for item in state["settings"] for each in item["runs"]} == {
         slow: False,
         same: True,
     }
-    run.command(*words, "--parallel", "2")
+    output_of([*sweep, "--parallel", "2"])
     found = json.loads((out / f"{run.name}_s.json").read_text())
     assert found["is_finished"]
     best, other = found["settings"]

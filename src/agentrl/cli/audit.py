@@ -151,12 +151,15 @@ async def _run(store: Store, configs: Configs, names: list[str]) -> _Answer:
 
 
 async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
+    from agentrl.observe.terminal import clean
     from agentrl.snapshot.trajectory_page import render_trajectory
 
     wanted = names[0]
     found = await store.views.matching_trajectories(wanted, _MATCHES_SHOWN + 1)
     if len(found) > 1:
-        raise _several(wanted, found)
+        ids = ", ".join(clean(record_id) for record_id in found[:_MATCHES_SHOWN])
+        more = ", …" if len(found) > _MATCHES_SHOWN else ""
+        raise ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
     trajectory = await store.views.whole_trajectory(found[0]) if found else None
     if trajectory is None:
         raise ConfigError(
@@ -164,14 +167,6 @@ async def _record(store: Store, configs: Configs, names: list[str]) -> _Answer:
             hint="`agentrl audit records` lists them",
         )
     return trajectory, render_trajectory(trajectory)
-
-
-def _several(wanted: str, found: list[str]) -> ConfigError:
-    from agentrl.observe.terminal import clean
-
-    ids = ", ".join(clean(record_id) for record_id in found[:_MATCHES_SHOWN])
-    more = ", …" if len(found) > _MATCHES_SHOWN else ""
-    return ConfigError(f"{wanted!r} fits several Records: {ids}{more}", hint="give more of the id")
 
 
 async def _records(store: Store, configs: Configs, names: list[str]) -> _Answer:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.cli.runs import confirm
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.observe.progress import progress
 from agentrl.processes import user_name
@@ -69,8 +68,7 @@ def parser() -> CommandParser:
     parser.add_argument("--output_dir", help="the run's output folder (that of its trainer)")
     parser.add_argument("--dry_run", action="store_true", help="say what would go, change nothing")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    for name, default in zip(DATABASE_FLAGS, (None, ".agentrl/mongo", 30.0), strict=True):
-        parser.add_flags(RunConfig, name, default=default)
+    parser.add_database()
     parser.add_flags(RunConfig, "log_dir")
     parser.add_flags(ClaimConfig, "lease_seconds")
     parser.add_flags(TaskConfig, "allowed_modules")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.load import CommandParser, group_of
-from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 
@@ -61,8 +60,7 @@ def parser() -> CommandParser:
         "--output_dir", type=Path, default=Path("output"),
         help="folder of the children's folders, of their logs and of NAME.json (default: output)",
     )  # fmt: skip
-    for name, default in zip(DATABASE_FLAGS, (None, ".agentrl/mongo", 30.0), strict=True):
-        command.add_flags(RunConfig, name, default=default)
+    command.add_database()
     return command
 
 

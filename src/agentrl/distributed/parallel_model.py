@@ -119,8 +119,6 @@ class ParallelModel(nn.Module):
             )
         if self._context is not None:
             hidden = self._context.run(forest, received)
-        elif received is None:
-            hidden = self.executor(forest)
         else:
             hidden = run_stage(self.executor, forest, received)
         if not self.mesh.is_last_stage:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
-    EngineConfig,
     EvaluationConfig,
-    ModelConfig,
     RunConfig,
     SamplingConfig,
 )
@@ -78,10 +76,12 @@ class EvaluationRun:
         try:
             await self._progress.until("reading the tasks", self._load(evaluation))
             counts = await self._store.evaluations.counts(evaluation.id)
-            if counts.left or not await self._is_finalized(evaluation.id):
+            if counts.left or await self._store.tasks.unfinished(evaluation.id):
                 await self._sample(evaluation, policy)
             tasks = await evaluated_tasks(self._store, self._configs, evaluation)
-            results = await asyncio.to_thread(results_of, tasks, prices(self._configs))
+            flags = self._configs[EvaluationConfig]
+            prices = Prices(input=flags.eval_input_price, output=flags.eval_output_price)
+            results = await asyncio.to_thread(results_of, tasks, prices)
         finally:
             with log_store_errors(self._logger, "the end of the evaluation is not stored", outages=True):
                 await self._store.evaluations.end(evaluation.id, results)
@@ -90,9 +90,6 @@ class EvaluationRun:
 
     async def _load(self, evaluation: Evaluation) -> None:
         await load_read_tasks(self._store, evaluation.file, await read_unchanged(self._configs, evaluation))
-
-    async def _is_finalized(self, split: str) -> bool:
-        return await self._store.tasks.unfinished(split) == 0
 
     async def _sample(self, evaluation: Evaluation, policy: Policy) -> None:
         flags = self._configs[EvaluationConfig]
@@ -159,21 +156,13 @@ class EvaluationRun:
         )
 
 
-def prices(configs: Configs) -> Prices:
-    """Return the prices of tokens that the flags name."""
-    flags = configs[EvaluationConfig]
-    return Prices(input=flags.eval_input_price, output=flags.eval_output_price)
-
-
 def configs_of(configs: Configs, policy: Policy) -> Configs:
     """Return the configuration with the model folder of ``policy``, if it is on this machine.
 
     Engines are called directly, since a router in front of them may choose one with another version.
     """
-    changed: dict[type, object] = {EngineConfig: dataclasses.replace(configs[EngineConfig], router_url=None)}
-    if policy.folder is not None:
-        changed[ModelConfig] = dataclasses.replace(configs[ModelConfig], model_name_or_path=policy.folder)
-    return Configs([changed.get(type(each), each) for each in configs], configs.given)
+    folder = {} if policy.folder is None else {"model_name_or_path": policy.folder}
+    return configs.with_flags({"router_url": None, **folder})
 
 
 async def _no_limit() -> None:

@@ -145,7 +145,10 @@ def model_of(folder: Path) -> Path:
 
 
 async def _require_tokenizer(store: Store, folder: Path, base: str | None) -> None:
-    reference = _local_folder(base) or await _folder_of_run(store)
+    reference = _local_folder(base)
+    if reference is None:  # the newest version whose weights are on this machine
+        published = await store.policy_versions.published(_NEWEST)
+        reference = next((item.location for item in published if of_published(item).folder), None)
     if reference is None:
         return
     wanted = await asyncio.to_thread(tokenizer_fingerprint, reference)
@@ -155,12 +158,6 @@ async def _require_tokenizer(store: Store, folder: Path, base: str | None) -> No
             f"{folder} has another tokenizer ({actual}) than the run's model in {reference} ({wanted})",
             hint="evaluate it in a run of its own (--run_name), and compare with `agentrl eval compare`",
         )
-
-
-async def _folder_of_run(store: Store) -> str | None:
-    """Return the folder of the newest version whose weights are on this machine."""
-    published = await store.policy_versions.published(_NEWEST)
-    return next((item.location for item in published if of_published(item).folder), None)
 
 
 async def _known(store: Store) -> str:

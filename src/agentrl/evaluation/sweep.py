@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.documents.status import TrainerEnd
 from agentrl.evaluation.sweep_file import Setting, Sweep
+from agentrl.observe.terminal import finite
 from agentrl.scoring.evaluation import Difference, Estimate, EvaluatedTask, difference, estimates
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ async def _read(source: Store, child: Child, label: str | None) -> Child:
             agent = str(evaluation.settings.get("agent_name", ""))
             tasks = await store.evaluations.tasks(evaluation.id, agent, evaluation.right_threshold)
     columns = {
-        name: [value for step in steps if (value := _number(step.metrics.get(name))) is not None]
+        name: [value for step in steps if (value := finite(step.metrics.get(name))) is not None]
         for name in MEANS
     }
     means = {name: statistics.fmean(values) for name, values in columns.items() if values}
@@ -236,9 +237,3 @@ def _difference(one: Sequence[Child], best: Sequence[Child]) -> Difference | Non
 def _paired(pairs: tuple[tuple[float, float], ...]) -> Difference:
     """Keep differences: the table is drawn every few seconds, and a bootstrap takes a good part of one."""
     return difference(pairs)
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agentrl.documents.routing import ExpertShape
-from agentrl.errors import ENGINES, EngineError
+from agentrl.errors import ENGINES, EngineError, ModelError
 from agentrl.inference.engine import EngineRefusedError, known_format
 from agentrl.inference.http import CONTROL_SECONDS, EngineHttp
-from agentrl.weights.folder import stored_bytes
+from agentrl.weights.folder import read_config, stored_bytes
 
 _LOAD_RATE = 100e6
 """Bytes per second at which an engine reads weights, at least: a disk over a network of 1 Gbit/s."""
@@ -296,8 +295,8 @@ def load_seconds(folder: str | None) -> float:
 def vocab_size_of(folder: str) -> int | None:
     """Return ``vocab_size`` from the config in a model folder; None if it cannot be read here."""
     try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_config(Path(folder))
+    except ModelError:
         return None
     size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None

@@ -151,9 +151,8 @@ class Connections:
             f"content-length: {len(body)}",
             *(f"{name}: {value}" for name, value in headers.items()),
         ]
-        for line in lines:
-            if _NOT_IN_HEAD.search(line):
-                raise ValueError(f"a line break in the head of a request: {line[:100]!r}")
+        if (broken := next(filter(_NOT_IN_HEAD.search, lines), None)) is not None:
+            raise ValueError(f"a line break in the head of a request: {broken[:100]!r}")
         connection = await self._connection()
         answer = Incoming(connection.reader)
         try:

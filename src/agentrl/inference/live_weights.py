@@ -85,12 +85,11 @@ class LiveLoader:
         self, version: int, share: LiveShare, ranks: int
     ) -> AsyncIterator[Awaitable[None]]:
         from agentrl.weights.memory_file import open_memory_file
-        from agentrl.weights.pickled_bucket import pickled_bucket
         from agentrl.weights.weight_group import BUCKET_BYTES
 
         weights = await asyncio.to_thread(open_memory_file, str(share.file), share.name)
         for bucket in weights.buckets(BUCKET_BYTES):
-            shared, pickled = await asyncio.to_thread(pickled_bucket, weights, bucket)
+            shared, pickled = await asyncio.to_thread(weights.pickled, bucket)
             yield self._client.load_pickled(pickled, ranks, version, len(shared))
 
 

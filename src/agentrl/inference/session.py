@@ -170,6 +170,9 @@ class EngineSession:
             return join(parts, reason, len(input_ids), 0.0)
         while True:
             prompt = [*input_ids, *done] if done else input_ids
+            lacking = routed_from
+            if lacking is not None:
+                lacking += sum(routed_tokens(each.routing) for each in parts)
             client = await engines.pick(self, len(prompt), deadline)
             part: Generation | None = None
             try:
@@ -182,9 +185,7 @@ class EngineSession:
                     keep=parts.append,
                     progress=None if progress is None else _shifted(progress, len(done)),
                     images=images,
-                    routed_from=None
-                    if routed_from is None
-                    else routed_from + sum(routed_tokens(each.routing) for each in parts),
+                    routed_from=lacking,
                 )
             except EngineRefusedError:
                 raise

@@ -106,7 +106,7 @@ def print_report(run_name: str, output: Path, outcome: Outcome) -> None:
         f" for model calls of {outcome.call_tokens:,.0f}",
         f"sampled     {outcome.sampled} trajectories; {outcome.abandoned} of them are abandoned",
         f"plot        {outcome.plot}",
-        f"checkpoint  {_newest_checkpoint(output)}",
+        f"checkpoint  {max(output.glob('checkpoint-*'), default=output)}",
         f"database    {run_name} in .agentrl/mongo (the server ends now; `{agentrl} mongo up` starts it)",
         "",
         "next, try:",
@@ -184,7 +184,3 @@ def excerpt_lines(whole: WholeTrajectory) -> tuple[str, ...]:
     if whole.record.final_answer != whole.record.answer:
         lines.append(f"expected  {excerpt(whole.record.answer, EXCERPT_CHARS)}")
     return tuple(lines)
-
-
-def _newest_checkpoint(output: Path) -> Path:
-    return max(output.glob("checkpoint-*"), default=output)

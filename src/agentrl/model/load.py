@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,7 +29,7 @@ from agentrl.errors import ModelError, first_line
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.vision import PixelReader, reads_images
-from agentrl.weights.folder import base_folder, is_adapter, stored_dtype
+from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 
@@ -100,7 +99,7 @@ def load_policy(
     is_adapted = adapter is not None and adapter.lora_rank > 0
     if weights is not None and not is_adapted and is_adapter(weights):
         raise ModelError(f"{weights} holds an adapter", hint="give the --lora_rank that it was trained with")
-    own_dtype = _own_dtype(base)
+    own_dtype = getattr(torch, stored_dtype(base))
     if precision is None:
         dtype = resolve_dtype(config.dtype)
     else:
@@ -162,17 +161,6 @@ def resolve_dtype(name: str) -> torch.dtype:
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
 
-def _own_dtype(folder: Path) -> torch.dtype:
-    """Return the dtype in which ``folder`` stores its weights."""
-    try:
-        dtype: torch.dtype = getattr(torch, stored_dtype(folder))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"the dtype of the weights in {folder} cannot be read: {error}", hint="restore its files"
-        ) from error
-    return dtype
-
-
 def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded."""
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
@@ -222,7 +210,7 @@ def _explained(folder: Path) -> Iterator[None]:
 
 def _model_class(folder: Path) -> Any:
     """Return the class that loads a language model, or one with a vision tower."""
-    is_vision = "vision_config" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_vision = "vision_config" in read_config(folder)
     return AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
 
 

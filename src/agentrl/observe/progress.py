@@ -169,12 +169,8 @@ def _show(key: str, form: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda metrics: metric_text(metrics, key, form)
 
 
-def _staleness(metrics: Mapping[str, Any]) -> str:
-    return f"{metric_text(metrics, 'staleness_mean', '.2f')}/{metric_text(metrics, 'staleness_max', '.0f')}"
-
-
-def _queues(metrics: Mapping[str, Any]) -> str:
-    return f"{metric_text(metrics, 'groups_open', '.0f')}/{metric_text(metrics, 'groups_ready', '.0f')}"
+def _show_both(one: str, form: str, other: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda metrics: f"{metric_text(metrics, one, form)}/{metric_text(metrics, other, '.0f')}"
 
 
 def seconds_of(metrics: Mapping[str, Any]) -> float | None:
@@ -194,10 +190,10 @@ _COLUMNS = (
     _Column("loss", 9, _show("loss", "+.2e")),
     _Column("KL(μ‖π)", 8, _show("kl_k3", ".1e")),
     _Column("grad", 7, _show("grad_norm", ".3g")),
-    _Column("stale", 7, _staleness, "cyan"),
+    _Column("stale", 7, _show_both("staleness_mean", ".2f", "staleness_max"), "cyan"),
     _Column("tok/s", 7, _show("tokens_per_second", ",.0f")),
     _Column("shared", 6, _show("sharing_ratio", ".2f")),
     _Column("mfu", 6, _show("mfu", ".1%")),
-    _Column("open/ready", 10, _queues, "cyan"),
+    _Column("open/ready", 10, _show_both("groups_open", ".0f", "groups_ready"), "cyan"),
     _Column("seconds", 7, _seconds),
 )

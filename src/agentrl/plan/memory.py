@@ -116,9 +116,10 @@ class _Rank:
             "end of the backward": {**held, **backward, "activations": 0.0 if is_recomputed else kept},
         }  # fmt: skip
         if self._is_last:
+            final_norm = self._tokens * self._shape.hidden * (2 * self._wide + 4)
             phases["logits and loss"] = {
                 **before, "gathered parameters": gathered, "logits and loss": self._loss() + ahead,
-                "activations": flight + stage_kept + self._final_norm(),
+                "activations": flight + stage_kept + final_norm,
             }  # fmt: skip
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         parts = {name: int(size) for name, size in phases[phase].items()}
@@ -213,9 +214,6 @@ class _Rank:
         is_split = self._layout.ep * self._layout.tp > 1
         trained = [layer.trained + (0 if is_split else layer.trained_experts) for layer in self._layers]
         return max(trained) * self._spec.precision.weights.itemsize
-
-    def _final_norm(self) -> float:
-        return self._tokens * self._shape.hidden * (2 * self._wide + 4)
 
     def _loss(self) -> float:
         """Return the bytes of a block of logits and of the head's gradient, both float32."""

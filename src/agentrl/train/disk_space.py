@@ -95,11 +95,13 @@ def check_output(output: Path, kept: Retention, others: Sequence[Path] = ()) -> 
 def model_bytes(folder: Path, bytes_per_parameter: int) -> int:
     """Return the bytes of a Hugging Face folder's weights at ``bytes_per_parameter``.
 
-    Files other than safetensors count with their size on disk.
+    Files other than safetensors count with their size on disk. Raises ModelError for a damaged file.
     """
     files = list(folder.glob("*.safetensors"))
     if files:
-        return sum(map(_parameters, files)) * bytes_per_parameter
+        entries = (entry for file in files for entry in read_header(file).values())
+        parameters: int = sum(math.prod(entry["shape"]) for entry in entries)
+        return parameters * bytes_per_parameter
     return sum(path.stat().st_size for name in ("*.bin", "*.gguf") for path in folder.glob(name))
 
 
@@ -111,16 +113,6 @@ def amount(count: int) -> str:
             return f"{value:.{0 if unit == 'bytes' else 1}f} {unit}"
         value /= 1000
     return f"{value:,.1f} GB"
-
-
-def _parameters(file: Path) -> int:
-    """Return the number of parameters in a safetensors file; reads its header only."""
-    try:
-        return sum(math.prod(entry["shape"]) for entry in read_header(file).values())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{file} cannot be read as safetensors: {error}", hint="download the model again"
-        ) from error
 
 
 def _require_writable(folder: Path) -> None:

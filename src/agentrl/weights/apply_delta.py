@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.errors import PublishError
+from agentrl.errors import ModelError, PublishError, first_line
 from agentrl.weights.delta import CHUNK, LENGTH, WORDS, Chunk, DeltaFile, StoredShape
 from agentrl.weights.folder import read_header
 from agentrl.weights.tensor_checksums import TensorChecksum, new_checksum
@@ -74,8 +74,8 @@ def _places(folder: Path) -> dict[str, _InFile]:
                 if elements * word.itemsize != end - start or begin + end > file.stat().st_size:
                     raise ValueError(f"its tensor {name} is incomplete")
                 places[name] = _InFile(entry["dtype"], tuple(entry["shape"]), word, file, begin + start)
-        except (ValueError, KeyError, TypeError, struct.error) as error:
-            raise PublishError(f"{file} is not a safetensors file: {error}") from error
+        except (ModelError, ValueError, KeyError, TypeError, struct.error) as error:
+            raise PublishError(f"{file} is not a safetensors file: {first_line(error)}") from error
     return places
 
 

@@ -28,6 +28,18 @@ _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``. Raises ModelError if it cannot be read."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is not a model folder: its config.json cannot be read: {error}",
+            hint="give a folder that save_pretrained wrote",
+        ) from error
+    return config
+
+
 def is_adapter(folder: Path) -> bool:
     """Return whether ``folder`` holds an adapter instead of a model's weights."""
     return (folder / ADAPTER_CONFIG).is_file()
@@ -37,9 +49,9 @@ def stored_dtype(folder: Path) -> str:
     """Return the dtype of the model in ``folder``: float32, bfloat16 or float16.
 
     It is the one that config.json names; if it names none of these, the one of most weights in safetensors
-    files; float32 without such files. Raises OSError or ValueError if a file cannot be read.
+    files; float32 without such files. Raises ModelError if a file cannot be read.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     for part in (config, config.get("text_config") or {}):
         for key in _DTYPE_KEYS:
             named = str(part.get(key)).removeprefix("torch.")
@@ -61,10 +73,9 @@ def replayed_experts(model: ModelConfig, folder: str) -> ExpertShape | None:
     if model.router_replay == "off":
         return None
     try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}
-    shape = expert_shape(config)
+        shape = expert_shape(read_config(Path(folder)))
+    except ModelError:
+        shape = None
     if shape is None and model.router_replay == "on":
         raise ConfigError(
             f"--router_replay on: {folder} names no experts in a config.json", hint="leave it at auto"
@@ -90,26 +101,25 @@ def stored_bytes(folder: Path) -> int:
 
 def write_dtype(folder: Path, dtype: str) -> None:
     """Write ``dtype`` into config.json, also into the configurations of the model's parts."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_config(folder)
     config["dtype"] = dtype
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.update(dict.fromkeys(part.keys() & set(_DTYPE_KEYS), dtype))
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return {name: {dtype, shape, …}} of the tensors in a safetensors file.
-
-    Raises OSError if it cannot be read, and ValueError if it is not a safetensors file.
-    """
+    """Return {name: {dtype, shape, …}} of the tensors in a safetensors file. ModelError for another file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header: dict[str, dict[str, Any]] = json.loads(stream.read(length))
-    except (struct.error, OverflowError, MemoryError) as error:
-        raise ValueError(str(error)) from error
-    header.pop("__metadata__", None)
+        header.pop("__metadata__", None)
+    except (OSError, ValueError, AttributeError, struct.error, OverflowError, MemoryError) as error:
+        raise ModelError(
+            f"{file} cannot be read as safetensors: {error}", hint="download the model again"
+        ) from error
     return header
 
 
@@ -146,9 +156,6 @@ def require_folder(config: ModelConfig) -> None:
 
 def architecture(folder: Path) -> dict[str, Any]:
     """Return the keys of config.json that decide whether weights fit: type, sizes, tied embeddings."""
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {error}", hint="restore the file") from error
+    content = read_config(folder)
     content |= content.get("text_config") or {}
     return {key: content[key] for key in _ARCHITECTURE_KEYS if content.get(key) is not None}

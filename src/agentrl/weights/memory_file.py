@@ -7,6 +7,7 @@ uses it has ended, however it ends. Engines reach it as ``/proc/PID/fd/N`` of th
 from __future__ import annotations
 
 import fcntl
+import io
 import math
 import mmap
 import os
@@ -14,12 +15,15 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.multiprocessing
 from torch import Tensor
 
-from agentrl.errors import PublishError
+from agentrl.errors import ModelError, PublishError, first_line
 from agentrl.weights.folder import read_header
 from agentrl.weights.tensor_checksums import file_header, raw, torch_dtype
 
@@ -62,6 +66,28 @@ class MemoryFile:
             group.append(item)
         if group:
             yield tuple(group)
+
+    def pickled(self, bucket: tuple[StoredTensor, ...]) -> tuple[Tensor, bytes]:
+        """Copy a bucket into shared memory; return it, and the ``flattened_bucket`` by which SGLang finds it.
+
+        Keep the first until SGLang has answered. The pickle needs ``file_system`` sharing: with descriptors,
+        which are torch's default, the server would have to authenticate as a child of this process.
+        """
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+        first, end = bucket[0].begin, bucket[-1].end
+        shared = torch.empty(0, dtype=torch.uint8)
+        shared.set_(torch.UntypedStorage._new_shared(end - first))  # type: ignore[no-untyped-call]
+        shared.copy_(self.data[first:end])
+        metadata = [
+            SimpleNamespace(
+                name=item.name, shape=torch.Size(item.shape), dtype=item.dtype,
+                start_idx=item.begin - first, end_idx=item.end - first, numel=item.end - item.begin,
+            )
+            for item in bucket
+        ]  # fmt: skip
+        written = io.BytesIO()
+        ForkingPickler(written).dump({"flattened_tensor": shared, "metadata": metadata})
+        return shared, written.getvalue()
 
 
 def unflatten(item: StoredTensor, flat: Tensor) -> Tensor:
@@ -123,7 +149,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
         for item in tensors:
             if item.end - item.begin != math.prod(item.shape) * item.dtype.itemsize or item.end > len(data):
                 raise ValueError(f"the size of {item.name} is wrong")
-    except (OSError, ValueError, KeyError, TypeError, PublishError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ModelError, PublishError) as error:
         raise _unusable(path, error) from error
     finally:
         os.close(descriptor)
@@ -132,6 +158,6 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
 
 def _unusable(path: str, error: Exception) -> PublishError:
     return PublishError(
-        f"the weights in the trainer's memory, {path}, cannot be read: {error}",
+        f"the weights in the trainer's memory, {path}, cannot be read: {first_line(error)}",
         hint="run the trainer and the engine as one user, on one host and in one container",
     )

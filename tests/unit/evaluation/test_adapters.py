@@ -14,7 +14,6 @@ from agentrl.config.schema import ModelConfig
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
-from agentrl.weights import merged
 from agentrl.weights.merged import merged_model
 
 
@@ -30,33 +29,27 @@ def adapter_of(base: Path, folder: Path) -> dict[str, torch.Tensor]:
     return {part.name: part.make() for part in policy.adapter.merged_parts()}
 
 
-async def test_an_adapter_is_merged_once_into_the_model_that_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(merged, "FOLDER", tmp_path / "merged")
+async def test_an_adapter_is_merged_once_into_the_model_that_it_names(tmp_path: Path) -> None:
     base = build_tiny_model(tmp_path / "base", 0)
     wanted = adapter_of(base, tmp_path / "checkpoint" / "model")
-    folder = await merged_model(tmp_path / "checkpoint" / "model", None)
+    folder = await merged_model(tmp_path / "checkpoint" / "model", None, tmp_path / "merged")
     found = load_file(folder / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in wanted.items() if name in found)
     plain = load_file(base / "model.safetensors")
     assert sum(not torch.equal(found[name], plain[name]) for name in plain) >= 14, "seven layers, twice"
     assert (folder / "tokenizer.json").is_file()
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert await merged_model(tmp_path / "checkpoint" / "model", str(base)) == folder
+    assert await merged_model(tmp_path / "checkpoint" / "model", str(base), tmp_path / "merged") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
-async def test_an_adapter_without_its_model_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(merged, "FOLDER", tmp_path / "merged")
+async def test_an_adapter_without_its_model_is_refused(tmp_path: Path) -> None:
     base = build_tiny_model(tmp_path / "base", 0)
     adapter_of(base, tmp_path / "adapter")
     base.rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=r"which is not a folder here[\s\S]*--model_name_or_path"):
-        await merged_model(tmp_path / "adapter", None)
+        await merged_model(tmp_path / "adapter", None, tmp_path / "merged")
     other = build_tiny_model(tmp_path / "other", 0, context_tokens=64)
     (other / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be merged into"):
-        await merged_model(tmp_path / "adapter", str(other))
+        await merged_model(tmp_path / "adapter", str(other), tmp_path / "merged")

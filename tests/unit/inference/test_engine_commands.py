@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl.config.schema import EngineConfig, ModelConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, ModelError
 from agentrl.inference.control import load_seconds
 from agentrl.inference.engines import commands
 from agentrl.inference.engines.commands import engine_command
@@ -100,7 +100,7 @@ def test_engines_quantize_weights_and_load_new_ones_into_them(
 
 
 def test_a_folder_without_a_readable_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a model folder: the dtype of its weights cannot be read"):
+    with pytest.raises(ModelError, match=r"is not a model folder: its config\.json cannot be read"):
         told(tmp_path, "local")
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
+from agentrl.errors import ModelError
 from agentrl.weights.folder import stored_dtype, write_dtype
 from agentrl.weights.sharded_writer import write_alone
 from agentrl.weights.snapshot import PublishedModel, model_parts
@@ -72,3 +73,11 @@ def test_the_dtype_is_written_for_each_part_of_the_model(tmp_path: Path) -> None
     assert json.loads((tmp_path / "config.json").read_text()) == {
         "dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {"depth": 2},
     }  # fmt: skip
+
+
+def test_a_dtype_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert stored_dtype(tmp_path) == "float32"
+    (tmp_path / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
+        stored_dtype(tmp_path)

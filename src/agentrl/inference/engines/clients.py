@@ -13,6 +13,7 @@ import orjson
 from agentrl.documents.images import Image
 from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling import LogprobsOf, SamplingParams, logprobs_of
+from agentrl.errors import ModelError
 from agentrl.inference.client import EngineClient, version_spans
 from agentrl.inference.collector import Chunk
 from agentrl.inference.control import (
@@ -225,8 +226,8 @@ def _tensors(folder: Path) -> dict[str, list[int]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             header = read_header(file)
-        except (OSError, ValueError) as error:
-            raise EngineRefusedError(f"{file} is not a safetensors file: {error}") from error
+        except ModelError as error:
+            raise EngineRefusedError(error.message) from error
         shapes |= {name: entry["shape"] for name, entry in header.items()}
     if not shapes:
         raise EngineRefusedError(f"{folder} holds no *.safetensors")

@@ -57,7 +57,7 @@ def engine_command(
     The engine is told the dtype of the weights: left to itself, SGLang makes float16 of float32. On a CPU,
     SGLang and vLLM hold any weights in float32, which is exact. The local engine multiplies there in the
     trainer's dtype, unless ``--dtype float32`` is given. Each call chooses another random instance name.
-    Raises ConfigError if the engine cannot run here.
+    Raises ConfigError if the engine cannot run here, and ModelError for a folder that is not a model.
     """
     instance = secrets.token_hex(8)
     if config.engine == "local":
@@ -111,7 +111,7 @@ def _local_command(
     model_path: str, model: ModelConfig, config: EngineConfig, *, port: int, instance: str
 ) -> EngineCommand:
     require("torch", "--engine local")
-    stored = _dtype(model_path)
+    stored = stored_dtype(Path(model_path))
     argv = [
         *(sys.executable, "-m", "agentrl.inference.engines.local"),
         *("--model_path", model_path, "--host", config.host, "--port", str(port)),
@@ -146,7 +146,7 @@ def _sglang_command(
     python = engine_python("sglang")
     further = [*shlex.split(config.engine_args), "--served-model-name", f"{model.model_name}@{instance}"]
     if has_gpu():
-        dtype = _dtype(model_path)
+        dtype = stored_dtype(Path(model_path))
         argv = [python, "-m", "sglang.launch_server", *common, "--tp-size", str(config.inf_tp_size)]
         argv += ["--dtype", dtype]
         if config.rollout_quantization == "fp8":  # flash_rl: loads new weights into the quantized ones
@@ -192,7 +192,7 @@ def _vllm_command(
     env = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if has_gpu():
         argv += ["--tensor-parallel-size", str(config.inf_tp_size)]
-        argv += ["--dtype", _dtype(model_path)]
+        argv += ["--dtype", stored_dtype(Path(model_path))]
         argv += ["--quantization", "fp8"] if config.rollout_quantization == "fp8" else []
         argv += _limit("--gpu-memory-utilization", _memory_fraction(config))
         argv += ["--enable-sleep-mode"] if config.is_colocated else []
@@ -210,17 +210,6 @@ def _vllm_command(
     argv += [*shlex.split(config.engine_args), "--served-model-name", model.model_name]
     argv.append(f"{model.model_name}@{instance}")
     return EngineCommand(argv, env, instance, model_path)
-
-
-def _dtype(folder: str) -> str:
-    """Return the dtype of the weights in ``folder``; ConfigError if it cannot be read."""
-    try:
-        return stored_dtype(Path(folder))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} is not a model folder: the dtype of its weights cannot be read: {error}",
-            hint="give a folder that save_pretrained wrote",
-        ) from error
 
 
 def _running_requests(config: EngineConfig) -> int | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.training import AdapterConfig
-from agentrl.weights.folder import read_header
+from agentrl.weights.folder import read_config, read_header
 
 _SGLANG_LAYERS = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
@@ -22,7 +21,7 @@ def why_merged(engine: str, folder: str, adapter: AdapterConfig, *, has_gpu: boo
     """Return why ``engine`` gets adapters merged into the weights of ``folder``; None if it loads them."""
     if adapter.lora_rank == 0 and engine != "local":
         return f"{engine} was started without --lora_rank, and the run had no trainer yet"
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    config = read_config(Path(folder))
     if "vision_config" in config:
         return "the model reads images"
     if engine == "local":
