@@ -57,7 +57,7 @@ TOP = 16
 WAYS = {f"OPD-{TOP}": ("OPD", TOP), "GRPO": ("GRPO", 0), "OPD-0": ("OPD", 0)}
 """Loss, and the likeliest ids of the teacher that are stored for each token."""
 STUDENT_STEPS, TEACHER_STEPS = 150, 600
-STEP_SECONDS = 300.0
+STEP_SECONDS = 900.0
 POLL_SECONDS = 0.1
 
 Steps = list[tuple[int, float]]

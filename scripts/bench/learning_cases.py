@@ -1,7 +1,8 @@
 """Define the environments of ``learning.py``: their tasks, flags, and the conversations of the warm-up.
 
 The warm-up teaches a model with random weights the form of an answer only: a pupil who answers any number, a
-player who moves at random. What is right or better is learned by reinforcement.
+player who moves at random. The robot also sees what to read: one move in two follows its goal. What is right
+or better is learned by reinforcement.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MOVES = ("up", "down", "left", "right")
 ROOT = Path(__file__).parents[2]
 ROBOT_PORT = 18731
 LONGEST_WALK = 3
+FOLLOWED = 0.5
+"""Share of the robot's moves in the warm-up that follow its goal; the others are random."""
 LARGEST_ANSWER = 10
 
 Conversation = dict[str, Any]
@@ -86,11 +89,13 @@ def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
 
 
 def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
-    """Yield one move of a robot that moves at random, wherever it and its goal are."""
+    """Yield one move of a robot that follows its goal in one move of two, and moves at random in the other."""
     while True:
         x, y, far = choice.randint(1, 9), choice.randint(1, 9), choice.randint(1, LONGEST_WALK)
-        seen = f"robot at {x} {y}, goal {far} {choice.choice(MOVES)}"
-        yield {"messages": [{"role": "user", "content": seen}, _said(choice.choice(MOVES))]}
+        way = choice.choice(MOVES)
+        move = way if choice.random() < FOLLOWED else choice.choice(MOVES)
+        seen = f"robot at {x} {y}, goal {far} {way}"
+        yield {"messages": [{"role": "user", "content": seen}, _said(move)]}
 
 
 def corpus(case: Case, seed: int, conversations: int = 400) -> Iterator[str]:
@@ -150,10 +155,10 @@ CASES = {
         name="openenv",
         options=f"openenv?url=http://127.0.0.1:{ROBOT_PORT}&max_turns=3",
         warm_up=robots,
-        warm_up_steps=40,
+        warm_up_steps=160,
         flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
-               "--max_new_tokens", "6", "--learning_rate", "1e-3"),
-        steps=60,
+               "--max_new_tokens", "6", "--learning_rate", "1e-3", "--max_grad_norm", "0.3"),
+        steps=30,
         held_out=64,
         training_tasks=400,
         server=(str(ROOT / ".venv-openenv/bin/python"), str(ROOT / "assets/examples/openenv/server.py"),
