@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import small_run as run
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
-from agentrl.data.finalize_group import GroupRules
+from agentrl.data.finalize_group import decide_stored
 from agentrl.documents.record import Failure
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
@@ -26,7 +26,6 @@ from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
 from agentrl.store.admin.retention import Checkpoint, Retention
 from agentrl.store.client import Store
-from agentrl.store.groups import Decide
 from agentrl.store.selection import Selection
 from agentrl.store.training_data import StaleVersions
 from agentrl.weights.model_folder import checksums
@@ -332,7 +331,7 @@ class History:
         newest = await self.store.policy_versions.latest()
         if self.attempt and newest is not None:
             await self.store.training.mark_stale(
-                "train", StaleVersions.below(newest.id - self.rng.randint(0, 2))
+                "train", StaleVersions(((0, newest.id - self.rng.randint(1, 3)),))
             )
 
     async def reopen(self) -> None:
@@ -353,11 +352,7 @@ class History:
                 record.id: NewScore(score=self.rng.choice([0.0, 1.0]), details={"scorer": "other"})
                 for record in group.records
             }
-            await rescoring.apply(
-                group.task.id,
-                scores,
-                lambda rules: None if rules is None else GroupRules.stored(rules).decide,
-            )
+            await rescoring.apply(group.task.id, scores, decide_stored)
 
     async def prune(self) -> None:
         """An operator deletes what nothing needs."""
@@ -399,7 +394,3 @@ class History:
         )  # fmt: skip
         await self.store.policy_versions.reserve(policy, attempt=self.attempt)
         await self.store.policy_versions.publish(policy, attempt=self.attempt)
-
-
-def _decide_by(rules: Mapping[str, Any] | None) -> Decide | None:
-    return None if rules is None else GroupRules.stored(rules).decide

@@ -1,6 +1,8 @@
-"""The ready data of a run, as its database holds them."""
+"""What a run's database holds: its ready data, and how many documents have which status."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from agentrl.documents.training import DBRecordData
 from agentrl.store.client import Store
@@ -15,3 +17,9 @@ async def ready_data(store: Store, split: str = "train", *, step: int | None = N
     }
     cursor = store.database["DBRecordData"].find(query, sort=[("created_at", 1), ("_id", 1)])
     return [DBRecordData.from_document(document) async for document in cursor]
+
+
+async def statuses(store: Store, collection: str = "DBRecordData") -> Counter[str]:
+    """Status → the documents of the train split, of training data or another collection."""
+    documents = store.database[collection].find({"split": "train"}, {"status": 1})
+    return Counter([document["status"] async for document in documents])

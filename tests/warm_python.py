@@ -71,7 +71,9 @@ def warm_server(folder: Path) -> Iterator[Path]:
     starter, path = folder / "bin" / "python", folder / "socket"
     starter.parent.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0"}
-    server = subprocess.Popen([sys.executable, __file__, str(path), str(starter)], env=environment)
+    server = subprocess.Popen(
+        [sys.executable, __file__, str(path), str(starter)], env=environment, stdin=subprocess.PIPE
+    )
     try:
         until = time.monotonic() + _READY_SECONDS
         while not starter.exists():
@@ -81,7 +83,7 @@ def warm_server(folder: Path) -> Iterator[Path]:
         yield starter
     finally:
         server.kill()
-        server.wait(10)
+        server.communicate(timeout=10)
 
 
 def _serve(path: str, starter: str) -> dict[str, Any]:
@@ -99,13 +101,14 @@ def _serve(path: str, starter: str) -> dict[str, Any]:
     sys.executable = starter
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the watchers
-    while True:
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:  # it ends with its test session
         link, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _watch(link)
         link.close()
+    os._exit(0)
 
 
 def _watch(link: socket.socket) -> dict[str, Any]:

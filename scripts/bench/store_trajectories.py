@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,9 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
 from store_fixtures import GENERATIONS, SPLIT, make_call, make_data, make_tasks, run_database
 
-from agentrl.documents.model_call import DispatchedSamplingTask
-from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
-from agentrl.documents.task import Task
 from agentrl.store.client import Store
-from agentrl.store.groups import GroupOutcome, RecordOutcome
+from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
 
 Json = dict[str, Any]
 _CONCURRENT = 64
@@ -87,16 +84,15 @@ async def trajectory(store: Store) -> bool:
     return True
 
 
-def decide(
-    task: Task, records: list[Record], calls: Mapping[str, list[DispatchedSamplingTask]], columns: object
-) -> GroupOutcome:
+def decide(group: StoredGroup) -> GroupOutcome:
     """Make training data of two tokens from every Record."""
     return GroupOutcome(
-        data=tuple(make_data(record.id, task.id, tokens=2, turns=1) for record in records),
+        data=tuple(make_data(record.id, group.task.id, tokens=2, turns=1) for record in group.records),
         records=tuple(
-            RecordOutcome(record_id=record.id, status=RecordStatus.READY, advantage=0.5) for record in records
+            RecordOutcome(record_id=record.id, status=RecordStatus.READY, advantage=0.5)
+            for record in group.records
         ),
-        summary={"scored": len(records), "failed": 0},
+        summary={"scored": len(group.records), "failed": 0},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import getpass
 import hashlib
 import os
 import re
@@ -187,6 +188,14 @@ def free_port(*wanted: int) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise OSError("no port of the loopback interface is free")
+
+
+def user_name() -> str:
+    """Return the name of this process's user; its number if it has none, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
 
 
 def tail(log: Path, lines: int = 15, limit: int = 16_384) -> str:

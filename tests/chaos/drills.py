@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ready_data import statuses
+
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import RecordStatus, SlotStatus
 from agentrl.documents.task import Slot, Task
@@ -202,7 +204,7 @@ async def wait_for_scores(store: Store, more: int, seconds: float) -> None:
 
 async def count(store: Store) -> Counts:
     """Count the claimed slots and their Records."""
-    records = await store.records.counts("train")
+    records = await statuses(store, "Record")
     tasks = [
         Task.from_document(item) async for item in store.database["Task"].find({"slots.attempt": {"$gt": 0}})
     ]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ready_data import statuses
+
 from agentrl.documents.status import RecordStatus
 from chaos.actors import Exit
 
@@ -75,7 +77,7 @@ async def examine(store: Store, logs: Path, report: Report) -> None:
     A violation is an acknowledged score that is missing in the database, a process that ended by itself, a
     traceback in a log, or a run that did not complete. ``check_run`` adds more.
     """
-    records = await store.records.counts("train")
+    records = await statuses(store, "Record")
     report.scored = sum(records[status] for status in _KEPT)
     report.steps = len(await store.steps.find())
     report.versions = len(await store.policy_versions.all())

@@ -30,7 +30,7 @@ from agentrl.model.load import load_policy
 from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
-from agentrl.store.groups import GroupOutcome
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.train.step import forward_backward
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.usefixtures("starts_warm")]
@@ -119,7 +119,8 @@ def decide(sampled: Sequence[Sequence[DispatchedSamplingTask]]) -> GroupOutcome:
         for traj, calls in enumerate(sampled)
     ]  # fmt: skip
     by_record = {record.id: calls for record, calls in zip(records, sampled, strict=True)}
-    return GroupRules(config=GroupConfig(), seed=0).decide(TASK, records, by_record)
+    group = StoredGroup(task=TASK, records=records, calls=by_record)
+    return GroupRules(config=GroupConfig(), seed=0).decide(group)
 
 
 def step(served: Served, outcome: GroupOutcome) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from db_command import agentrl_db, violations
 from example_training import train_steps
 from gateway_run import answerer_of
+from ready_data import statuses
 from rollout_fakes import ScriptedEngine, format_of
 from test_sampling import Setting, quick, task, until
 from tiny_policy import write_tiny_policy
@@ -301,7 +302,7 @@ async def test_the_chat_example_trains_two_steps(
         await asyncio.to_thread(talk, str(client.base_url))
 
         async def are_ready() -> bool:
-            return (await store.records.counts("train"))[RecordStatus.READY] == len(QUESTIONS)
+            return (await statuses(store, "Record"))[RecordStatus.READY] == len(QUESTIONS)
 
         await until(are_ready)
     assert sorted(record.score or 0.0 for record in await store.records.scored("train", 0.0)) == [0, 0, 1, 1]

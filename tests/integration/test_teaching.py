@@ -24,6 +24,7 @@ from agentrl.inference.engine import EngineRefusedError
 from agentrl.rollout import breaker as breaker_module
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
+from agentrl.store.columns import read_columns
 from agentrl.teaching import fill
 from agentrl.teaching.engines import FolderTeacher, Scored
 from agentrl.teaching.fill import Filler
@@ -135,7 +136,7 @@ async def test_an_outage_counts_as_no_failure_and_a_refusal_gives_up_at_the_last
     down = [EngineError("no route", outage=breaker_module.DATABASE) for _ in range(5)]
     refused = [EngineRefusedError("too long") for _ in range(CLAIMS.max_attempts)]
     assert await teach(store, Teaching(Scripted(*down, *refused))) == 1
-    columns = await store.columns.of_records([f"{TASK}/0/1", f"{TASK}/1/1"])
+    columns = await read_columns(store.connection, [f"{TASK}/0/1", f"{TASK}/1/1"])
     assert sorted((item.status.value, item.failures) for (item,) in columns.values()) == [
         ("failed", 2), ("filled", 0),
     ]  # fmt: skip
@@ -160,7 +161,7 @@ async def test_a_privileged_prompt_is_at_the_end_of_the_system_message(
         None,
     )
     assert engine.read[0] == [*prompt, 0, 1, 2, 3]
-    (column,) = (await store.columns.of_records([f"{TASK}/0/1"]))[f"{TASK}/0/1"]
+    (column,) = (await read_columns(store.connection, [f"{TASK}/0/1"]))[f"{TASK}/0/1"]
     assert np.frombuffer(column.values, "<f4").tolist() == [0.0, -0.125, -0.25, -0.375] * 2
 
 

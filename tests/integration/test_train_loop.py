@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from forked import run_forked
+from ready_data import statuses
 from safetensors.torch import load_file
 from tiny_policy import write_tiny_policy
 from torch import Tensor
@@ -208,7 +209,7 @@ async def test_three_steps_three_versions_a_checkpoint(run: Run) -> None:
         assert versions[-1].step == 3, "those in between are not all published: training does not wait"
         for version in versions:
             verify(version.location, version.files)
-        counts = await store.training.counts("train")
+        counts = await statuses(store)
         assert counts[DataStatus.TRAINED] == 2 * len(GROUPS)
     assert (run.output / "checkpoint-000003" / "model" / "config.json").is_file()
 

@@ -67,7 +67,7 @@ def test_json_is_json_and_tasks_are_tasks(block: Block) -> None:
         value, position = decoder.raw_decode(text, position)
         if isinstance(value, dict) and ({"query", "scorer"} & value.keys()) and block.not_run is None:
             value.pop("images", None)  # of no file here
-            make_task(value, split="train", epoch=0, num_generations=8, folder=ROOT)
+            make_task(value, split="train", num_generations=8, folder=ROOT)
         position += len(text[position:]) - len(text[position:].lstrip())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from waiting import wait_until
 
 from agentrl import processes
-from agentrl.processes import exit_reason, half_of_cores, run_child, start_child, stop_child, tail
+from agentrl.processes import exit_reason, half_of_cores, run_child, start_child, stop_child, tail, user_name
 
 LEAVES_A_WORKER = """
 import subprocess, sys
@@ -84,3 +85,13 @@ def test_two_processes_share_the_cores(
         if content is not None:
             (tmp_path / name).write_text(content)
     assert half_of_cores() == threads
+
+
+def test_a_user_without_a_name_is_named_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert user_name() == getpass.getuser()
+
+    def no_name() -> str:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(getpass, "getuser", no_name)
+    assert user_name() == f"user {os.getuid()}"

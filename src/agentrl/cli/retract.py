@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import getpass
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from agentrl.cli.runs import confirm
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.observe.progress import progress
+from agentrl.processes import user_name
 
 if TYPE_CHECKING:
     from agentrl.documents.retraction import Retraction, Tombstone
@@ -77,8 +77,7 @@ def parser() -> CommandParser:
 
 async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Show what would go, ask, delete it, and say what to do next; return the exit code."""
-    from agentrl.data.exports import find_exports, withdraw_from
-    from agentrl.data.retract import delete_withdrawn, finish_withdrawn
+    from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
     from agentrl.observe.log_lines import remove_lines
     from agentrl.registry import allow_imports
     from agentrl.store.admin.retract import Retractions
@@ -114,7 +113,7 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
         if not arguments.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
             print(f"{run.run_name} is unchanged")
             return 0
-        by = f"{getpass.getuser()}@{socket.gethostname()}"
+        by = f"{user_name()}@{socket.gethostname()}"
         ended = (await store.trainer_lease.read()).ended
         async with hold_lease(store, group_of(ClaimConfig, arguments).lease_seconds) as lease:
             lease.ended = None if rebuilds else ended

@@ -12,11 +12,10 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from agentrl.config.schema import GroupConfig
+from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
 from agentrl.data.trajectory_tree import masked_calls, to_training_data
 from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -32,9 +31,10 @@ from agentrl.scoring.groups import (
     dropped_by_filter,
     filtered_of,
     recorded_decisions,
+    rules_of,
     summarize,
 )
-from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup, slot_problem
+from agentrl.store.groups import Decide, GroupOutcome, RecordOutcome, StoredGroup, slot_problem
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -77,27 +77,19 @@ class GroupRules:
     @classmethod
     def stored(cls, rules: Mapping[str, Any]) -> GroupRules:
         """Return the rules of a finalized group; missing flags have their defaults."""
-        known = {field.name for field in fields(GroupConfig)}
-        config = GroupConfig(**{key: value for key, value in rules.items() if key in known})
-        return cls(config=config, seed=int(rules.get("seed", 0)))
+        return cls(config=rules_of(rules), seed=int(rules.get("seed", 0)))
 
     def to_store(self) -> dict[str, Any]:
         """Return the rules as stored in ``Task.group.rules``."""
         return {**asdict(self.config), "seed": self.seed}
 
-    def decide(
-        self,
-        task: Task,
-        records: Sequence[Record],
-        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
-        columns: Mapping[str, Sequence[Column]] = MappingProxyType({}),
-    ) -> GroupOutcome:
+    def decide(self, group: StoredGroup) -> GroupOutcome:
         """Decide a group. Deterministic: every process computes the same outcome.
 
         A group filter may not be deterministic, so its drops are stored (``Task.group.filtered``). Groups of
         ``TRAIN_SPLIT`` become training data; groups of other splits are only summarized.
         """
-        scored = [record for record in records if record.score is not None]
+        task, scored = group.task, [record for record in group.records if record.score is not None]
         failed = sum(slot.status is SlotStatus.FAILED for slot in task.slots)
         rules = self.to_store()
         if task.split != TRAIN_SPLIT:
@@ -117,26 +109,19 @@ class GroupRules:
         outcomes = []
         masked: Counter[str] = Counter()
         for decision in decisions:
-            reasons = self._masked(by_id[decision.record_id], calls, decision)
+            record = by_id[decision.record_id]
+            reasons = self._masked(group, record, decision)
             masked.update(reasons)
-            own = columns.get(decision.record_id, ())
-            converted = self._convert(task, by_id[decision.record_id], calls, decision, reasons, own)
-            if isinstance(converted, DBRecordData):
-                data.append(converted)
-                outcomes.append(
-                    RecordOutcome(
-                        record_id=decision.record_id,
-                        status=RecordStatus.READY,
-                        advantage=decision.advantage,
-                        turn_advantages=decision.turn_advantages,
-                    )
-                )
+            converted = self._convert(group, record, decision, reasons)
+            outcome = RecordOutcome(record_id=record.id, status=RecordStatus.READY)
+            if isinstance(converted, str):
+                outcome = replace(outcome, status=RecordStatus.ABANDONED, because=converted)
             else:
-                outcomes.append(
-                    RecordOutcome(
-                        record_id=decision.record_id, status=RecordStatus.ABANDONED, because=converted
-                    )
+                data.append(converted)
+                outcome = replace(
+                    outcome, advantage=decision.advantage, turn_advantages=decision.turn_advantages
                 )
+            outcomes.append(outcome)
         summary = {
             **summarize(scored, failed, len(data), rules),
             "masked_calls": [
@@ -147,39 +132,28 @@ class GroupRules:
         }
         return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
 
-    def _masked(
-        self, record: Record, calls: Mapping[str, Sequence[DispatchedSamplingTask]], decision: Decision
-    ) -> list[str]:
+    def _masked(self, group: StoredGroup, record: Record, decision: Decision) -> list[str]:
         """Return ``masked_calls`` of a Record that is trained, else an empty list."""
         if decision.advantage is None:
             return []
-        chosen = [call for call in calls.get(record.id, ()) if call.index not in record.untrained_calls]
+        calls = group.calls.get(record.id, ())
+        chosen = [call for call in calls if call.index not in record.untrained_calls]
         return masked_calls(chosen, decision.advantage, self.config, decision.turn_advantages)
 
     def _convert(
-        self,
-        task: Task,
-        record: Record,
-        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
-        decision: Decision,
-        reasons: Sequence[str],
-        columns: Sequence[Column],
+        self, group: StoredGroup, record: Record, decision: Decision, reasons: Sequence[str]
     ) -> DBRecordData | str:
         """Return the training data, or why there are none."""
         if decision.advantage is None:
             return decision.abandoned_because or "abandoned"
+        columns = group.columns.get(record.id, ())
         if (missing := _missing_column(columns, self.config.column_names)) is not None:
             return missing
         try:
             data = to_training_data(
-                task,
-                record,
-                calls.get(record.id, ()),
-                decision.advantage,
-                self.config,
-                turn_advantages=decision.turn_advantages,
-                columns=columns,
-            )
+                group.task, record, group.calls.get(record.id, ()), decision.advantage, self.config,
+                turn_advantages=decision.turn_advantages, columns=columns,
+            )  # fmt: skip
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
             return error.message
@@ -190,6 +164,17 @@ class GroupRules:
         if reasons:
             return f"no model call to train: {_listed(reasons)}, which the engine's logprobs leave out"
         return "no model call has an advantage to train with"
+
+
+def decide_stored(task: Task) -> Decide | None:
+    """Return the function that decides a finalized group by the rules that it stores; None without any."""
+    group = task.group or {}
+    if group.get("rules") is not None:
+        return GroupRules.stored(group["rules"]).decide
+    if task.split != TRAIN_SPLIT:
+        right = float(group.get("right_threshold", RIGHT_THRESHOLD))
+        return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
+    return None
 
 
 def _missing_column(columns: Sequence[Column], names: Sequence[str]) -> str | None:
@@ -247,12 +232,7 @@ def group_problem(group: StoredGroup | None, data: Sequence[DBRecordData]) -> st
         return "trajectories of it were withdrawn after a step trained it (agentrl retract --rebuild)"
     if not isinstance(summary.get("rules"), Mapping):
         return "its Task does not hold the rules by which it was decided"
-    expected = {
-        item.id: item
-        for item in GroupRules.of_group(summary)
-        .decide(group.task, group.records, group.calls, group.columns)
-        .data
-    }
+    expected = {item.id: item for item in GroupRules.of_group(summary).decide(group).data}
     counts = {record.id: record.trained_count for record in group.records}
     for item in data:
         if item.id not in expected:
@@ -299,10 +279,14 @@ def explain_difference(
         stored = TokenColumns.unpack(data.columns, data.trainable_tokens)
         names = ",".join(() if stored is None else stored.values)
         config = GroupConfig(drop_zero_advantage=False, minimal_advantage=0.0, columns=names)
-    expected = to_training_data(
-        _task(data), _record(data), calls, data.advantage, config, turn_advantages=data.turn_advantages,
-        columns=columns,
+    task = Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
+    record = Record(
+        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
+        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
     )  # fmt: skip
+    expected = to_training_data(
+        task, record, calls, data.advantage, config, turn_advantages=data.turn_advantages, columns=columns
+    )
     if expected is None:
         return "its model calls have no token to train"
     return differences(data, expected)
@@ -321,14 +305,3 @@ def _difference(name: str, data: DBRecordData, expected: DBRecordData) -> str | 
     if name in _PACKED:
         return f"{name}: {len(found)} bytes that differ from the {len(wanted)} of its model calls"
     return f"{name}: {found}, from its model calls {wanted}"
-
-
-def _task(data: DBRecordData) -> Task:
-    return Task(id=data.task, task_id="", split=data.split, epoch=0, order=0, query="")
-
-
-def _record(data: DBRecordData) -> Record:
-    return Record(
-        id=data.record, task=data.task, traj_id=0, attempt=1, split=data.split, epoch=0, query="",
-        score=data.score, turns=data.turns, untrained_calls=data.untrained_calls,
-    )  # fmt: skip

@@ -65,9 +65,8 @@ class Freshness:
         beyond = [max(0, ages[span.version] - self.max_staleness) for span in data.spans]
         if self.policy == "drop" or not any(beyond):
             return data
-        return _masked(data, beyond) if self.policy == "mask" else self._decayed(data, beyond)
-
-    def _decayed(self, data: DBRecordData, beyond: Sequence[int]) -> DBRecordData:
+        if self.policy == "mask":
+            return _masked(data, beyond)
         rate = self.decay or 0.0
         spans = (
             replace(span, advantage=span.advantage * math.exp(-rate * steps))

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
 from agentrl.data.regroup import Regrouping, regrouping_of
-from agentrl.data.step_source import StepData, images_of
-from agentrl.data.window import Window, trajectory_means
+from agentrl.data.step_source import StepData, Window, images_of, trajectory_means
 from agentrl.documents.family import Relative
 from agentrl.documents.images import Image
 from agentrl.documents.task import record_task

@@ -86,7 +86,7 @@ class Regrouping:
         if self.scorer is not None:
             name = self.scorer
             records = list(await asyncio.gather(*(self._score(group, record, name) for record in records)))
-        outcome = await asyncio.to_thread(rules.decide, group.task, records, group.calls, group.columns)
+        outcome = await asyncio.to_thread(rules.decide, replace(group, records=records))
         scores = {record.id: record.score for record in records if record.score is not None}
         return Regrouped(outcome=outcome, scores=scores if self.scorer is not None else {})
 

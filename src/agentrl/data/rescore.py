@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
-from agentrl.data.finalize_group import TRAIN_SPLIT, GroupRules
+from agentrl.data.finalize_group import decide_stored
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     branches_of,
@@ -24,7 +23,7 @@ from agentrl.errors import ConfigError, GroupError, ScorerError, StoreError
 from agentrl.scoring.scorers import ScoredCall, ScorerContext, ScoreResult, checked_score, score_context
 from agentrl.store.admin.rescore import SCORED, NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
-from agentrl.store.groups import Decide, StoredGroup
+from agentrl.store.groups import StoredGroup
 
 _GROUPS_AT_A_TIME = 8
 _ERRORS_SHOWN = 5
@@ -100,7 +99,6 @@ class RescoreReport:
 
 async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
     """Score the selected Records again, a few groups at a time. Raises StoreError if none is selected."""
-    rescoring = Rescoring(store.connection)
     labelled: dict[str, float] | None = None
     report = RescoreReport()
     if options.from_labels:
@@ -113,6 +111,7 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
                 hint="give labels a score in `agentrl dashboard`, on the page of a trajectory",
             )
         options = replace(options, records=wanted)
+    rescoring = Rescoring(store.connection)
     tasks = await rescoring.tasks(
         split=options.split, tasks=options.tasks, records=options.records, statuses=options.statuses
     )
@@ -124,7 +123,7 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
     rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)), labelled, report)
     for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
         await asyncio.gather(*map(rescorer.rescore_group, tasks[start : start + _GROUPS_AT_A_TIME]))
-    return rescorer.report
+    return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +131,9 @@ class _Rescorer:
     rescoring: Rescoring
     options: RescoreOptions
     slots: asyncio.Semaphore
-    labelled: Mapping[str, float] | None = None
+    labelled: Mapping[str, float] | None
     """The scores that people gave, by Record; None if a scorer gives the scores."""
-    report: RescoreReport = field(default_factory=RescoreReport)
+    report: RescoreReport
 
     async def rescore_group(self, task_id: str) -> None:
         """Score the Records of one group, write the scores and count the result in the report."""
@@ -142,7 +141,7 @@ class _Rescorer:
         group = await self.rescoring.group(task_id, records=options.records, statuses=options.statuses)
         scores = await self._scores(group)
         try:
-            done = await self.rescoring.apply(task_id, scores, decide_by(group.task), dry_run=options.dry_run)
+            done = await self.rescoring.apply(task_id, scores, decide_stored, dry_run=options.dry_run)
         except (ConfigError, GroupError) as error:
             self.report.errors.append(f"{task_id}: {error.message}")
             return
@@ -220,20 +219,6 @@ def _feedback(task: Task, record: Record, calls: Sequence[ScoredCall]) -> dict[s
     turns = {int(call): value for call, value in reward.turn_rewards.items()} or None
     given = ScoreResult(reward.score, reward.details, turns, reward.role_rewards or None)
     return {**checked_score(FEEDBACK, given, calls), "scorer": FEEDBACK}
-
-
-def decide_by(task: Task) -> Callable[[Mapping[str, Any] | None], Decide | None]:
-    """Return the function from stored rules to the decision; it returns None if the rules are unknown."""
-
-    def decide(rules: Mapping[str, Any] | None) -> Decide | None:
-        if rules is not None:
-            return GroupRules.stored(rules).decide
-        if task.split != TRAIN_SPLIT:
-            right = float((task.group or {}).get("right_threshold", RIGHT_THRESHOLD))
-            return GroupRules(config=GroupConfig(right_threshold=right), seed=0).decide
-        return None
-
-    return decide
 
 
 def _count(split: SplitReport, group: StoredGroup, scores: Mapping[str, NewScore], done: Rescored) -> None:

@@ -1,20 +1,28 @@
-"""Delete what a retraction lists, decide its groups anew without it, and delete its images."""
+"""Take what a retraction lists out of a run, and out of folders that ``agentrl db export`` wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from agentrl.data.rescore import decide_by
-from agentrl.documents.task import Task
-from agentrl.store.admin.retract import Retractions
+from agentrl.config.schema import RunConfig
+from agentrl.data.finalize_group import decide_stored
+from agentrl.documents.retraction import Tombstone
+from agentrl.errors import StoreError
+from agentrl.store.admin.archive import MANIFEST, verify
+from agentrl.store.admin.dataset import FILE, require_pyarrow
+from agentrl.store.admin.retract import Retractions, Selection
+from agentrl.store.admin.transfer import Transfer, withdrawn_in
 from agentrl.store.admin.withdraw import Withdrawing
-from agentrl.store.groups import Decide
+from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection
 
-
-def decide_stored(task: Task) -> Decide | None:
-    """Return the function that decides a finalized group by the rules that it stores; None without any."""
-    return decide_by(task)((task.group or {}).get("rules"))
+_ROWS = re.compile(r"^[\d,]+(?= scored trajectories)", re.MULTILINE)
+_NEW, _OLD = ".retracted-", ".original-"
 
 
 async def delete_withdrawn(
@@ -55,3 +63,87 @@ async def finish_withdrawn(connection: Connection, *, is_sampled: bool) -> int:
         if not left and is_rebuilt and not retraction.family:
             await retractions.finish(retraction)
     return waiting
+
+
+def find_exports(path: str) -> list[Path]:
+    """Return ``path`` if it is an export, else the exports below it. Raises StoreError if there are none.
+
+    Finishes the replacement of an export that was interrupted.
+    """
+    folder = Path(path).resolve()
+    for new in (folder.with_name(f"{_NEW}{folder.name}"), *folder.rglob(f"{_NEW}*")):
+        if new.is_dir():
+            _replace(new, new.with_name(new.name.removeprefix(_NEW)))
+    for old in (folder.with_name(f"{_OLD}{folder.name}"), *folder.rglob(f"{_OLD}*")):
+        shutil.rmtree(old, ignore_errors=True)
+    archives = sorted(path.parent for path in folder.rglob(MANIFEST) if any(path.parent.glob("*.jsonl")))
+    found = [*archives, *sorted(path.parent.parent for path in folder.rglob(FILE))]
+    if not found:
+        raise StoreError(f"{folder} holds no export", hint=f"an export has {MANIFEST} or {FILE}")
+    return found
+
+
+async def withdraw_from(
+    run: RunConfig, folder: Path, stones: Mapping[str, Tombstone], *, because: str, by: str
+) -> int:
+    """Write an export anew without what ``stones`` stand for; return how many Records and Tasks it held.
+
+    An archive is imported into a database of its own, withdrawn from there as from the run, and exported
+    again: its groups are decided again, and it holds the tombstones. Raises StoreError for a folder that is
+    damaged or cannot be written.
+    """
+    if (folder / FILE).is_file():
+        return _filter_dataset(folder, stones)
+    created = {key: stone.created_at for key, stone in stones.items()}
+    held = withdrawn_in(folder, verify(folder), created)
+    if not held:
+        return 0
+    scratch = replace(run, run_name=f"retract_{secrets.token_hex(6)}")
+    connection = await open_connection(scratch)
+    new = folder.with_name(f"{_NEW}{folder.name}")
+    try:
+        await Transfer(connection).load(folder, allow_modules=True, withdrawn=True)
+        again = [replace(stones[key], deleted_at=None) for key in sorted(held)]
+        chosen = Selection(tombstones=again, first_step=None, versions=())
+        await Retractions(connection).begin(chosen, because, by, rebuilds=False)
+        await delete_withdrawn(connection)
+        await Transfer(connection).export(new)
+    finally:
+        await connection.client.drop_database(scratch.run_name)
+        await connection.close()
+    _replace(new, folder)
+    return len(held)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """Put ``new`` in the place of ``folder``; after an interruption, call it again."""
+    old = folder.with_name(f"{_OLD}{folder.name}")
+    try:
+        if folder.exists() and not old.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old)
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be replaced: {error}", hint="call agentrl retract again"
+        ) from error
+
+
+def _filter_dataset(folder: Path, stones: Mapping[str, Tombstone]) -> int:
+    require_pyarrow()
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(folder / FILE)
+    ids, created = (table.column(name).to_pylist() for name in ("id", "created_at"))
+    kept = [
+        key not in stones or stones[key].created_at != at for key, at in zip(ids, created, strict=True)
+    ]  # fmt: skip
+    if all(kept):
+        return 0
+    partial = (folder / FILE).with_suffix(".partial")
+    pyarrow.parquet.write_table(table.filter(kept), partial, compression="zstd")
+    partial.replace(folder / FILE)
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(_ROWS.sub(f"{sum(kept):,}", text), encoding="utf-8")
+    return kept.count(False)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, weigh
-from agentrl.data.step_source import StepData, images_of
-from agentrl.data.window import Window, step_window, window_metrics
+from agentrl.data.step_source import StepData, Window, images_of, step_window, window_metrics
 from agentrl.documents.images import Image
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
@@ -30,6 +29,7 @@ POLL_SECONDS = 10.0
 
 LOG_EVERY_SECONDS = 30.0
 _LOOKAHEAD_STEPS = 8
+"""``groups_ready`` stops counting at the groups of this many steps."""
 _LONGEST_PROBLEM = 500
 """Longest problem that is stored, in characters."""
 
@@ -147,12 +147,10 @@ class DataStream:
             "quarantined_trajectories": self.count_quarantined(),
             "groups": len(batch.groups),
             "groups_open": await self._store.groups.count_open(self._settings.split),
-            "groups_ready": await self.ready_groups(step + 1),
+            "groups_ready": len(
+                await self._choose(step + 1, _LOOKAHEAD_STEPS * self._settings.groups_per_step)
+            ),
         }
-
-    async def ready_groups(self, step: int) -> int:
-        """Return the number of groups that ``step`` could train now; stops counting at those of 8 steps."""
-        return len(await self._choose(step, _LOOKAHEAD_STEPS * self._settings.groups_per_step))
 
     async def _take(self, step: int) -> StepData | None:
         if self._prefetched is not None and self._prefetched[0] == step:
@@ -180,15 +178,14 @@ class DataStream:
                     continue
                 return await self._step_data(data, step, is_rest=len(groups) < count)
             if time.monotonic() >= log_at:
-                await self._log_wait(len(groups), count)
+                settings, columns = self._settings, await self._unfilled()
+                alive = await self._store.services.liveness(settings.split, settings.engine_alive_seconds)
+                logger.info(
+                    "waiting for groups: %d of %d are ready; %s%s", len(groups), count, columns,
+                    alive.describe(),
+                )  # fmt: skip
                 log_at += LOG_EVERY_SECONDS
             await self._store.wait_for_change("DBRecordData", "Task", timeout=POLL_SECONDS)
-
-    async def _log_wait(self, ready: int, count: int) -> None:
-        """Log how many groups are ready, what others wait for, and which samplers and engines are alive."""
-        found = await self._store.services.liveness(self._settings.split, self._settings.engine_alive_seconds)
-        columns = await self._unfilled()
-        logger.info("waiting for groups: %d of %d are ready; %s%s", ready, count, columns, found.describe())
 
     async def _unfilled(self) -> str:
         """Return how many trajectories wait for a column; empty if none does."""

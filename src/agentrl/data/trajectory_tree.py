@@ -6,12 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.token_tree import build_tree
+from agentrl.documents.base import shortened
 from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
@@ -25,7 +26,7 @@ from agentrl.documents.sampling import COLDEST, distribution_params
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
-from agentrl.documents.training import DBRecordData, TrainableSpan
+from agentrl.documents.training import DBRecordData, TrainableSpan, earned_advantage
 from agentrl.errors import StoreError
 
 logger = logging.getLogger(__name__)
@@ -36,18 +37,6 @@ FAULTY: Final = frozenset({CallStatus.FORMAT_ERROR, CallStatus.REPEAT_ERROR})
 
 _SHOWN: Final = 60
 """Characters of a parameter's value in a reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Credit:
-    """The advantage of a trajectory's score, and what each model call's own reward adds to it."""
-
-    advantage: float
-    turn_advantages: Sequence[float]
-
-    def of_call(self, index: int) -> float:
-        """Return the advantage of one model call."""
-        return self.advantage + (self.turn_advantages[index] if index < len(self.turn_advantages) else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +60,17 @@ def to_training_data(
     """Return the training data of one scored trajectory; None if no model call of it is trained.
 
     ``calls`` are the Record's model calls, ordered by index; ``turn_advantages`` are added to the advantage
-    of the call with that index. All generated tokens of a trainable call are
-    trained: one span per call and policy version, at the call's sampling temperature. Calls that the Record
-    leaves out (``untrained_calls``) and calls whose
-    distribution another parameter changed (``mask_reason``) are context. ``columns`` are the Record's; the
-    data get those that ``config`` names. With ``supervised`` every call is
-    trainable, at temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict
-    one another or the columns, or if the Record has no score.
+    of the call with that index. All generated tokens of a trainable call are trained: one span per call and
+    policy version, at the call's sampling temperature. Calls that the Record leaves out (``untrained_calls``)
+    and calls whose distribution another parameter changed (``mask_reason``) are context. ``columns`` are the
+    Record's; the data get those that ``config`` names. With ``supervised`` every call is trainable, at
+    temperature 1, because no loss reads its logprobs. Raises StoreError if the calls contradict one another
+    or the columns, or if the Record has no score.
     """
     if record.score is None:
         raise StoreError(f"record {record.id} has no score and cannot become training data")
     chosen = [call for call in calls if call.index not in record.untrained_calls]
-    trainable = _trainable_calls(chosen, _Credit(advantage, turn_advantages), config, supervised)
+    trainable = _trainable_calls(chosen, advantage, turn_advantages, config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
     spans: list[TrainableSpan] = []
     logprobs: list[np.ndarray] = []
@@ -161,11 +149,11 @@ def mask_reason(call: DispatchedSamplingTask) -> str | None:
     (``logprobs_of``). If it stores the ids that truncation kept, the trainer's softmax is over these ids.
     """
     if call_temperature(call) is None:
-        return f"temperature {_shown(call.sampling_params['temperature'])}"
+        return f"temperature {shortened(str(call.sampling_params['temperature']), _SHOWN)}"
     if call.logprobs_of in ("sampled", "truncated"):
         return None
     for name in distribution_params(call.sampling_params):
-        return f"{name} {_shown(call.sampling_params[name])}"
+        return f"{name} {shortened(str(call.sampling_params[name]), _SHOWN)}"
     return "logprobs of several distributions" if call.logprobs_of == "other" else None
 
 
@@ -176,20 +164,21 @@ def masked_calls(
     turn_advantages: Sequence[float] = (),
 ) -> list[str]:
     """Return the reason for each call that only a sampling parameter masks, such as ``top_p 0.9``."""
-    credit = _Credit(advantage, turn_advantages)
+    earned = ((call, earned_advantage(advantage, turn_advantages, call.index)) for call in calls)
     return [
         reason
-        for call in calls
-        if _own_advantage(call, credit, config) is not None and (reason := mask_reason(call)) is not None
+        for call, own in earned
+        if _own_advantage(call, own, config) is not None and (reason := mask_reason(call)) is not None
     ]
 
 
 def _trainable_calls(
-    calls: Sequence[DispatchedSamplingTask], credit: _Credit, config: GroupConfig, supervised: bool
-) -> list[_TrainableCall]:
+    calls: Sequence[DispatchedSamplingTask], advantage: float, turn_advantages: Sequence[float],
+    config: GroupConfig, supervised: bool,
+) -> list[_TrainableCall]:  # fmt: skip
     chosen = []
     for call in calls:
-        own = _own_advantage(call, credit, config)
+        own = _own_advantage(call, earned_advantage(advantage, turn_advantages, call.index), config)
         if own is None or not _is_consistent(call):
             continue
         temperature = 1.0 if supervised else call_temperature(call)
@@ -198,9 +187,8 @@ def _trainable_calls(
     return chosen
 
 
-def _own_advantage(call: DispatchedSamplingTask, credit: _Credit, config: GroupConfig) -> float | None:
-    """Return the advantage of a call with tokens to train, else None."""
-    earned = credit.of_call(call.index)
+def _own_advantage(call: DispatchedSamplingTask, earned: float, config: GroupConfig) -> float | None:
+    """Return the advantage of a call with tokens to train, else None; ``earned`` as if it were not faulty."""
     own = call_advantage(call.status, earned)
     if own is None or not call.output_ids or call.fixed is not None:
         return None
@@ -254,8 +242,3 @@ def _span(item: _TrainableCall, version: VersionSpan, output_start: int) -> Trai
         advantage=item.advantage,
         temperature=item.temperature,
     )
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

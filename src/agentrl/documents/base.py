@@ -210,7 +210,11 @@ def _to_text(value: Any) -> str:
         return f"[{type(value).__name__}, nested too deeply]"
 
 
+def shortened(text: str, limit: int) -> str:
+    """Return a text cut to ``limit`` characters."""
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
 def excerpt(value: Any, limit: int) -> str:
     """Return a value as errors show it: as ASCII, cut to ``limit`` characters."""
-    text = ascii(value)
-    return text if len(text) <= limit else f"{text[:limit]}…"
+    return shortened(ascii(value), limit)

@@ -79,12 +79,7 @@ class TopLogprobs:
 
     def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> TopLogprobs:
         """Return those of the chosen tokens."""
-        tokens = np.arange(len(self))[chosen]
-        first = np.cumsum(self.ids.counts) - self.ids.counts
-        counts = self.ids.counts[tokens]
-        shift = first[tokens] - (np.cumsum(counts) - counts)
-        places = np.repeat(shift, counts) + np.arange(counts.sum())
-        return TopLogprobs(self.ids.select(tokens), self.logprobs[places])
+        return TopLogprobs(self.ids.select(chosen), self.logprobs[self.ids.places(chosen)])
 
     def pack(self) -> bytes:
         """Return the number of ids as uint32, their logprobs as float16, and ``ids.pack()``; b"" for none."""

@@ -236,6 +236,19 @@ def full_messages(
     )  # fmt: skip
 
 
+def conversation(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, Any]]:
+    """Return the messages of the calls of a trajectory as the model read them, each with its response."""
+    by_id = {call.id: call for call in calls}
+    return [
+        message
+        for call in calls
+        for message in (
+            *full_messages(call, None if call.parent is None else by_id[call.parent]),
+            {"role": "assistant", **call.response},
+        )
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialGeneration(Document):
     """The tokens so far of one generation, with the policy versions that sampled them."""

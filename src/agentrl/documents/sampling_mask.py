@@ -45,9 +45,13 @@ class SamplingMask:
 
     def select(self, chosen: NDArray[np.bool_] | NDArray[np.int64] | slice) -> SamplingMask:
         """Return the mask of the chosen tokens."""
+        return SamplingMask(self.counts[chosen], self.ids[self.places(chosen)])
+
+    def places(self, chosen: NDArray[np.bool_] | NDArray[np.int64] | slice) -> NDArray[np.int64]:
+        """Return the indexes in ``ids`` of the ids that the chosen tokens keep."""
         counts = self.counts[chosen]
         shift = (np.cumsum(self.counts) - self.counts)[chosen] - (np.cumsum(counts) - counts)
-        return SamplingMask(counts, self.ids[np.repeat(shift, counts) + np.arange(counts.sum())])
+        return np.repeat(shift, counts) + np.arange(counts.sum())
 
     def keeps(self, tokens: NDArray[np.integer]) -> bool:
         """Return whether every token, int[n], is among the ids that it was sampled from."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
+from agentrl.documents.base import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
@@ -49,13 +50,11 @@ class ReadResult:
 class _FileTasks(Sequence[Task]):
     """A lazy sequence: reads each task from the file on access. Tasks are in sampling order."""
 
-    def __init__(
-        self, source: TaskSource, rows: TaskRows, split: str, epoch: int, num_generations: int
-    ) -> None:
+    def __init__(self, source: TaskSource, rows: TaskRows, split: str, num_generations: int) -> None:
         self._source = source
         self._rows = rows
         self._folder = source.folder
-        self._task_arguments = (split, epoch, num_generations, self._folder)
+        self._task_arguments = (split, num_generations, self._folder)
         self._numbers = array("Q")
         self._offsets = array("Q")
         self._lengths = array("Q")
@@ -102,8 +101,7 @@ class _FileTasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         if isinstance(index, slice):
             return [self._read(order) for order in range(*index.indices(len(self)))]
-        order = range(len(self))[index]
-        return self._read(order)
+        return self._read(range(len(self))[index])
 
     def _read(self, order: int) -> Task:
         try:
@@ -116,7 +114,7 @@ class _FileTasks(Sequence[Task]):
 
 
 def read_tasks(
-    path: str | Path, *, split: str = "train", epoch: int = 0, seed: int = 0, shuffle: bool = True,
+    path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
     source: TaskSource | None = None, rows: TaskRows | None = None,
@@ -125,14 +123,14 @@ def read_tasks(
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
     ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
-    order is shuffled by ``seed`` and epoch and is the same on every machine. Tasks are read on access, so
+    order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
     ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one.
     """
     source = source or TaskSource(Path(path))
     rows = rows or TaskRows()
     known = {"scorer": known_scorers, "agent_name": known_agents}
-    tasks = _FileTasks(source, rows, split, epoch, num_generations)
+    tasks = _FileTasks(source, rows, split, num_generations)
     reading = _Reading(tasks, known, rows, source.is_trusted)
     for item in source.items():
         where = source.where(item.line)
@@ -141,7 +139,7 @@ def read_tasks(
                 raise item.value
             value, preset = rows.read(item.value, item.number)
             reading.look(item.value)
-            task = make_task(value, split, epoch, num_generations, source.folder)
+            task = make_task(value, split, num_generations, source.folder)
             reading.add(task, where, preset)
             if check is not None:
                 check(task, item)
@@ -155,7 +153,7 @@ def read_tasks(
     if not len(tasks):
         raise TaskFileError(f"{path} holds no tasks", hint='write one {"id": …, "query": …} a line')
     if shuffle:
-        tasks.shuffle(f"{seed}/{epoch}")
+        tasks.shuffle(f"{seed}/0")  # as epoch 0 of ``Epochs.open``
     return ReadResult(
         tasks, tuple(reading.bad), reading.warnings(), reading.names, tasks.images,
         reading.presets, reading.example,
@@ -206,16 +204,20 @@ class _Reading:
             raise BadTaskError(f"it names Python code, {min(code)}, and others write this data: not imported")
         for name, known in self._known.items():
             for part in _names(task, name):
-                _check_name(name, part, known)
+                if known is not None and part not in known and ":" not in part:
+                    listed = ", ".join(sorted(known))
+                    raise BadTaskError(f"{name} {part!r} is unknown; choose one of {listed}")
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
         self._ids.add(task.task_id)
         self.presets[preset] = self.presets.get(preset, 0) + 1
         if self.example is None and (says := self._rows.says(preset)):
+            query, answer, task_id = (
+                shortened(repr(value), _EXCERPT) for value in (task.query, task.answer, task.task_id)
+            )
             self.example = (
-                f"read as {preset}: {says}; first: {where}: query {_shown(task.query)}, answer"
-                f" {_shown(task.answer)}, id {_shown(task.task_id)}, scorer {task.scorer},"
-                f" answer_schema {task.answer_schema}"
+                f"read as {preset}: {says}; first: {where}: query {query}, answer {answer}, id {task_id},"
+                f" scorer {task.scorer}, answer_schema {task.answer_schema}"
             )
         for name, used in self.names.items():
             used.update(_names(task, name))
@@ -255,19 +257,9 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
     )
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…"
-
-
 def _names(task: Task, field: str) -> tuple[str, ...]:
     """Return what a field of the task names: every scorer of a weighted sum."""
     value = getattr(task, field)
     if value is None:
         return ()
     return tuple(scorer_weights(value)) if field == "scorer" else (value,)
-
-
-def _check_name(kind: str, name: str, known: Collection[str] | None) -> None:
-    if known is not None and name not in known and ":" not in name:
-        raise BadTaskError(f"{kind} {name!r} is unknown; choose one of {', '.join(sorted(known))}")

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
+from agentrl.documents.base import shortened
 from agentrl.documents.task import Slot, Task, sum_name, task_key
 from agentrl.documents.task_messages import (
     MAX_TASK_IMAGES,
@@ -149,10 +150,9 @@ def _text_size(text: str) -> int:
         raise _NotStorableError(f"{what}the lone surrogate {char!r}") from error
 
 
-def _shown(text: str, limit: int = 40) -> str:
-    """Return ``text`` as printable ASCII, cut to ``limit`` characters."""
-    plain = text.encode("unicode_escape").decode("ascii")
-    return plain if len(plain) <= limit else f"{plain[:limit]}…"
+def _shown(text: str) -> str:
+    """Return ``text`` as printable ASCII, cut to 40 characters."""
+    return shortened(text.encode("unicode_escape").decode("ascii"), 40)
 
 
 QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
@@ -200,18 +200,17 @@ class _Fields:
     images: Annotated[tuple[Text, ...], Field(max_length=MAX_TASK_IMAGES)] = ()
 
 
-_ALIASES = {"id": ID, "query": QUERY, "answer": ANSWER}
-_KEYS = [_ALIASES.get(item.name, (item.name,)) for item in dataclasses.fields(_Fields)]
+def aliases_of(name: str) -> tuple[str, ...]:
+    """Return the keys that field ``name`` of a task is read from."""
+    return {"id": ID, "query": QUERY, "answer": ANSWER}.get(name, (name,))
+
+
+_KEYS = [aliases_of(item.name) for item in dataclasses.fields(_Fields)]
 """The keys that each field is read from; the first one that is not null counts."""
 _KNOWN = frozenset({
     *(key for keys in _KEYS for key in keys),
     "meta", "messages", "prompt", "raw", "reward_model", "extra_info",
 })  # fmt: skip
-
-
-def aliases_of(name: str) -> tuple[str, ...]:
-    """Return the keys that field ``name`` of a task is read from."""
-    return _ALIASES.get(name, (name,))
 
 
 _LONG_ENOUGH = 4
@@ -228,8 +227,8 @@ def nearest_field(name: str) -> str | None:
     return nearest[0] if nearest else None
 
 
-def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: Path | None = None) -> Task:
-    """Return the Task of one JSON value, with ``order`` 0. Raises BadTaskError.
+def make_task(item: Any, split: str, num_generations: int, folder: Path | None = None) -> Task:
+    """Return the Task of one JSON value, in epoch 0 with ``order`` 0. Raises BadTaskError.
 
     Paths of images are relative to ``folder``.
     """
@@ -240,15 +239,16 @@ def make_task(item: Any, split: str, epoch: int, num_generations: int, folder: P
     if fields.id is None:
         raise BadTaskError("id is missing (task_id is read too)")
     query, chat = _take_question(fields.query, rest)
+    check_bson_limits({"messages": list(chat.messages)})  # their arguments may have been JSON text
     if fields.system_prompt is not None and chat.system is not None:
         raise BadTaskError("system_prompt and a system message in the messages: give one of them")
     system_prompt = chat.system if fields.system_prompt is None else fields.system_prompt
     is_played, tools = fields.environment is not None, fields.tools
     return Task(
-        id=task_key(split, epoch, fields.id),
+        id=task_key(split, 0, fields.id),
         task_id=fields.id,
         split=split,
-        epoch=epoch,
+        epoch=0,
         order=0,
         query=query,
         answer=_answer(fields.answer),
@@ -289,20 +289,14 @@ def _fields(item: Mapping[str, Any]) -> tuple[_Fields, dict[str, Any]]:
 def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
     """Return the question and the chat in front of it."""
     if query is not None:
-        return query, _checked(read_examples("messages", rest.pop("messages", None) or [], query))
+        return query, read_examples("messages", rest.pop("messages", None) or [], query)
     for name in ("messages", "prompt"):
         if rest.get(name) and isinstance(rest[name], list):
-            question, chat = read_prompt(name, rest[name])
+            read = read_prompt(name, rest[name])
             if rest[name][-1].get("role") == "user":
                 del rest[name]  # all of it is in the task
-            return question, _checked(chat)
+            return read
     raise BadTaskError("query is missing")
-
-
-def _checked(chat: Chat) -> Chat:
-    """Return the chat if a document can hold the arguments that were JSON text. Raises BadTaskError."""
-    check_bson_limits({"messages": list(chat.messages)})
-    return chat
 
 
 def _answer(given: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -54,9 +55,13 @@ def read_images(sources: Sequence[str], folder: Path | None) -> list[Image]:
     return [_read(source, folder, f"images[{index}]") for index, source in enumerate(sources)]
 
 
+def _is_url(source: str) -> bool:
+    return source[:5].lower() == "data:" or "://" in source[:10]
+
+
 def _read(source: str, folder: Path | None, where: str) -> Image:
     try:
-        if source[:5].lower() == "data:" or "://" in source[:10]:
+        if _is_url(source):
             return image_of_url(source, where=where)
         return image_of_file(_path(source, folder, where))
     except ImageError as error:
@@ -64,14 +69,11 @@ def _read(source: str, folder: Path | None, where: str) -> Image:
 
 
 def _ref(source: str, folder: Path | None, where: str) -> ImageRef:
-    if source[:5].lower() == "data:" or "://" in source[:10]:
-        return _read(source, folder, where).ref
-    path = _path(source, folder, where)
-    try:
-        state = path.stat()
-    except OSError:
-        return _read(source, folder, where).ref
-    return _ref_of_file(source, folder, where, (state.st_mtime_ns, state.st_size))
+    if not _is_url(source):
+        with suppress(OSError):
+            state = _path(source, folder, where).stat()
+            return _ref_of_file(source, folder, where, (state.st_mtime_ns, state.st_size))
+    return _read(source, folder, where).ref
 
 
 @lru_cache(maxsize=65536)

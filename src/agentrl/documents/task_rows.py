@@ -64,12 +64,10 @@ def _inside(row: Mapping[str, Any], holder: str, name: str) -> Any:
 def _aside(row: Row, *names: str) -> Row:
     """Return the change that moves these fields into ``meta``."""
     moved = {name: row[name] for name in names if row.get(name) is not None}
-    meta = row.get("meta")
-    return (
-        {**dict.fromkeys(moved), "meta": {**moved, **(meta if isinstance(meta, dict) else {})}}
-        if moved
-        else {}
-    )
+    if not moved:
+        return {}
+    meta = row["meta"] if isinstance(row.get("meta"), dict) else {}
+    return {**dict.fromkeys(moved), "meta": {**moved, **meta}}
 
 
 def _texts(messages: Any) -> Iterator[str]:
@@ -100,21 +98,17 @@ def _verl(row: Row) -> Row:
         given["id"] = f"{source}/{index}" if isinstance(source, str) else str(index)
     if not _has(row, *ANSWER):
         given["answer"] = _inside(row, "reward_model", "ground_truth")
-    asked = _first(row, QUERY)
-    texts = (
-        [row.get("system_prompt"), asked] if asked else [*_texts(row.get("messages") or row.get("prompt"))]
-    )
+    if asked := _first(row, QUERY):
+        texts = [row.get("system_prompt"), asked]
+    else:
+        texts = [*_texts(row.get("messages") or row.get("prompt"))]
     text = "\n".join(str(text) for text in texts if text)
     mark = next((schema for mark, schema in _MARKS.items() if mark in text), None)
     if mark is not None and _has(row, "data_source", "reward_model"):
-        given |= (
-            {"answer_schema": mark} if _has(row, "environment") else {"answer_schema": mark, "scorer": "math"}
-        )
+        given["answer_schema"] = mark
+        if not _has(row, "environment"):
+            given["scorer"] = "math"
     return given
-
-
-def _gsm8k(row: Row) -> Row:
-    return dict(_BOXED)
 
 
 def _math(row: Row) -> Row:
@@ -147,10 +141,6 @@ def _trl(row: Row) -> Row:
     return given
 
 
-def _messages(row: Row) -> Row:
-    return {"answer": _first(row, (*ANSWER, "reference_answer", "ground_truth"))}
-
-
 PRESETS: Final[Mapping[str, Preset]] = {
     "original": Preset(
         lambda row: isinstance(row.get("raw"), dict) and not (_has(row, *QUERY) and _has(row, *ANSWER)),
@@ -173,7 +163,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     "gsm8k": Preset(
         lambda row: not _is_task(row) and isinstance(row.get("question"), str)
         and isinstance(row.get("answer"), str) and _GSM8K.search(row["answer"]) is not None,
-        _gsm8k, "query ← question, answer ← the number behind #### in answer",
+        lambda row: dict(_BOXED), "query ← question, answer ← the number behind #### in answer",
     ),
     "math": Preset(
         lambda row: isinstance(row.get("problem"), str) and not _has(row, *QUERY)
@@ -181,7 +171,8 @@ PRESETS: Final[Mapping[str, Preset]] = {
         _math, "query ← problem, answer ← answer, or \\boxed{…} in solution, id ← unique_id or uuid",
     ),
     "messages": Preset(
-        lambda row: _has(row, "messages") and not _has(row, *QUERY) and not _is_task(row), _messages,
+        lambda row: _has(row, "messages") and not _has(row, *QUERY) and not _is_task(row),
+        lambda row: {"answer": _first(row, (*ANSWER, "reference_answer", "ground_truth"))},
         "query ← the last user message of messages, answer ← answer, reference_answer or ground_truth",
     ),
 }  # fmt: skip

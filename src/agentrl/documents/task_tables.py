@@ -81,7 +81,10 @@ def _rows(file: Path) -> Iterator[bytes | BadTaskError]:
     """Yield the JSON of each row, or why it has none."""
     kind = kind_of_file(file)
     if kind == "json":
-        yield from _json_rows(TaskSource(file))
+        source = TaskSource(file)
+        for item in source.items():
+            is_bad = isinstance(item.value, BadTaskError)
+            yield item.value if is_bad else source.read(item.offset, item.length).replace(b"\n", b" ")
         return
     try:
         file.stat()  # a missing file is named before a missing package
@@ -93,12 +96,6 @@ def _rows(file: Path) -> Iterator[bytes | BadTaskError]:
         raise TaskFileError(
             f"the task file {file} cannot be read: {reason[:300]}", hint=f"give an intact {kind} file"
         ) from error
-
-
-def _json_rows(source: TaskSource) -> Iterator[bytes | BadTaskError]:
-    for item in source.items():
-        is_bad = isinstance(item.value, BadTaskError)
-        yield item.value if is_bad else source.read(item.offset, item.length).replace(b"\n", b" ")
 
 
 def _arrow_rows(file: Path, kind: str) -> Iterator[bytes | BadTaskError]:

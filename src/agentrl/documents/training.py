@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
@@ -88,7 +89,12 @@ class DBRecordData(Root):
 
     def earned_advantage(self, call: int) -> float:
         """Return the advantage that model call ``call`` has unless it is faulty."""
-        return self.advantage + (self.turn_advantages[call] if call < len(self.turn_advantages) else 0.0)
+        return earned_advantage(self.advantage, self.turn_advantages, call)
+
+
+def earned_advantage(advantage: float, turn_advantages: Sequence[float], call: int) -> float:
+    """Return a trajectory's advantage with what the own reward of model call ``call`` adds to it."""
+    return advantage + (turn_advantages[call] if call < len(turn_advantages) else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,8 @@ from agentrl.rollout.agent_io import failure_text
 from agentrl.scoring.groups import alone
 
 if TYPE_CHECKING:
-    from agentrl.documents.column import Column
-    from agentrl.documents.model_call import DispatchedSamplingTask
-    from agentrl.documents.record import Record
-    from agentrl.documents.task import Task
     from agentrl.store.client import Store
-    from agentrl.store.groups import GroupOutcome
+    from agentrl.store.groups import GroupOutcome, StoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +77,12 @@ class GroupFinalizer:
             logger.info("group finalized", extra={"task": task_id})
         return done
 
-    def _decide(
-        self,
-        task: Task,
-        records: Sequence[Record],
-        calls: Mapping[str, Sequence[DispatchedSamplingTask]],
-        columns: Mapping[str, Sequence[Column]],
-    ) -> GroupOutcome:
+    def _decide(self, group: StoredGroup) -> GroupOutcome:
         """Decide the group; log once per sampling parameter that it masks model calls."""
         rules = self._rules
-        if task.epoch == CONVERSATIONS:
+        if group.task.epoch == CONVERSATIONS:
             rules = replace(rules, config=alone(rules.config))
-        outcome = rules.decide(task, records, calls, columns)
+        outcome = rules.decide(group)
         for masked in outcome.summary.get("masked_calls", ()):
             name = masked["because"].partition(" ")[0]
             if name not in self._logged:
@@ -102,7 +91,7 @@ class GroupFinalizer:
                     "model calls sampled with %s are recorded and not trained: the engine's logprobs leave it"
                     " out (`agentrl audit record`, Task.group.masked_calls)",
                     masked["because"],
-                    extra={"task": task.id, "calls": masked["calls"]},
+                    extra={"task": group.task.id, "calls": masked["calls"]},
                 )
         return outcome
 

@@ -177,7 +177,7 @@ async def _task(
     if _is_json(wanted):
         try:
             item, _ = rows.read({"id": _ID, **parse(wanted.encode("utf-8", "surrogatepass"))}, 0)
-            return make_task(item, _ID, 0, 1), read_images(image_sources(item), None)
+            return make_task(item, _ID, 1), read_images(image_sources(item), None)
         except BadTaskError as error:
             raise TaskFileError(f"this is not a task: {error}", hint="see docs/tasks.md") from error
     if _is_source(wanted):
@@ -217,7 +217,7 @@ def _task_of_file(source: TaskSource, line: int | None, rows: TaskRows) -> tuple
             if isinstance(item.value, BadTaskError):
                 raise item.value
             value, _ = rows.read(item.value, item.number)
-            task = make_task(value, _ID, 0, 1, source.folder)
+            task = make_task(value, _ID, 1, source.folder)
             return task, read_images(image_sources(value), source.folder)
         except BadTaskError as error:
             raise TaskFileError(f"{source.where(item.line)}: {error}", hint="correct this line") from error

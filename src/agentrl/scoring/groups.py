@@ -7,7 +7,7 @@ import inspect
 import random
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from agentrl.config.groups import RIGHT_THRESHOLD, GroupConfig
@@ -192,6 +192,12 @@ def recorded_decisions(records: Sequence[Record]) -> list[Decision]:
         for record in records
         if record.score is not None
     ]
+
+
+def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
+    """Return the flags stored in ``Task.group.rules``; missing ones have their defaults."""
+    known = {field.name for field in fields(GroupConfig)}
+    return GroupConfig(**{key: value for key, value in rules.items() if key in known})
 
 
 def filtered_of(summary: Mapping[str, Any]) -> dict[str, str] | None:

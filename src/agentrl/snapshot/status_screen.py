@@ -51,7 +51,10 @@ def render_run_status(run: RunSnapshot, *, output_free: int | None = None) -> Re
 
 def _lines(run: RunSnapshot, output_free: int | None) -> Iterator[tuple[str, Text]]:
     yield from _finding_lines(run)
-    yield from _family_lines(run)
+    if run.parent is not None:
+        yield "parent", Text(run.parent.shown)
+    if run.children:
+        yield "children", Text("; ".join(child.shown for child in run.children[:_NAMES_SHOWN]))
     yield from _step_lines(run)
     yield "rate", _rate(run)
     yield "queues", _queues(run)
@@ -73,13 +76,6 @@ def _finding_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
         yield label, text.append(f"\n→ {finding.hint}", style="dim")
     if not wrong and run.steps and not run.finished:
         yield "healthy", Text("nothing is down, no metric is out of its usual range", style="green")
-
-
-def _family_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:
-    if run.parent is not None:
-        yield "parent", Text(run.parent.shown)
-    if run.children:
-        yield "children", Text("; ".join(child.shown for child in run.children[:_NAMES_SHOWN]))
 
 
 def _step_lines(run: RunSnapshot) -> Iterator[tuple[str, Text]]:

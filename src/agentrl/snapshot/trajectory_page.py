@@ -81,10 +81,11 @@ def render_trajectory(trajectory: WholeTrajectory) -> RenderableType:
 
 def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_steps: Sequence[int]) -> Text:
     steps = ", ".join(map(str, trained_at_steps))
+    ended_at = record.failure.at if record.failure else record.first_scored_at or record.completed_at
     lines = [
         f"task {record.task} · trajectory {record.traj_id} · attempt {record.attempt} · epoch {record.epoch}"
         f" · by {record.owner or 'nobody'} · {record.created_at:%Y-%m-%d %H:%M:%S} UTC"
-        f" · {fixed(_seconds(record.created_at, _ended_at(record)), 1)} s",
+        f" · {fixed(_seconds(record.created_at, ended_at), 1)} s",
         f"{record.turns} turns · {record.tool_calls} tool calls · {record.context_resets} context resets"
         f" · {record.generated_tokens} generated tokens · last prompt {record.prompt_tokens} tokens"
         f" · policy version {versions(record.min_version, record.max_version)}",
@@ -100,12 +101,6 @@ def _header(record: Record, calls: Sequence[DispatchedSamplingTask], trained_at_
     header.append(f"  {record.shown_status.upper()}", style="bold")
     header.append(f"  score {fixed(record.score)}\n", style="bold")
     return header.append(clean("\n".join(lines)))
-
-
-def _ended_at(record: Record) -> datetime | None:
-    if record.failure is not None:
-        return record.failure.at
-    return record.first_scored_at or record.completed_at
 
 
 def _seconds(begin: datetime | None, end: datetime | None) -> float | None:
@@ -198,10 +193,6 @@ def _branches(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterat
 def _call_notes(call: DispatchedSamplingTask, record: Record) -> str:
     """Return what the title of a turn says about its place in the tree."""
     notes = []
-    if call.role is not None:
-        notes.append(f"role {call.role}")
-    if call.fixed is not None:
-        notes.append(f"answered by {call.fixed.model}")
     before = call.parent or call.follows
     if before is not None and before != f"{call.record}/{call.index - 1}":
         notes.append(f"continues turn {int(before.rpartition('/')[2]) + 1}")
@@ -217,7 +208,7 @@ def _reported_reward(record: Record) -> Iterator[RenderableType]:
         return
     by_call = sorted((int(call), value) for call, value in reward.turn_rewards.items())
     calls = "".join(f", turn {call + 1} {value:+g}" for call, value in by_call)
-    details = f"  {json.dumps(reward.details, ensure_ascii=False, default=str)}" if reward.details else ""
+    details = f"  {_json(reward.details)}" if reward.details else ""
     yield plain(f"reported   score {fixed(reward.score)} by the agent{calls}{details}")
 
 
@@ -252,8 +243,8 @@ def _ending(record: Record, calls: Sequence[DispatchedSamplingTask]) -> Iterator
     yield plain(f"stopped    {record.stop_reason or '–'}")
     yield plain(f"answer     {'–' if record.final_answer is None else record.final_answer}", "bold")
     yield plain(f"expected   {'–' if record.answer is None else record.answer}")
-    details = f"  {json.dumps(record.score_details, ensure_ascii=False, default=str)}"
-    yield plain(f"score      {fixed(record.score)}{details if record.score_details else ''}")
+    details = f"  {_json(record.score_details)}" if record.score_details else ""
+    yield plain(f"score      {fixed(record.score)}{details}")
     if calls and record.split in _TRAINED_SPLITS:
         share = describe_share(calls, record.train_rule, record.untrained_calls)
         is_whole = "; not: " not in share

@@ -191,21 +191,19 @@ def _messages(
 
 def _tools(call: DispatchedSamplingTask) -> Iterator[ToolView]:
     if call.tool_executions:
-        yield from map(_executed, call.tool_executions)
+        for execution in call.tool_executions:
+            yield ToolView(
+                name=execution.name, arguments=shown(json_text(execution.arguments)),
+                result=shown(execution.result), is_error=execution.error, seconds=execution.seconds,
+                server=execution.server, reward=execution.reward, note=condensed_note(execution),
+                images=execution.images,
+            )  # fmt: skip
         return
     for each in call.response.get("tool_calls") or ():
         function = each.get("function", each) if isinstance(each, Mapping) else {}
         yield ToolView(
             name=str(function.get("name", "?")), arguments=shown(json_text(function.get("arguments")))
         )
-
-
-def _executed(execution: ToolExecution) -> ToolView:
-    return ToolView(
-        name=execution.name, arguments=shown(json_text(execution.arguments)), result=shown(execution.result),
-        is_error=execution.error, seconds=execution.seconds, server=execution.server,
-        reward=execution.reward, note=condensed_note(execution), images=execution.images,
-    )  # fmt: skip
 
 
 def _notes(record: Record, call: DispatchedSamplingTask) -> Iterator[str]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pymongo import ASCENDING, DESCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError, PyMongoError
-from pymongo.read_concern import ReadConcern
-from pymongo.write_concern import WriteConcern
 
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS
-from agentrl.store.mechanics.connection import Connection, Json, Repository
+from agentrl.store.mechanics.connection import TRANSACTION, Connection, Json, Repository
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
@@ -160,9 +158,7 @@ class GroupAdmission(Repository):
                 return False
         async with self._connection.client.start_session() as session:
             try:
-                async with await session.start_transaction(
-                    read_concern=ReadConcern("snapshot"), write_concern=WriteConcern(w="majority", j=True)
-                ):
+                async with await session.start_transaction(**TRANSACTION):
                     await self._collection(GATE).update_one(
                         {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
                     )

@@ -11,10 +11,10 @@ from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative, child_key
 from agentrl.documents.run import TRAINER
 from agentrl.documents.status import APPLIED_STEPS, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call, id_prefix
 from agentrl.store.names import LEASE, RUN, STEP
 
-CHILDREN: Json = {"_id": {"$gt": CHILD_PREFIX, "$lt": f"{CHILD_PREFIX[:-1]}0"}}
+CHILDREN: Json = {"_id": id_prefix(CHILD_PREFIX)}
 """The documents of ``Run`` that name children."""
 
 

@@ -27,7 +27,7 @@ from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, after_backoff, literal
-from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims
+from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims, slot_status
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import end_records, queue_sampled
@@ -127,7 +127,7 @@ class Attempts(Repository):
 
         task = await self._connection.transaction(write)
         self.completed.note(task.split, task.id, task.status)
-        return _slot_status(task, claim)
+        return slot_status(task, claim)
 
     @database_call
     async def postpone(
@@ -148,12 +148,12 @@ class Attempts(Repository):
 
         async def write(session: AsyncClientSession) -> Task:
             task = await slots.update_slot(self._connection, claim, fields, session)
-            await self._hand_back(claim, why, _slot_status(task, claim), session)
+            await self._hand_back(claim, why, slot_status(task, claim), session)
             return task
 
         task = await self._connection.transaction(write)
         self.completed.note(task.split, task.id, task.status)
-        return _slot_status(task, claim)
+        return slot_status(task, claim)
 
     async def release(self, claim: Claim) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
@@ -271,7 +271,3 @@ class Attempts(Repository):
         result = await self._collection(RECORD).update_one(sampled, {"$set": changes}, session=session)
         if result.matched_count != 1:
             raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for a score")
-
-
-def _slot_status(task: Task, claim: Claim) -> SlotStatus:
-    return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)

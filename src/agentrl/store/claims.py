@@ -18,7 +18,6 @@ from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission
 from agentrl.store.expired_leases import ExpiredLeases
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import FREE
 from agentrl.store.mechanics.slots import lost_claims
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
@@ -142,16 +141,13 @@ class Claims(Repository):
         Conversations stay as they are: their users are gone. Returns the number of Tasks.
         """
         failed = {"$eq": ["$$slot.status", SlotStatus.FAILED.value]}
-        fields = {
-            **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
-        }  # fmt: skip
         query = {
             "split": split,
             "status": {"$in": [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]},
             "slots.status": SlotStatus.FAILED.value,
             "epoch": {"$ne": CONVERSATIONS},
         }
-        result = await self._collection(TASK).update_many(query, slots.change_slots(failed, fields))
+        result = await self._collection(TASK).update_many(query, slots.change_slots(failed, slots.REOPENED))
         return result.modified_count
 
     async def _claim(self, request: ClaimRequest) -> Claim | None:

@@ -16,7 +16,6 @@ from typing import Any, Self
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import PyMongoError
 
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError, RunMissingError, StoreError
 from agentrl.store.ancestry import Ancestry
@@ -235,10 +234,7 @@ async def _has_tasks(database: AsyncDatabase[dict[str, Any]]) -> bool:
 
 
 async def _no_run(connection: Connection) -> RunMissingError:
-    names = await connection.client.list_database_names()
-    runs = [
-        name for name in sorted(set(names) - SYSTEM_DATABASES) if await _has_tasks(connection.client[name])
-    ]
+    runs = [name for name in await connection.databases() if await _has_tasks(connection.client[name])]
     shown = ", ".join(runs[:_RUNS_SHOWN]) + (", …" if len(runs) > _RUNS_SHOWN else "")
     wanted = connection.database.name
     nearest = difflib.get_close_matches(wanted, runs, n=1)

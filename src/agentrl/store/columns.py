@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 
 from pymongo import ASCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.column import Column, TopLogprobs, column_key
 from agentrl.documents.model_call import pack_floats
-from agentrl.documents.status import ColumnStatus
+from agentrl.documents.status import ColumnStatus, values
 from agentrl.documents.task import Task
 from agentrl.errors import LeaseLostError
 from agentrl.store.mechanics.blobs import Blobs
@@ -21,7 +20,7 @@ from agentrl.store.names import COLUMN
 
 UNFILLED = (ColumnStatus.OPEN, ColumnStatus.RUNNING)
 """Statuses of a column that its group waits for."""
-_UNFILLED = [status.value for status in UNFILLED]
+_UNFILLED = values(UNFILLED)
 _RESTED = {"$lte": [{"$ifNull": ["$not_before", "$$NOW"]}, "$$NOW"]}
 _CLAIMABLE: Json = {
     "$or": [
@@ -62,12 +61,10 @@ class Columns(Repository):
             "$expr": _CLAIMABLE,
         }  # fmt: skip
         oldest = [("created_at", ASCENDING), ("_id", ASCENDING)]
-        found = self._collection(COLUMN).find(query, {"_id": 1}, sort=oldest, limit=limit)
         fields = {"status": ColumnStatus.RUNNING.value, "not_before": None}
         claims = []
-        for key in [document["_id"] async for document in found]:
-            lease = self._lease(key)
-            taken = await lease.take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
+        for key in await self._ids(COLUMN, query, sort=oldest, limit=limit):
+            taken = await self._lease(key).take(owner, lease_seconds, fields, only_if=_CLAIMABLE)
             if taken is not None:
                 claims.append(ColumnClaim(Column.from_document(taken), owner))
         return claims
@@ -133,11 +130,6 @@ class Columns(Repository):
         query: Json = {"status": {"$in": _UNFILLED}, **({} if name is None else {"name": name})}
         return await self._count_by("filler", COLUMN, query)
 
-    @database_call
-    async def of_records(self, record_ids: Sequence[str]) -> dict[str, tuple[Column, ...]]:
-        """Return the columns of each Record, with their values."""
-        return await read_columns(self._connection, record_ids)
-
     def _lease(self, key: str) -> DocumentLease:
         def lost(attempt: int) -> LeaseLostError:
             return LeaseLostError(
@@ -148,15 +140,13 @@ class Columns(Repository):
         return DocumentLease(self._collection(COLUMN), key, lost)
 
 
-async def read_columns(
-    connection: Connection, record_ids: Sequence[str], session: AsyncClientSession | None = None
-) -> dict[str, tuple[Column, ...]]:
+async def read_columns(connection: Connection, record_ids: Sequence[str]) -> dict[str, tuple[Column, ...]]:
     """Return the columns of each Record that has any, by name, with their values."""
     blobs = Blobs(connection, COLUMN)
     query = {"record": {"$in": list(record_ids)}}
     found: dict[str, tuple[Column, ...]] = {}
     order = [("record", ASCENDING), ("name", ASCENDING)]
-    async for document in connection.collection(COLUMN).find(query, sort=order, session=session):
+    async for document in connection.collection(COLUMN).find(query, sort=order):
         column = Column.from_document(await blobs.restore(document))
         found[column.record] = (*found.get(column.record, ()), column)
     return found

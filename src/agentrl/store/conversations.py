@@ -110,17 +110,16 @@ class Conversations(Repository):
                 "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
             }
             task = await slots.update_slot(self._connection, claim, fields, session)
-            is_failed = next(slot for slot in task.slots if slot.traj_id == claim.traj_id).status
-            why = plain(Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h"))
             changes: Json = {"status": RecordStatus.COMPLETED.value}
-            if is_failed is SlotStatus.FAILED:
+            if slots.slot_status(task, claim) is SlotStatus.FAILED:
+                why = plain(Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h"))
                 changes = {"status": RecordStatus.FAILED.value, "failure": why}
             await self._collection(RECORD).update_one(query, {"$set": changes}, session=session)
             return task
 
         task = await self._connection.transaction(write)
         self._completed.note(task.split, task.id, task.status)
-        return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
+        return slots.slot_status(task, claim)
 
     @database_call
     async def give_feedback(self, record_id: str, reward: ReportedReward) -> RecordStatus | None:

@@ -21,7 +21,7 @@ from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.mechanics.blobs import CHECKSUMS
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import FREE, DocumentLease, literal
 from agentrl.store.names import EPOCH, TASK
 
@@ -222,9 +222,7 @@ class Epochs(Repository):
         ordered = [task_id for _, task_id in loaded]
         if held.shuffle:
             random.Random(f"{held.seed}/{epoch}").shuffle(ordered)
-        present = {
-            task["_id"] async for task in tasks.find({"_id": id_prefix(f"{split}/{epoch}/")}, {"_id": 1})
-        }
+        present = set(await self._ids(TASK, {"_id": id_prefix(f"{split}/{epoch}/")}))
         missing = [
             (order, task_id)
             for order, task_id in enumerate(ordered)
@@ -253,7 +251,7 @@ class Epochs(Repository):
             {"$replaceWith": copy},
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
         ]
-        await (await self._collection(TASK).aggregate(pipeline)).to_list()
+        await self._aggregate(TASK, *pipeline)
 
 
 class LoadLease:
@@ -268,13 +266,10 @@ class LoadLease:
         """Record that ``missing`` tasks are going to be inserted."""
         if missing:
             split, _, epoch = self.held.id.rpartition("/")
-            await self._renew(await self._epochs.count(split, int(epoch)) + missing)
+            await self.renew(await self._epochs.count(split, int(epoch)) + missing)
 
-    async def renew(self) -> None:
-        """Extend the lease."""
-        await self._renew(None)
-
-    async def _renew(self, expected: int | None) -> None:
+    async def renew(self, expected: int | None = None) -> None:
+        """Extend the lease; with ``expected``, also record that the epoch is to hold that many tasks."""
         try:
             await self._leases.renew(self.held, expected)
         except LeaseLostError:
@@ -290,8 +285,3 @@ def unbegun(slots: Json) -> Json:
     copied = {name: f"${name}" for name in kept}
     times = {"created_at": "$$NOW", "updated_at": "$$NOW"}
     return {name: literal(value) for name, value in new.items()} | copied | times | {"slots": slots}
-
-
-def id_prefix(prefix: str) -> Json:
-    """Return a filter on ``_id``: it starts with ``prefix``, which must end with a slash."""
-    return {"$gt": prefix, "$lt": f"{prefix[:-1]}0"}

@@ -142,14 +142,11 @@ class Evaluations(Repository):
         fields = {"version": 1, "tasks_digest": 1, "settings_digest": 1, "results.total.score.value": 1}
         order = [("results.total.score.value", DESCENDING), ("version", DESCENDING)]
         finished = await self._collection(EVALUATION).find(query, fields, sort=order).to_list()
-        published = self._collection(VERSION).find(
-            {
-                "_id": {"$in": [item["version"] for item in finished]},
-                "status": VersionStatus.PUBLISHED.value, "pruned_at": None,
-            },
-            {"_id": 1},
-        )  # fmt: skip
-        alive = {document["_id"] async for document in published}
+        published = {
+            "_id": {"$in": [item["version"] for item in finished]},
+            "status": VersionStatus.PUBLISHED.value, "pruned_at": None,
+        }  # fmt: skip
+        alive = set(await self._ids(VERSION, published))
         best: dict[tuple[str, str], int] = {}
         for item in finished:
             if item["version"] in alive:

@@ -46,14 +46,6 @@ class CallRequest:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _First:
-    """A request that no earlier one is expected to equal."""
-
-    call: GatewayCall
-    lease_seconds: float
-
-
 class Gateways(Repository):
     """The calls of gateways on sessions and requests. Leases and their ends are in the server's time."""
 
@@ -110,7 +102,7 @@ class Gateways(Repository):
         again.
         """
         call = request.call(0)
-        return call if await self._beginning.write(_First(call, lease_seconds)) else None
+        return call if await self._beginning.write((call, lease_seconds)) else None
 
     @database_call
     async def begin(
@@ -148,7 +140,7 @@ class Gateways(Repository):
     async def renew(self, call: GatewayCall, lease_seconds: float) -> None:
         """Extend the time to answer a request. Raises LeaseLostError if another gateway has taken it over."""
         update: list[Json] = [{"$set": {"expires_at": after(lease_seconds)}}]
-        result = await self._collection(GATEWAY_CALL).update_one(_mine(call), update)
+        result = await self._collection(GATEWAY_CALL).update_one(answering(call), update)
         if not result.matched_count:
             raise LeaseLostError(f"another gateway answers the request {call.id}")
 
@@ -156,7 +148,7 @@ class Gateways(Repository):
     async def fail(self, call: GatewayCall) -> None:
         """End a request without an answer; the same request starts again."""
         update = {"$set": {"status": GatewayCallStatus.FAILED.value}}
-        await self._collection(GATEWAY_CALL).update_one(_mine(call), update)
+        await self._collection(GATEWAY_CALL).update_one(answering(call), update)
 
     @database_call
     async def get(self, call_id: str) -> tuple[GatewayCall | None, bool]:
@@ -196,18 +188,18 @@ class Gateways(Repository):
             return None
         return call
 
-    async def _begin_batch(self, batch: Sequence[_First]) -> list[bool]:
-        """Store requests; return for each whether it is new."""
+    async def _begin_batch(self, batch: Sequence[tuple[GatewayCall, float]]) -> list[bool]:
+        """Store requests, given with the seconds of their leases; return for each whether it is new."""
         is_new = {"$eq": [{"$type": "$digest"}, "missing"]}
         updates = [
             UpdateOne(
-                {"_id": each.call.id},
+                {"_id": call.id},
                 [{"$replaceWith": {"$cond": [
-                    is_new, {"$mergeObjects": ["$$ROOT", _stored(each.call, each.lease_seconds)]}, "$$ROOT",
+                    is_new, {"$mergeObjects": ["$$ROOT", _stored(call, lease_seconds)]}, "$$ROOT",
                 ]}}],
                 upsert=True,
             )
-            for each in batch
+            for call, lease_seconds in batch
         ]  # fmt: skip
         result = await self._latest(GATEWAY_CALL).bulk_write(updates, ordered=False)
         inserted = result.upserted_ids or {}
@@ -269,7 +261,8 @@ def _stored(call: GatewayCall, lease_seconds: float) -> Json:
 _EXPIRED: Json = {"status": GatewayCallStatus.RUNNING.value, "$expr": expired("$expires_at")}
 
 
-def _mine(call: GatewayCall) -> Json:
+def answering(call: GatewayCall) -> Json:
+    """Return a filter for a request; it matches only while its gateway answers it."""
     return {"_id": call.id, "gateway": call.gateway, "status": GatewayCallStatus.RUNNING.value}
 
 

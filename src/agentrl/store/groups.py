@@ -27,7 +27,7 @@ from agentrl.store.mechanics.lease import after, literal
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
-from agentrl.store.selection import ease_after_group
+from agentrl.store.selection import BY_ORDER, ease_after_group
 
 DECIDE_SECONDS = 120.0
 """Time limit of ``decide`` for one group: a user's filter may hang."""
@@ -57,22 +57,16 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A Task, its Records, their model calls and their columns."""
+    """A Task, the Records of all attempts, and the model calls and columns of each Record by its ``_id``."""
 
     task: Task
-    records: tuple[Record, ...]
-    calls: Mapping[str, list[DispatchedSamplingTask]]
-    columns: Mapping[str, tuple[Column, ...]] = field(default_factory=dict)
+    records: Sequence[Record]
+    calls: Mapping[str, Sequence[DispatchedSamplingTask]] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Column]] = field(default_factory=dict)
 
 
-Decide = Callable[
-    [Task, list[Record], Mapping[str, list[DispatchedSamplingTask]], Mapping[str, tuple[Column, ...]]],
-    GroupOutcome,
-]
-"""A pure function: (task, Records of all attempts, model calls and columns by Record id) → outcome.
-
-It may run twice.
-"""
+Decide = Callable[[StoredGroup], GroupOutcome]
+"""A pure function, which may run twice."""
 
 
 class Groups(Repository):
@@ -94,10 +88,7 @@ class Groups(Repository):
             query["epoch"] = epoch
         if unfilled := await tasks_with_unfilled(self._connection, split):
             query["_id"] = {"$nin": list(unfilled)}
-        cursor = self._collection(TASK).find(
-            query, {"_id": 1}, sort=[("epoch", ASCENDING), ("order", ASCENDING)], limit=limit
-        )
-        return [document["_id"] async for document in cursor]
+        return await self._ids(TASK, query, sort=BY_ORDER, limit=limit)
 
     @database_call
     async def stored(self, task_id: str) -> StoredGroup | None:
@@ -212,11 +203,13 @@ class Groups(Repository):
 
     async def _read_group(self, document: Json) -> StoredGroup:
         task = Task.from_document(document)
-        records = tuple(await read_records(self._connection, task.id))
         scored = sorted(_scored_record_ids(task))
-        calls = await read_model_calls(self._connection, scored, readable=False)
-        columns = await read_columns(self._connection, scored)
-        return StoredGroup(task=task, records=records, calls=calls, columns=columns)
+        return StoredGroup(
+            task=task,
+            records=await read_records(self._connection, task.id),
+            calls=await read_model_calls(self._connection, scored, readable=False),
+            columns=await read_columns(self._connection, scored),
+        )
 
     async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
         """Return whether the group waits for a column; open those that are missing."""
@@ -277,9 +270,7 @@ async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
     """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
     try:
         async with asyncio.timeout(DECIDE_SECONDS):
-            return await asyncio.to_thread(
-                decide, group.task, list(group.records), group.calls, group.columns
-            )
+            return await asyncio.to_thread(decide, group)
     except TimeoutError as error:
         raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 import socket
 from collections.abc import Sequence
-from statistics import fmean
 
 from pymongo import ASCENDING
 
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.record import Label, check_label, label_key
 from agentrl.errors import StoreError
+from agentrl.processes import user_name
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import LABEL, RECORD
@@ -54,24 +52,18 @@ class Labels(Repository):
     @database_call
     async def of_records(self, record_ids: Sequence[str]) -> dict[str, list[Label]]:
         """Return {Record id: its labels, oldest first}; Records without one are absent."""
-        query, oldest_first = (
-            {"record": {"$in": list(record_ids)}},
-            [("created_at", ASCENDING), ("_id", ASCENDING)],
-        )
+        query, oldest = {"record": {"$in": list(record_ids)}}, [("created_at", ASCENDING), ("_id", ASCENDING)]
         labels: dict[str, list[Label]] = {}
-        for label in await self._all(Label, LABEL, query, sort=oldest_first):
+        for label in await self._all(Label, LABEL, query, sort=oldest):
             labels.setdefault(label.record, []).append(label)
         return labels
 
     @database_call
     async def scores(self) -> dict[str, float]:
         """Return {Record id: the mean score of its labels} of every Record with a label that has a score."""
-        scores: dict[str, list[float]] = {}
-        async for document in self._collection(LABEL).find(
-            {"score": {"$ne": None}}, {"record": 1, "score": 1}
-        ):
-            scores.setdefault(document["record"], []).append(document["score"])
-        return {record: fmean(values) for record, values in scores.items()}
+        mean = {"$group": {"_id": "$record", "score": {"$avg": "$score"}}}
+        groups = await self._aggregate(LABEL, {"$match": {"score": {"$ne": None}}}, mean)
+        return {group["_id"]: group["score"] for group in groups}
 
     @database_call
     async def writers(self) -> dict[str, int]:
@@ -109,19 +101,12 @@ class Labels(Repository):
         """Return who writes: the user of this process and its host, and the database user."""
         users = (await self._connection_status())["authenticatedUsers"]
         names = ", ".join(user["user"] for user in users) or "without authentication"
-        return f"{_user()} on {socket.gethostname()}, database user {names}"
+        return f"{user_name()} on {socket.gethostname()}, database user {names}"
 
     async def _connection_status(self) -> Json:
         status = await self._connection.database.command({"connectionStatus": 1, "showPrivileges": True})
         info: Json = status["authInfo"]
         return info
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # no name for the user id, as in some containers
-        return f"user {os.getuid()}"
 
 
 def _covers(resource: Json, database: str) -> bool:

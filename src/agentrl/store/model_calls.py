@@ -14,6 +14,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
+from agentrl.store.gateways import answering
 from agentrl.store.mechanics.blobs import Blobs, sealed
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, is_outage
 from agentrl.store.mechanics.lease import literal
@@ -43,14 +44,6 @@ class _Answer:
     call: DispatchedSamplingTask
     request: GatewayCall
     after: str
-
-    @property
-    def mine(self) -> Json:
-        """Return a filter for the request; it matches only while its gateway answers it."""
-        return {
-            "_id": self.request.id, "gateway": self.request.gateway,
-            "status": GatewayCallStatus.RUNNING.value,
-        }  # fmt: skip
 
     def numbered(self, index: int) -> DispatchedSamplingTask:
         """Return the model call with its index."""
@@ -125,23 +118,27 @@ class ModelCalls(Repository):
         call = addition.call
 
         async def write(session: AsyncClientSession) -> None:
-            lost, before = await asyncio.gather(
-                lost_claims(self._connection, [addition.claim]),
-                self._collection(RECORD).find_one_and_update(
-                    running_record(addition.claim),
-                    count_call(call, literal(call.id)),
-                    {"traj": 1},
-                    session=session,
-                ),
-            )
-            if lost or before is None:
+            before = await self._count(addition.claim, call, literal(call.id), session)
+            if before is None:
                 raise lease_lost(addition.claim)
-            if call.id in before["traj"]:
+            if call.id in before:
                 await session.abort_transaction()
                 return
             await self._collection(MODEL_CALL).insert_one(addition.document, session=session)
 
         await self._connection.transaction(write)
+
+    async def _count(
+        self, claim: Claim, call: DispatchedSamplingTask, call_id: Json, session: AsyncClientSession
+    ) -> Sequence[str] | None:
+        """Count a call in its Record; return the calls that it had before, None if the claim is lost."""
+        lost, before = await asyncio.gather(
+            lost_claims(self._connection, [claim]),
+            self._collection(RECORD).find_one_and_update(
+                running_record(claim), count_call(call, call_id), {"traj": 1}, session=session
+            ),
+        )
+        return None if lost or before is None else before["traj"]
 
     async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
         """Store the additions of several trajectories; return None if some must be stored on their own."""
@@ -188,20 +185,12 @@ class ModelCalls(Repository):
         next_id: Json = {"$concat": [literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
 
         async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
-            lost, before = await asyncio.gather(
-                lost_claims(self._connection, [answer.claim]),
-                self._collection(RECORD).find_one_and_update(
-                    running_record(answer.claim),
-                    count_call(answer.call, next_id),
-                    {"traj": 1},
-                    session=session,
-                ),
-            )
-            if lost or before is None:
+            before = await self._count(answer.claim, answer.call, next_id, session)
+            if before is None:
                 return await self._stored_before(answer, session)
-            call = answer.numbered(len(before["traj"]))
+            call = answer.numbered(len(before))
             ended = await self._collection(GATEWAY_CALL).update_one(
-                answer.mine, answer.end(call), session=session
+                answering(answer.request), answer.end(call), session=session
             )
             if ended.matched_count == 0:
                 return await self._stored_before(answer, session)
@@ -244,7 +233,8 @@ class ModelCalls(Repository):
                 for answer, call in zip(answers, calls, strict=True)
             ]
             ends = [
-                UpdateOne(answer.mine, answer.end(call)) for answer, call in zip(answers, calls, strict=True)
+                UpdateOne(answering(answer.request), answer.end(call))
+                for answer, call in zip(answers, calls, strict=True)
             ]
             lost, counted = await asyncio.gather(
                 lost_claims(self._connection, [answer.claim for answer in answers]),

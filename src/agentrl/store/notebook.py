@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_floats, unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, conversation, unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
 from agentrl.store.client import Store as AsyncStore
 from agentrl.store.client import open_existing
+from agentrl.store.views.read import NO_VERSION, token_versions
 from agentrl.store.views.rows import GroupRow, StepRow, TaskRow, TrajectoryRow
 
 T = TypeVar("T")
@@ -163,30 +164,19 @@ class _BackgroundLoop:
 
 
 def _with_tokens(row: TrajectoryRow, calls: Sequence[DispatchedSamplingTask]) -> Trajectory:
-    messages: list[dict[str, Any]] = []
     token_ids, logprobs, versions = [], [], []
-    by_id = {call.id: call for call in calls}
     for call in calls:
-        parent = None if call.parent is None else by_id[call.parent]
-        messages += [*full_messages(call, parent), {"role": "assistant", **call.response}]
         prompt, output = unpack_ids(call.context_ids), unpack_ids(call.output_ids)
         token_ids += [prompt, output]
         logprobs += [np.full(len(prompt), np.nan, np.float32), unpack_floats(call.logprobs)]
-        versions += [np.full(len(prompt), -1, np.int32), _versions(call, len(output))]
+        versions += [np.full(len(prompt), NO_VERSION, np.int32), token_versions(call, len(output))]
     return Trajectory(
         **{item.name: getattr(row, item.name) for item in fields(row)},
-        messages=messages,
+        messages=conversation(calls),
         token_ids=_joined(token_ids, np.int32),
         logprobs=_joined(logprobs, np.float32),
         versions=_joined(versions, np.int32),
     )
-
-
-def _versions(call: DispatchedSamplingTask, tokens: int) -> NDArray[np.int32]:
-    versions = np.full(tokens, -1, np.int32)
-    for span in call.versions:
-        versions[span.start : span.end] = span.version
-    return versions
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:

@@ -154,10 +154,8 @@ class PolicyVersions(Repository):
     async def _withdraw_some(self, later: Json, attempt: int | None) -> int:
 
         async def write(session: AsyncClientSession) -> int:
-            cursor = self._collection(VERSION).find(
-                later, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_VERSIONS_PER_UPDATE, session=session
-            )
-            ids = [document["_id"] async for document in cursor]
+            oldest = [("_id", ASCENDING)]
+            ids = await self._ids(VERSION, later, sort=oldest, limit=_VERSIONS_PER_UPDATE, session=session)
             result = await self._collection(VERSION).update_many(
                 {"_id": {"$in": ids}}, {"$set": {"status": VersionStatus.WITHDRAWN.value}}, session=session
             )

@@ -160,12 +160,6 @@ class Records(Repository):
         cursor = self._collection(RECORD).find(query, {"trace_id": 1}, sort=[("_id", 1)], limit=limit)
         return [document["trace_id"] async for document in cursor]
 
-    @database_call
-    async def counts(self, split: str) -> dict[RecordStatus, int]:
-        """Return the number of Records per status; every status is a key."""
-        counts = await self._count_by("status", RECORD, {"split": split})
-        return {status: counts.get(status, 0) for status in RecordStatus}
-
     async def _create(self, claim: Claim) -> Record:
         record = new_record(claim)
         try:

@@ -274,11 +274,8 @@ class TaskSelection(Repository):
         ]  # fmt: skip
         nearest = sorted(easier + harder, key=lambda task: (abs(task["ease"] - target), task["_id"]))[:count]
         copies = {task["_id"]: _key(split, task, 1) for task in nearest}
-        stored = self._collection(TASK).find(
-            {"_id": {"$in": list(copies.values())}, "status": {"$ne": TaskStatus.CREATED.value}}, {"_id": 1},
-            session=session,
-        )  # fmt: skip
-        taken = {task["_id"] async for task in stored} if copies else set()
+        begun = {"_id": {"$in": list(copies.values())}, "status": {"$ne": TaskStatus.CREATED.value}}
+        taken = set(await self._ids(TASK, begun, session=session)) if copies else set()
         known = [
             _option(task, copies[task["_id"]], task["epoch"] + 1, task["_id"], {task["_id"]: task["ease"]})
             for task in nearest
@@ -291,10 +288,8 @@ class TaskSelection(Repository):
     ) -> None:
         """Insert the missing Tasks of ``options``, and a document for each epoch without one."""
         tasks = self._collection(TASK)
-        ids = [option.id for option in options]
-        stored = {
-            task["_id"] async for task in tasks.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
-        }
+        ids = {"_id": {"$in": [option.id for option in options]}}
+        stored = set(await self._ids(TASK, ids, session=session))
         missing = [option for option in options if option.id not in stored]
         if not missing:
             return
@@ -313,8 +308,7 @@ class TaskSelection(Repository):
         ]  # fmt: skip
         await tasks.insert_many(copies, session=session)
         keys = {epoch_key(split, option.epoch) for option in missing}
-        opened = self._collection(EPOCH).find({"_id": {"$in": sorted(keys)}}, {"_id": 1}, session=session)
-        keys -= {opening["_id"] async for opening in opened}
+        keys -= set(await self._ids(EPOCH, {"_id": {"$in": sorted(keys)}}, session=session))
         if keys:
             openings = [EpochOpening(id=key).to_document() for key in sorted(keys)]
             await self._collection(EPOCH).insert_many(openings, session=session)

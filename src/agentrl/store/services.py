@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
@@ -189,13 +189,13 @@ class Services(Repository):
     @database_call
     async def liveness(self, split: str, alive_seconds: float) -> Liveness:
         """Return who works on ``split`` now. Costs six reads, bounded by the number of open groups."""
-        hello = await self._connection.client.admin.command("hello")
+        at = await self._connection.server_time()
         newest = await self._collection(RECORD).find_one(
             {"split": split}, {"created_at": 1}, sort=[("created_at", -1)]
         )
         engines = await self._all(InferenceService, SERVICE, {}, sort=[("heartbeat", DESCENDING)])
         return Liveness(
-            at=hello["localTime"].replace(tzinfo=UTC),
+            at=at,
             claims=await self._claims(split),
             last_claim=newest["created_at"] if newest else None,
             engines=engines,

@@ -75,15 +75,14 @@ class Settings(Repository):
         with suppress(DuplicateKeyError):
             await self._collection(SETTINGS).insert_one(own.to_document())
         return [
-            line
-            for stored in await self._configurations()
-            for line in _contradictions(stored, own, per_process)
+            line for stored in await self.resolved() for line in _contradictions(stored, own, per_process)
         ]
 
     @database_call
     async def resolved(self) -> list[RunSettings]:
         """Return the stored configuration of each role: its flags, and the versions of its packages."""
-        return await self._configurations()
+        flags = [flags_key(role) for role in FLAGS]
+        return await self._all(RunSettings, SETTINGS, {"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
 
     @database_call
     async def all(self) -> list[RunSettings]:
@@ -105,10 +104,6 @@ class Settings(Repository):
             )
         document = await self._collection(SETTINGS).find_one_and_delete({"_id": concern})
         return None if document is None else RunSettings.from_document(document)
-
-    async def _configurations(self) -> list[RunSettings]:
-        flags = [flags_key(role) for role in FLAGS]
-        return await self._all(RunSettings, SETTINGS, {"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
 
 
 def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:

@@ -14,12 +14,12 @@ from pymongo.errors import BulkWriteError
 
 from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.retraction import Withdrawn
-from agentrl.documents.status import SlotStatus, TaskStatus
+from agentrl.documents.status import SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONTENT, CONVERSATIONS, Task, scorer_weights, task_key
 from agentrl.errors import TaskFileError
-from agentrl.store.epochs import Epochs, id_prefix
+from agentrl.store.epochs import Epochs
 from agentrl.store.mechanics.blobs import CHECKSUMS, sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.names import TASK, TOMBSTONE
 from agentrl.store.selection import BY_ORDER, sort_key
 
@@ -164,7 +164,7 @@ class Tasks(Repository):
     async def _withdrawn(self, split: str, epoch: int) -> set[str]:
         """Return the ids of the tasks that were withdrawn from an epoch."""
         stones = {"_id": id_prefix(task_key(split, epoch, "")), "kind": Withdrawn.TASK.value}
-        return {stone["_id"] async for stone in self._collection(TOMBSTONE).find(stones, {"_id": 1})}
+        return set(await self._ids(TOMBSTONE, stones))
 
     @database_call
     async def get(self, task_id: str) -> Task | None:
@@ -226,7 +226,7 @@ class Tasks(Repository):
     @database_call
     async def any_with_status(self, split: str, *states: TaskStatus) -> bool:
         """Return whether a Task has one of these statuses; reads at most one document."""
-        query = {"split": split, "status": {"$in": [status.value for status in states]}}
+        query = {"split": split, "status": {"$in": values(states)}}
         return await self._collection(TASK).find_one(query, {"_id": 1}) is not None
 
     @database_call

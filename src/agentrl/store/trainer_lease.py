@@ -101,29 +101,24 @@ class TrainerLeases(Repository):
 
     async def _begin_after_planned_steps(self) -> None:
         """Insert the lease with the highest attempt that has planned a step."""
-        ids = self._collection(STEP).find({}, {"_id": 1}, hint=[("_id", 1)])
-        earlier = [document["_id"].partition("/")[0] async for document in ids]
+        earlier = [key.partition("/")[0] for key in await self._ids(STEP, {}, hint=[("_id", 1)])]
         attempt = max((int(number) for number in earlier if number.isdecimal()), default=0)
         await insert_if_missing(self._collection(LEASE), TrainerLease(attempt=attempt))
-
-
-async def fence(connection: Connection, attempt: int | None, session: AsyncClientSession) -> None:
-    """Raise LeaseLostError unless ``attempt`` is the current trainer's; None (no lease) always passes.
-
-    Call it in the transaction to protect. It writes the lease document, so that the transaction and a
-    concurrent takeover conflict and only one of them commits.
-    """
-    if attempt is not None:
-        await _lease(connection).write(attempt, {"$inc": {"writes": 1}}, session=session)
 
 
 async def fenced(
     connection: Connection, attempt: int | None, write: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]
 ) -> R:
-    """Run ``write`` in a transaction that ``fence`` protects, and return its result."""
+    """Run ``write`` in a transaction of the current trainer, and return its result.
+
+    Raises LeaseLostError, and writes nothing, unless ``attempt`` is the current trainer's; None (no lease)
+    always passes. The transaction writes the lease document, so that it and a concurrent takeover conflict
+    and only one of them commits.
+    """
 
     async def protected(session: AsyncClientSession) -> R:
-        await fence(connection, attempt, session)
+        if attempt is not None:
+            await _lease(connection).write(attempt, {"$inc": {"writes": 1}}, session=session)
         return await write(session)
 
     return await connection.transaction(protected)

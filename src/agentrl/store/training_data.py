@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, Self
+from typing import Literal
 
 from pymongo import ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
@@ -40,11 +40,6 @@ class StaleVersions:
 
     ranges: tuple[tuple[int, int], ...]
     spans: Spans = "any"
-
-    @classmethod
-    def below(cls, version: int, spans: Spans = "any") -> Self:
-        """Return all versions below ``version`` as one range."""
-        return cls(((0, version - 1),) if version > 0 else (), spans)
 
     @property
     def query(self) -> Json:
@@ -153,8 +148,7 @@ class Training(Repository):
             for query in (others, group):
                 marked += await self._update(query, stale, attempt)
         while old.spans == "all":
-            cursor = data.find({**ready, **old.query}, {"_id": 1}, limit=_DATA_PER_UPDATE)
-            ids = [item["_id"] async for item in cursor]
+            ids = await self._ids(DATA, {**ready, **old.query}, limit=_DATA_PER_UPDATE)
             if not ids:
                 break
             marked += await self._update({**ready, "_id": {"$in": ids}}, stale, attempt)
@@ -184,8 +178,7 @@ class Training(Repository):
     @database_call
     async def present(self, ids: Sequence[str]) -> set[str]:
         """Return those of ``ids`` that exist."""
-        cursor = self._collection(DATA).find({"_id": {"$in": list(ids)}}, {"_id": 1})
-        return {document["_id"] async for document in cursor}
+        return set(await self._ids(DATA, {"_id": {"$in": list(ids)}}))
 
     async def fetch(self, ids: Sequence[str]) -> list[DBRecordData]:
         """Return whole documents in the order of ``ids``. Raises StoreError if one cannot be read."""
@@ -223,9 +216,8 @@ class Training(Repository):
         self, *, tasks: Sequence[str] | None = None, records: Sequence[str] | None = None
     ) -> float | None:
         """Return the mean generated tokens of the scored Records among ``tasks`` or ``records``."""
-        query: Json = (
-            {"_id": {"$in": list(records or ())}} if tasks is None else {"task": {"$in": list(tasks)}}
-        )
+        field, keys = ("_id", records or ()) if tasks is None else ("task", tasks)
+        query: Json = {field: {"$in": list(keys)}}
         mean = {"$group": {"_id": None, "mean": {"$avg": "$generated_tokens"}}}
         groups = await self._aggregate(RECORD, {"$match": {**query, "score": {"$ne": None}}}, mean)
         return float(groups[0]["mean"]) if groups else None
@@ -236,12 +228,6 @@ class Training(Repository):
         sums = {"_id": None, "input": {"$sum": "$input_tokens"}, "cached": {"$sum": "$cached_tokens"}}
         groups = await self._aggregate(RECORD, {"$match": {"task": {"$in": list(tasks)}}}, {"$group": sums})
         return float(groups[0]["cached"] / groups[0]["input"]) if groups and groups[0]["input"] else None
-
-    @database_call
-    async def counts(self, split: str) -> dict[DataStatus, int]:
-        """Return the number of DBRecordData per status; every status is a key."""
-        counts = await self._count_by("status", DATA, {"split": split})
-        return {status: counts.get(status, 0) for status in DataStatus}
 
     @database_call
     async def token_statistics(self, step: TrainStep) -> dict[str, TokenStatistics]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import small_run as run
@@ -15,7 +13,6 @@ from ready_data import ready_data
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.base import now
-from agentrl.documents.record import Record
 from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.documents.task import Task, task_key
 from agentrl.rollout import finalizer as finalize_module
@@ -25,6 +22,7 @@ from agentrl.snapshot.run_tables import render_tables
 from agentrl.snapshot.snapshot import SnapshotReader
 from agentrl.store import groups
 from agentrl.store.client import Store
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics import blobs
 
 pytestmark = pytest.mark.integration
@@ -60,12 +58,10 @@ class Rules:
         self._decide = GroupRules.decide
         monkeypatch.setattr(GroupRules, "decide", lambda *args: self.decide(*args))
 
-    def decide(
-        self, rules: GroupRules, task: Task, records: Sequence[Record], calls: Any, columns: Any
-    ) -> Any:
-        if self.breaks and task.id == BAD:
+    def decide(self, rules: GroupRules, group: StoredGroup) -> GroupOutcome:
+        if self.breaks and group.task.id == BAD:
             raise ZeroDivisionError("a rule \udcff mongodb://user:secret@host " + "long " * 2_000)
-        return self._decide(rules, task, records, calls, columns)
+        return self._decide(rules, group)
 
 
 async def test_the_others_go_on_and_the_bad_one_is_given_up_and_taken_up_again(

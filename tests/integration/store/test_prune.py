@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
+from ready_data import statuses
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.status import DataStatus
@@ -62,7 +63,7 @@ async def test_everything_finished_goes_and_nothing_else(store: Store, tmp_path:
     assert set(READY).isdisjoint(await stamped(store, "Record"))
     assert await stamped(store, "TrainStep") == {run.STEP}
     assert {run.TRAINED, run.ABANDONED} <= await stamped(store, "Task")
-    counts = await store.training.counts("train")
+    counts = await statuses(store)
     assert (counts[DataStatus.READY], counts[DataStatus.TRAINED]) == (2, 0)
     record = await store.records.get(TRAINED)
     assert record is not None
@@ -80,9 +81,9 @@ async def test_what_a_later_step_than_the_checkpoint_trained_stays(store: Store,
     assert {TRAINED, OTHER, *READY} <= await with_calls(store)
     assert ABANDONED not in await with_calls(store)
     await resume_before_step_1(store)
-    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert (await statuses(store))[DataStatus.READY] == 4
     await prune(store, older_than_days=0)
-    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert (await statuses(store))[DataStatus.READY] == 4
     assert await violations(store) == []
 
 
@@ -97,10 +98,10 @@ async def test_a_step_whose_data_are_gone_cannot_be_undone(store: Store, tmp_pat
 async def test_stale_data_go_and_planned_data_stay(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     await resume_before_step_1(store)
-    assert await store.training.mark_stale("train", StaleVersions.below(1)) == 2
+    assert await store.training.mark_stale("train", StaleVersions(((0, 0),))) == 2
     await prune(store, older_than_days=0, last_step=0)
     assert {TRAINED, OTHER}.isdisjoint(await with_calls(store))
-    assert (await store.training.counts("train"))[DataStatus.STALE] == 0
+    assert (await statuses(store))[DataStatus.STALE] == 0
     assert await violations(store) == []
 
 
@@ -108,7 +109,7 @@ async def test_quarantined_data_go(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights")
     assert await store.training.quarantine({"task": run.READY}, "it is bad") == 2
     await prune(store, older_than_days=0, last_step=0)
-    assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 0
+    assert (await statuses(store))[DataStatus.QUARANTINED] == 0
     assert await violations(store) == []
 
 

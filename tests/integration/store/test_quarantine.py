@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import small_run as run
+from ready_data import statuses
 from rich.console import Console
 
 from agentrl.cli import db
@@ -81,7 +82,7 @@ async def test_one_bad_datum_is_set_aside_and_the_rest_of_its_group_is_trained(
     batch = await take_from(store).take(2)
     assert batch is not None
     assert [item.id for item in batch.data] == [GOOD]
-    assert (await store.training.counts("train"))[DataStatus.QUARANTINED] == 1
+    assert (await statuses(store))[DataStatus.QUARANTINED] == 1
     report = await Checks(store.connection).run(OPTIONS)
     assert [str(violation.problem) for violation in report.violations] == []
     reader = SnapshotReader(store)

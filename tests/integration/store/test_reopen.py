@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
-from ready_data import ready_data
+from ready_data import ready_data, statuses
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.documents.record import Failure
@@ -15,7 +15,8 @@ from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskS
 from agentrl.documents.task import Task, task_key
 from agentrl.documents.training import TrainStep
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.store.admin.reopen import Blocker, Reopening
+from agentrl.store.admin.regroup import Blocker
+from agentrl.store.admin.reopen import Reopening
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -88,7 +89,7 @@ async def test_a_finalized_untrained_group_is_undecided_and_decided_anew(
     assert await violations(store) == []
     await run.score(store, await run.claim(store), 0.0)
     assert await finalize(store) == 1
-    assert (await store.training.counts("train"))[DataStatus.READY] == 4
+    assert (await statuses(store))[DataStatus.READY] == 4
     assert await violations(store) == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import small_run as run
 from db_command import agentrl_db, violations
-from ready_data import ready_data
+from ready_data import ready_data, statuses
 
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules
@@ -20,7 +20,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.scoring.groups import ScoredGroup
 from agentrl.scoring.scorers import ScorerContext
-from agentrl.store.admin.reopen import Blocker
+from agentrl.store.admin.regroup import Blocker
 from agentrl.store.admin.rescore import NewScore, Rescored, Rescoring
 from agentrl.store.client import Store
 from agentrl.store.mechanics import blobs
@@ -90,12 +90,12 @@ async def test_a_group_that_loses_its_spread_loses_its_data_and_gets_them_back(
     await run.build(store, tmp_path / "weights")
     assert (await apply(store, t0=1.0, t1=1.0)).decided_again
     assert (await record(store, FIRST)).status is RecordStatus.ABANDONED
-    assert (await store.training.counts("train"))[DataStatus.READY] == 0
+    assert (await statuses(store))[DataStatus.READY] == 0
     assert await violations(store) == []
     assert (await apply(store, t0=0.0)).decided_again
     assert (await record(store, FIRST)).status is RecordStatus.READY
     assert [entry["score"] for entry in (await record(store, FIRST)).score_history] == [0.0, 1.0]
-    assert (await store.training.counts("train"))[DataStatus.READY] == 2
+    assert (await statuses(store))[DataStatus.READY] == 2
     assert await violations(store) == []
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pymongo.monitoring
 import pytest
 import small_run as run
-from ready_data import ready_data
+from ready_data import ready_data, statuses
 from training_data import group
 
 from agentrl.cli import db
@@ -247,7 +247,7 @@ async def test_data_that_went_stale_are_ready_again_when_what_trained_them_is_un
 ) -> None:
     attempt = await begin_anew(store)
     await train(store, attempt, 1, data)
-    assert await store.training.mark_stale("train", StaleVersions.below(1)) == len(data)
+    assert await store.training.mark_stale("train", StaleVersions(((0, 0),))) == len(data)
     await store.steps.revert_after(0, attempt=attempt)
     await require_untouched(store, data)
 
@@ -272,7 +272,7 @@ async def test_no_transaction_grows_with_the_step(run_config: RunConfig) -> None
         counted = {"trained_count": 1, "last_trained_step": 1}
         assert await store.database["Record"].count_documents(counted) == MANY
         assert await store.steps.revert_after(0, attempt=attempt) == 1
-        assert (await store.training.counts("train"))[DataStatus.READY] == MANY
+        assert (await statuses(store))[DataStatus.READY] == MANY
         assert await store.database["Record"].count_documents({"trained_count": 0}) == MANY
         assert UPDATED.largest == step_chunks.CHUNK
         await store.database.client.drop_database(run_config.run_name)

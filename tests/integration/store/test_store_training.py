@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
-from ready_data import ready_data
+from ready_data import ready_data, statuses
 
 from agentrl.documents.model_call import DispatchedSamplingTask, VersionSpan, pack_floats, pack_ids
 from agentrl.documents.run import FileChecksum, LiveShare, LiveWeights, PolicyVersion, ProcessIdentity
@@ -17,7 +16,7 @@ from agentrl.documents.task import Claim, Slot, Task, task_key
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan, TrainStep
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.client import Store
-from agentrl.store.groups import GroupOutcome, RecordOutcome
+from agentrl.store.groups import GroupOutcome, RecordOutcome, StoredGroup
 from agentrl.store.training_data import StaleVersions
 
 pytestmark = pytest.mark.integration
@@ -74,11 +73,11 @@ async def complete(store: Store, number: int = 0, generations: int = 2) -> str:
     return task_key("train", 0, str(number))
 
 
-def decide(task: Task, records: list[Any], calls: Any, columns: Any) -> GroupOutcome:
-    assert all(len(calls[record.id]) == 1 for record in records)
-    first, *others = records
+def decide(group: StoredGroup) -> GroupOutcome:
+    assert all(len(group.calls[record.id]) == 1 for record in group.records)
+    first, *others = group.records
     return GroupOutcome(
-        data=(make_data(first.id, task.id),),
+        data=(make_data(first.id, group.task.id),),
         records=(
             RecordOutcome(record_id=first.id, status=RecordStatus.READY, advantage=0.5),
             *(
@@ -86,7 +85,7 @@ def decide(task: Task, records: list[Any], calls: Any, columns: Any) -> GroupOut
                 for other in others
             ),
         ),
-        summary={"scored": len(records), "mean_score": 0.5, "outcome": "trained"},
+        summary={"scored": len(group.records), "mean_score": 0.5, "outcome": "trained"},
     )
 
 
@@ -145,8 +144,8 @@ async def test_a_group_is_finalized_once_by_eight_racers(store: Store) -> None:
 async def test_an_abort_in_the_middle_leaves_nothing(store: Store) -> None:
     task_id = await complete(store)
 
-    def wrong(task: Task, records: list[Any], calls: Any, columns: Any) -> GroupOutcome:
-        outcome = decide(task, records, calls, columns)
+    def wrong(group: StoredGroup) -> GroupOutcome:
+        outcome = decide(group)
         unknown = RecordOutcome(record_id="nobody", status=RecordStatus.ABANDONED)
         return GroupOutcome(data=outcome.data, records=(*outcome.records, unknown), summary={})
 
@@ -169,7 +168,7 @@ async def test_steps_plan_commit_and_revert(store: Store) -> None:
         await store.steps.plan(make_step(1, [three], attempt="b"))
     with pytest.raises(StoreError, match="only 1 of them"):
         await store.steps.plan(make_step(2, [one, three]))
-    assert (await training.counts("train"))[DataStatus.READY] == 1
+    assert (await statuses(store))[DataStatus.READY] == 1
     for _ in range(2):
         await store.steps.commit("a/1", {"loss": 0.1}, [one], 1, 1)
     assert [meta.id for meta in await ready_data(store, "train")] == [two, three]
@@ -222,7 +221,7 @@ async def test_data_trained_twice_rest_in_between(store: Store) -> None:
     assert [meta.trained_count for meta in await ready_data(store, "train", step=3)] == [1]
     await store.steps.plan(make_step(3, [one]))
     await store.steps.commit("a/3", {}, [one], max_trained_count=2, retrained_interval=2)
-    assert (await store.training.counts("train"))[DataStatus.TRAINED] == 1
+    assert (await statuses(store))[DataStatus.TRAINED] == 1
     assert await store.steps.revert_after(1) == 1
     (data,) = await store.training.fetch([one])
     assert (data.status, data.trained_count, data.trained_at_steps) == (DataStatus.READY, 1, (1,))
@@ -230,8 +229,8 @@ async def test_data_trained_twice_rest_in_between(store: Store) -> None:
 
 async def test_stale_data_are_set_aside(store: Store) -> None:
     await finalized(store, 2)
-    assert await store.training.mark_stale("train", StaleVersions.below(2)) == 2
-    assert (await store.training.counts("train"))[DataStatus.STALE] == 2
+    assert await store.training.mark_stale("train", StaleVersions(((0, 1),))) == 2
+    assert (await statuses(store))[DataStatus.STALE] == 2
 
 
 async def test_versions_only_grow(store: Store) -> None:

@@ -136,7 +136,7 @@ async def test_a_sampler_samples_and_does_no_more(
         await refused(
             lambda: store.steps.plan(step),
             lambda: store.policy_versions.withdraw_after(0),
-            lambda: store.training.mark_stale("train", StaleVersions.below(9)),
+            lambda: store.training.mark_stale("train", StaleVersions(((0, 8),))),
             lambda: database["Record"].delete_many({}),
             lambda: database["Task"].drop(),
             lambda: database.command("collMod", "Record", validator={}),

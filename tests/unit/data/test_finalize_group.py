@@ -15,7 +15,7 @@ from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError
 from agentrl.scoring.groups import ScoredGroup, group_filter
-from agentrl.store.groups import GroupOutcome
+from agentrl.store.groups import GroupOutcome, StoredGroup
 
 TASK = Task(id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q")
 
@@ -43,7 +43,7 @@ def decide(
     records = [record(place, score) for place, score in enumerate(scores)]
     calls = {item.id: [call(item)] for item in records}
     rules = rules or GroupRules(config=GroupConfig(**flags), seed=7)
-    return rules.decide(replace(TASK, split=split), records, calls)
+    return rules.decide(StoredGroup(task=replace(TASK, split=split), records=records, calls=calls))
 
 
 def test_rules_are_stored_with_the_threshold_and_read_back() -> None:
@@ -120,7 +120,8 @@ def test_the_advantages_of_an_estimator_that_is_not_built_in_are_those_that_reco
         replace(record(0, 0.0), advantage=-3.0),
         replace(record(1, 1.0), abandoned_because="its advantage is 0"),
     ]
-    again = GroupRules.of_group(summary).decide(TASK, records, {item.id: [call(item)] for item in records})
+    calls = {item.id: [call(item)] for item in records}
+    again = GroupRules.of_group(summary).decide(StoredGroup(task=TASK, records=records, calls=calls))
     assert [item.advantage for item in again.data] == [-3.0]
     assert [item.because for item in again.records] == [None, "its advantage is 0"]
     with pytest.raises(ConfigError, match="cannot be imported"):

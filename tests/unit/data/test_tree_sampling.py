@@ -26,6 +26,7 @@ from agentrl.documents.status import CallStatus, RecordStatus
 from agentrl.documents.task import Slot, Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import StoreError
+from agentrl.store.groups import StoredGroup
 
 TASK = Task(
     id="train/0/a", task_id="a", split="train", epoch=0, order=0, query="q",
@@ -140,7 +141,7 @@ def test_a_trajectory_without_a_trainable_call_is_abandoned_with_the_parameter()
         records[0].id: [call(0, temperature=0.5), call(1, presence_penalty=0.5)],
         records[1].id: [call(index, traj=1, presence_penalty=0.5) for index in (0, 1)],
     }
-    outcome = GroupRules(config=CONFIG, seed=0).decide(TASK, records, calls)
+    outcome = GroupRules(config=CONFIG, seed=0).decide(StoredGroup(task=TASK, records=records, calls=calls))
     assert [item.id for item in outcome.data] == [records[0].id]
     assert [item.status for item in outcome.records] == [RecordStatus.READY, RecordStatus.ABANDONED]
     assert outcome.records[1].because == (

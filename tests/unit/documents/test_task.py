@@ -23,7 +23,7 @@ from agentrl.documents.task_json import BadTaskError, make_task
 def test_a_sum_has_a_name_that_is_read_back(weights: dict[str, float], name: str) -> None:
     assert sum_name(weights) == name
     assert scorer_weights(name) == weights
-    assert make_task({"id": 1, "query": "q", "scorer": weights}, "train", 0, 1).scorer == name
+    assert make_task({"id": 1, "query": "q", "scorer": weights}, "train", 1).scorer == name
 
 
 @pytest.mark.parametrize("name", ["exact", "my.module:fn", "c++", "a*b"])
@@ -44,4 +44,4 @@ def test_a_plain_name_has_the_weight_1(name: str) -> None:
 )
 def test_a_bad_scorer_is_a_bad_task(scorer: Any, problem: str) -> None:
     with pytest.raises(BadTaskError, match=problem):
-        make_task({"id": 1, "query": "q", "scorer": scorer}, "train", 0, 1)
+        make_task({"id": 1, "query": "q", "scorer": scorer}, "train", 1)

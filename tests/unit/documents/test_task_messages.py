@@ -32,7 +32,7 @@ def asks(*calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def task_of(**fields: Any) -> Task:
-    return make_task({"id": "x", **fields}, "train", 0, 2)
+    return make_task({"id": "x", **fields}, "train", 2)
 
 
 def test_examples_are_stored_between_the_system_prompt_and_the_question() -> None:

@@ -24,7 +24,7 @@ VERL = {
 
 
 def task_of(row: dict[str, Any], number: int = 3, *, preset: str = "auto", fields: str = "") -> Task:
-    return make_task(TaskRows.parse(preset, fields).read(row, number)[0], "train", 0, 2)
+    return make_task(TaskRows.parse(preset, fields).read(row, number)[0], "train", 2)
 
 
 def test_a_row_of_verl_is_a_task() -> None:
@@ -101,7 +101,7 @@ def test_a_preset_is_forced_or_off() -> None:
 def test_fields_are_read_from_columns_and_given_values() -> None:
     row = {"Q": {"text": "why?"}, "choices": ["3", "4"], "question": "other", "n": 2, "picture": "a.png"}
     rows = TaskRows.parse("auto", "query=Q.text, answer=choices.1, scorer:=my.module:score, max_turns=n")
-    task = make_task(rows.read(row, 0)[0], "train", 0, 1)
+    task = make_task(rows.read(row, 0)[0], "train", 1)
     assert (task.query, task.answer, task.scorer, task.max_turns) == ("why?", "4", "my.module:score", 2)
     assert task.meta == {
         "Q": {"text": "why?"}, "choices": ["3", "4"], "question": "other", "picture": "a.png",

@@ -192,7 +192,7 @@ async def test_few_shot_messages_precede_the_question_and_are_never_trained() ->
         {"role": "assistant", "content": "<answer>1</answer>"},
     ]
     row = {"id": "t", "query": "1+2?", "messages": [{"role": "system", "content": "S"}, *shots]}
-    task = make_task(row, "train", 0, 1)
+    task = make_task(row, "train", 1)
     trajectory = Trajectory(
         ADD, ANSWER, task={"messages": task.messages, "system_prompt": task.system_prompt}
     )

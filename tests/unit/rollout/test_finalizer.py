@@ -16,9 +16,10 @@ from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Task
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
+from agentrl.store.groups import StoredGroup
 
 
-def group(name: str, params: dict[str, Any]) -> tuple[Task, list[Record], dict[str, list[Any]]]:
+def group(name: str, params: dict[str, Any]) -> StoredGroup:
     """A right and a wrong trajectory of one call each."""
     task = Task(id=name, task_id=name, split="train", epoch=0, order=0, query="q")
     records = [
@@ -38,19 +39,19 @@ def group(name: str, params: dict[str, Any]) -> tuple[Task, list[Record], dict[s
         )
         for record in records
     ]  # fmt: skip
-    return task, records, {call.record: [call] for call in calls}
+    return StoredGroup(task=task, records=records, calls={call.record: [call] for call in calls})
 
 
 class Groups:
     """Decides the groups that it was given, and keeps their summaries."""
 
-    def __init__(self, groups: Sequence[tuple[Task, list[Record], dict[str, list[Any]]]]) -> None:
-        self.groups = {task.id: (task, records, calls) for task, records, calls in groups}
+    def __init__(self, groups: Sequence[StoredGroup]) -> None:
+        self.groups = {group.task.id: group for group in groups}
         self.summaries: dict[str, Any] = {}
 
     async def finalize(self, task_id: str, decide: Any, columns: Any) -> bool:
         """As the store's."""
-        self.summaries[task_id] = decide(*self.groups[task_id], {}).summary
+        self.summaries[task_id] = decide(self.groups[task_id]).summary
         return True
 
 

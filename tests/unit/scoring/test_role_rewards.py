@@ -64,7 +64,7 @@ def calls_of(records: list[Record], fixed: bool = False) -> dict[str, list[Dispa
 
 def decide(records: list[Record], fixed: bool = False, **flags: Any) -> GroupOutcome:
     rules = GroupRules(config=GroupConfig(**flags), seed=7)
-    return rules.decide(TASK, records, calls_of(records, fixed))
+    return rules.decide(StoredGroup(task=TASK, records=records, calls=calls_of(records, fixed)))
 
 
 def token_advantages(data: DBRecordData) -> dict[int, float]:

@@ -54,7 +54,8 @@ def decide(records: list[Record], faulty: int | None = None, **flags: Any) -> Gr
         ]
         for item in records
     }
-    return GroupRules(config=GroupConfig(**flags), seed=7).decide(TASK, records, calls)
+    group = StoredGroup(task=TASK, records=records, calls=calls)
+    return GroupRules(config=GroupConfig(**flags), seed=7).decide(group)
 
 
 def token_advantages(data: DBRecordData) -> dict[int, float]:

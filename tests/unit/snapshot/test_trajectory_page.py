@@ -113,7 +113,8 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
     for line in (
         f"trace {'ab' * 16}",
         "train rule main: it chooses 2 of 3 model calls",
-        "stop · role critic · not trained",
+        "turn 2 · role critic ·",
+        "stop · not trained",
         "a new branch: this is the whole prompt",
         "stop · continues turn 1",
         'reported   score 0.750 by the agent, turn 1 -1, turn 3 +0.5  {"by": "me"}',
@@ -122,6 +123,7 @@ def test_a_trajectory_of_a_client_shows_branches_roles_and_rewards() -> None:
     assert rows(page, "1 ") == [["1", "2", "role", "critic", "no"]]
     assert rows(page, "2 ")[-1] == ["2", "1", "3", "main", "yes", "and", "now"]
     assert "context was reset" not in page
+    assert page.count("role critic") == 2, "once in the title of its turn, and in the list of branches"
 
 
 def test_records_are_listed_with_their_reasons() -> None:

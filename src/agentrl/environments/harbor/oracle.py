@@ -59,7 +59,7 @@ async def check_solutions(source: TaskSource, line: int | None, *, at_once: int)
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
-            tasks.append(make_task(item.value, "try", 0, 1))
+            tasks.append(make_task(item.value, "try", 1))
         except BadTaskError as error:
             refused.append(clean(str(error)))
     if other := [task.task_id for task in tasks if task.environment != NAME]:

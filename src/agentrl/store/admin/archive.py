@@ -17,6 +17,7 @@ import bson
 from bson import json_util
 from bson.codec_options import CodecOptions, DatetimeConversion
 
+from agentrl.documents.base import excerpt
 from agentrl.errors import StoreError
 from agentrl.store.names import SCHEMA_VERSION
 
@@ -101,10 +102,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise StoreError(f"{path} is not the manifest of an export: it is nested too deeply") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} is not the manifest of an export: {error}") from error
-    if (manifest.format, manifest.schema) != (FORMAT, SCHEMA_VERSION):
+    if (found := (manifest.format, manifest.schema)) != (FORMAT, SCHEMA_VERSION):
+        number, schema = (excerpt(value, _LONGEST) for value in found)
         raise StoreError(
-            f"{folder} has format {_shown(manifest.format)} and schema version {_shown(manifest.schema)}, and"
-            f" this AgentRL reads {FORMAT} and {SCHEMA_VERSION} only",
+            f"{folder} has format {number} and schema version {schema}, and this AgentRL reads {FORMAT} and"
+            f" {SCHEMA_VERSION} only",
             hint="import it with the AgentRL that wrote it",
         )
     return manifest
@@ -121,15 +123,16 @@ def _manifest(content: dict[str, Any]) -> Manifest:
         *(("bytes", item.bytes, 0) for item in files),
     ):
         if type(number) is not int or number < least:
-            raise ValueError(f"{what} is {_shown(number)}; expected a whole number, {least} or more")
+            raise ValueError(
+                f"{what} is {excerpt(number, _LONGEST)}; expected a whole number, {least} or more"
+            )
     for item in files:
         if not is_collection_name(item.collection) or item.file != f"{item.collection}.jsonl":
-            raise ValueError(
-                f"it names collection {_shown(item.collection)} and file {_shown(item.file)}; no export"
-                " writes them"
-            )
+            names = f"collection {excerpt(item.collection, _LONGEST)} and file {excerpt(item.file, _LONGEST)}"
+            raise ValueError(f"it names {names}; no export writes them")
         if not isinstance(item.sha256, str) or not _SHA256.fullmatch(item.sha256):
-            raise ValueError(f"the sha256 of {item.file} is {_shown(item.sha256)}; expected 64 hex digits")
+            found = excerpt(item.sha256, _LONGEST)
+            raise ValueError(f"the sha256 of {item.file} is {found}; expected 64 hex digits")
     if len({item.collection for item in files}) != len(files):
         raise ValueError("it names a collection twice")
     return manifest
@@ -138,11 +141,6 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 def is_collection_name(name: object) -> bool:
     """Return whether an export may hold a collection of this name; the server's own are excluded."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and not name.startswith("system.")
-
-
-def _shown(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def encode_line(raw: bytes) -> bytes:

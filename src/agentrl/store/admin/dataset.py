@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from agentrl.documents.images import text_of
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages
+from agentrl.documents.model_call import DispatchedSamplingTask, conversation
 from agentrl.documents.record import Record
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError
@@ -87,41 +87,30 @@ class TrajectoryDataset(Repository):
             (temporary / FILE).parent.mkdir()
             schema = _schema()
             with pyarrow.parquet.ParquetWriter(temporary / FILE, schema, compression="zstd") as writer:
-                async for page in self._pages():
-                    writer.write_table(pyarrow.Table.from_pylist(page, schema=schema))
+                async for page in self._pages(RECORD, {"score": {"$ne": None}, "pruned_at": None}, _PAGE):
+                    written = await self._rows([Record.from_document(document) for document in page])
+                    writer.write_table(pyarrow.Table.from_pylist(written, schema=schema))
                     rows += len(page)
                     self._on_rows(len(page))
             readme = _README.format(file=FILE, run=self._connection.database.name, rows=f"{rows:,}")
             (temporary / "README.md").write_text(readme, encoding="utf-8")
         return rows
 
-    async def _pages(self) -> AsyncIterator[list[Json]]:
-        last = ""
-        while True:
-            query = {"_id": {"$gt": last}, "score": {"$ne": None}, "pruned_at": None}
-            cursor = self._collection(RECORD).find(query, sort=[("_id", 1)], limit=_PAGE)
-            records = [Record.from_document(document) async for document in cursor]
-            if not records:
-                return
-            ids = [record.id for record in records]
-            calls = await read_model_calls(self._connection, ids)
-            data = self._collection(DATA).find({"_id": {"$in": ids}}, {"trained_at_steps": 1})
-            steps = {document["_id"]: document["trained_at_steps"] async for document in data}
-            yield [_row(record, calls[record.id], steps.get(record.id, ())) for record in records]
-            last = ids[-1]
+    async def _rows(self, records: Sequence[Record]) -> list[Json]:
+        ids = [record.id for record in records]
+        calls = await read_model_calls(self._connection, ids)
+        data = self._collection(DATA).find({"_id": {"$in": ids}}, {"trained_at_steps": 1})
+        steps = {document["_id"]: document["trained_at_steps"] async for document in data}
+        return [_row(record, calls[record.id], steps.get(record.id, ())) for record in records]
 
 
 def _row(record: Record, calls: Sequence[DispatchedSamplingTask], steps: Sequence[int]) -> Json:
-    by_id = {call.id: call for call in calls}
-    messages: list[Json] = []
-    for call in calls:
-        parent = None if call.parent is None else by_id[call.parent]
-        messages += map(_message, [*full_messages(call, parent), {"role": "assistant", **call.response}])
     return {
         "id": record.id, "task_id": record.task.removeprefix(task_key(record.split, record.epoch, "")),
         "split": record.split, "epoch": record.epoch,
         "query": record.query, "answer": _json(record.answer), "final_answer": record.final_answer,
-        "messages": messages, "score": record.score, "advantage": record.advantage,
+        "messages": [*map(_message, conversation(calls))], "score": record.score,
+        "advantage": record.advantage,
         "status": record.shown_status, "trained": record.trained_count > 0, "trained_at_steps": list(steps),
         "min_policy_version": record.min_version, "max_policy_version": record.max_version,
         "turns": record.turns, "tool_calls": record.tool_calls, "generated_tokens": record.generated_tokens,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pymongo import ASCENDING, DESCENDING, UpdateOne
+from pymongo import DESCENDING, UpdateOne
 
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
-from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion
+from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import CONVERSATIONS, Begin, Slot, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
-from agentrl.store.epochs import id_prefix, unbegun
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.epochs import unbegun
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.names import (
     EPOCH,
@@ -73,7 +73,7 @@ class Fork(Repository):
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
-            flags = await self._collection(SETTINGS).find_one({"_id": "flags/train"}) or {}
+            flags = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
             every = flags.get("values", {}).get("save_steps")
             steps = ", ".join(map(str, sorted(found))) or "none"
             parent = await self._one(Relative, RUN, {"_id": PARENT})
@@ -185,7 +185,7 @@ class Fork(Repository):
         }
         used = {"$mergeObjects": ["$$ROOT", {"inherited": True, "ease": None, "group": counted}]}
         total = 0
-        async for every in self._task_pages():
+        async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, {"_id": 1, "epoch": 1}):
             page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
@@ -203,26 +203,12 @@ class Fork(Repository):
         """Return the Tasks that the steps trained, and those without training data that they counted."""
         used: set[str] = set()
         async for document in self._collection(STEP).find({"_id": {"$in": list(steps)}}, {"data": 1}):
-            used |= {record.rsplit("/", 2)[0] for record in document["data"]}
+            used |= set(map(record_task, document["data"]))
         in_vain = {
             "status": TaskStatus.COMPLETED.value, "group.counted_at_step": {"$gt": 0, "$lte": step},
             "group.trained": 0,
         }  # fmt: skip
-        return used | {task["_id"] async for task in self._collection(TASK).find(in_vain, {"_id": 1})}
-
-    async def _task_pages(self) -> AsyncIterator[list[Json]]:
-        last = ""
-        while True:
-            query = {"_id": {"$gt": last}, "split": _SPLIT}
-            cursor = self._collection(TASK).find(
-                query, {"_id": 1, "epoch": 1}, sort=[("_id", ASCENDING)], limit=_PAGE
-            )
-            page = await cursor.to_list()
-            if page:
-                yield page
-            if len(page) < _PAGE:
-                return
-            last = page[-1]["_id"]
+        return used | set(await self._ids(TASK, in_vain))
 
     async def _restore_selection(self, child: Connection, inherited: Collection[str]) -> None:
         """Let ``--task_selection`` go on: the next number, and the ease of tasks that may be begun again."""

@@ -1,140 +1,31 @@
-"""Take groups back and decide them anew: reopen slots that failed for good, queue what has no score."""
+"""Reopen slots that failed for good, and queue what has no score: their groups are undecided again."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import partial
 from typing import NamedTuple
 
-from pymongo import ASCENDING, UpdateOne
+from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.status import ColumnStatus, DataStatus, RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import ColumnStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK
 from agentrl.scoring.groups import FAILED
-from agentrl.store.groups import GroupOutcome, settle_records
+from agentrl.store.admin.regroup import (
+    Blocker,
+    GroupBlockedError,
+    GroupChange,
+    find_blocker,
+    regroup,
+    selection,
+)
 from agentrl.store.mechanics import slots
-from agentrl.store.mechanics.blobs import Blobs
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import after
-from agentrl.store.names import COLUMN, DATA, RECORD, TASK
-
-_CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
-_SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
-
-
-class Blocker(StrEnum):
-    """Why a group is left as it is; all but the last are about finalized groups."""
-
-    TRAINED = "trained"  # a step has trained, or has planned to train, some of its data
-    PRUNED = "pruned"  # model calls of its scored trajectories have been deleted
-    NO_RULES = "no rules"  # it does not store the rules by which it was decided
-    CONVERSATION = "conversation"  # its user is gone: nobody can sample it again
-
-
-def selection(split: str | None, tasks: Sequence[str], records: Sequence[str]) -> Json:
-    """Return the filter of a command's Records: None and empty sequences select all."""
-    query: Json = {}
-    if split is not None:
-        query["split"] = split
-    if tasks:
-        query["task"] = {"$in": list(tasks)}
-    if records:
-        query["_id"] = {"$in": list(records)}
-    return query
-
-
-class GroupChangedError(Exception):
-    """Another process changed the group since it was read: read it again and retry."""
-
-
-class GroupBlockedError(Exception):
-    """The group is finalized and cannot be taken back."""
-
-    def __init__(self, blocker: Blocker) -> None:
-        super().__init__(blocker)
-        self.blocker = blocker
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupChange:
-    """The changes to a group, as aggregation updates."""
-
-    task: Sequence[Json]
-    records: Sequence[UpdateOne] = ()
-    """Changes of single Records, each of which must match."""
-    outcome: GroupOutcome | None = None
-    """The new decision on a finalized group; None: it is undecided until its slots are terminal again."""
-
-
-async def regroup(
-    connection: Connection, task: Json, change: GroupChange, session: AsyncClientSession
-) -> int:
-    """Change a group; one that is finalized is taken back first, and decided anew by ``change.outcome``.
-
-    Taking back deletes its training data and moves its Records back to SCORED. Returns the number of deleted
-    training documents. Raises GroupChangedError if ``task`` is not as it was read, or GroupBlockedError: each
-    aborts the transaction.
-    """
-    task_id = task["_id"]
-    unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
-    updated = await connection.collection(TASK).update_one(unchanged, list(change.task), session=session)
-    if not updated.matched_count:
-        raise GroupChangedError
-    if change.records:
-        written = await connection.collection(RECORD).bulk_write(list(change.records), session=session)
-        if written.matched_count != len(change.records):
-            raise GroupChangedError
-    if task["status"] != TaskStatus.COMPLETED.value:
-        return 0
-    if (blocker := await find_blocker(connection, task_id, session)) is not None:
-        raise GroupBlockedError(blocker)
-    deleted = await _take_back(connection, task_id, session)
-    if change.outcome is not None:
-        await settle_records(connection, change.outcome.records, session)
-        blobs = Blobs(connection, DATA)
-        for item in change.outcome.data:
-            document = await blobs.rewrite(item.to_document(), session)
-            await connection.collection(DATA).insert_one(document, session=session)
-    return deleted
-
-
-async def find_blocker(
-    connection: Connection, task_id: str, session: AsyncClientSession | None = None
-) -> Blocker | None:
-    """Return why a finalized group cannot be taken back; None if it can."""
-    consumed = {"$or": [{"status": {"$in": _CONSUMED}}, {"trained_count": {"$gt": 0}}]}
-    data = connection.collection(DATA)
-    if await data.find_one({"task": task_id, **consumed}, {"_id": 1}, session=session):
-        return Blocker.TRAINED
-    pruned = {"task": task_id, "score": {"$ne": None}, "pruned_at": {"$ne": None}}
-    if await connection.collection(RECORD).find_one(pruned, {"_id": 1}, session=session):
-        return Blocker.PRUNED
-    return None
-
-
-async def _take_back(connection: Connection, task_id: str, session: AsyncClientSession) -> int:
-    """Delete the group's training data with their files, and move its Records back to SCORED.
-
-    A step planned at the same moment writes the same documents, so that one of the two transactions retries.
-    """
-    data = connection.collection(DATA)
-    ids = [item["_id"] async for item in data.find({"task": task_id}, {"_id": 1}, session=session)]
-    if ids:
-        await data.delete_many({"_id": {"$in": ids}}, session=session)
-        await Blobs(connection, DATA).delete(ids, session)
-    scored: Json = {
-        "status": RecordStatus.SCORED.value, "advantage": None, "turn_advantages": [],
-        "abandoned_because": None,
-    }  # fmt: skip
-    await connection.collection(RECORD).update_many(
-        {"task": task_id, "status": {"$in": _SETTLED}}, {"$set": scored}, session=session
-    )
-    return len(ids)
-
+from agentrl.store.names import COLUMN, RECORD, TASK
 
 GIVEN_UP = "group"
 """The failure kind of a group that could not be finalized."""
@@ -194,7 +85,7 @@ class Reopening(Repository):
         of_split: Json = {} if split is None else {"split": split}
         done = Reopened()
         failed = {"status": {"$in": _BEGUN}, "slots.status": SlotStatus.FAILED.value, **of_split}
-        for task_id in await self._ids({**failed, "epoch": {"$ne": CONVERSATIONS}}):
+        for task_id in sorted(await self._ids(TASK, {**failed, "epoch": {"$ne": CONVERSATIONS}})):
             records = None if not kinds else {"task": task_id, "failure.kind": {"$in": list(kinds)}}
             if changed := await self._change(task_id, records, _opening, done.left, dry_run):
                 done.slots += changed.slots
@@ -204,7 +95,7 @@ class Reopening(Repository):
         await self._reopen_conversations(failed, kinds, feedback_hours, done, dry_run)
         if not kinds or GIVEN_UP in kinds:
             given_up = {"status": TaskStatus.COMPLETED.value, "group.outcome": FAILED, **of_split}
-            for task_id in await self._ids(given_up):
+            for task_id in sorted(await self._ids(TASK, given_up)):
                 done.given_up += dry_run or await self._wait_again({"_id": task_id, **given_up}, done)
         if not kinds or COLUMN_KIND in kinds:
             await self._reopen_columns(of_split, done, dry_run)
@@ -232,7 +123,7 @@ class Reopening(Repository):
     ) -> None:
         """Let those that only lack feedback wait for it; count the others."""
         waiting = partial(_queueing, not_before=after(hours * 3600))
-        for task_id in await self._ids({**failed, "epoch": CONVERSATIONS}):
+        for task_id in sorted(await self._ids(TASK, {**failed, "epoch": CONVERSATIONS})):
             of_kind: Json = {"failure.kind": {"$in": list(kinds)}} if kinds else {}
             query = {"task": task_id, "status": RecordStatus.FAILED.value, **of_kind}
             record = await self._collection(RECORD).find_one(query)
@@ -254,10 +145,6 @@ class Reopening(Repository):
             count = await columns.count_documents(of_task)
             if dry_run or await self._wait_again({"_id": task_id}, done, of_task):
                 done.columns += count
-
-    async def _ids(self, query: Json) -> list[str]:
-        tasks = self._collection(TASK).find(query, {"_id": 1}, sort=[("_id", ASCENDING)])
-        return [document["_id"] async for document in tasks]
 
     async def _wait_again(self, query: Json, done: Reopened, columns: Json | None = None) -> bool:
         """Move a group back to WAITING and open its ``columns``; return False if it is gone or blocked."""
@@ -293,8 +180,7 @@ class Reopening(Repository):
                 return None
             failed = [slot for slot in task["slots"] if slot["status"] == SlotStatus.FAILED]
             if records is not None:
-                cursor = self._collection(RECORD).find(records, {"_id": 1}, session=session)
-                chosen = {record["_id"] async for record in cursor}
+                chosen = await self._ids(RECORD, records, session=session)
                 failed = [slot for slot in failed if slot.get("record_id") in chosen]
             if not failed:
                 return None
@@ -325,11 +211,7 @@ class _Changed(NamedTuple):
 def _opening(failed: Sequence[Json]) -> GroupChange:
     """Return the change that opens slots with all their attempts; the group is undecided again."""
     chosen = {"$in": ["$$slot.traj_id", [slot["traj_id"] for slot in failed]]}
-    fields = {
-        "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None, "owner": None,
-        "lease_expires_at": None,
-    }  # fmt: skip
-    return GroupChange(task=[*slots.change_slots(chosen, fields), {"$set": _UNDECIDED}])
+    return GroupChange(task=[*slots.change_slots(chosen, slots.REOPENED), {"$set": _UNDECIDED}])
 
 
 def _queueing(failed: Sequence[Json], not_before: Json | None = None) -> GroupChange:

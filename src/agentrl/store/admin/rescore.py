@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ASCENDING, UpdateOne
+from pymongo import UpdateOne
 
 from agentrl.documents.base import plain
 from agentrl.documents.record import ROLE_REWARDS, TURN_REWARDS, Record
-from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
-from agentrl.documents.task import Begin, Task
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus, values
+from agentrl.documents.task import Task
 from agentrl.errors import StoreError
-from agentrl.store.admin.reopen import (
+from agentrl.store.admin.regroup import (
     Blocker,
+    DecideTask,
     GroupBlockedError,
     GroupChange,
     GroupChangedError,
+    decided,
     find_blocker,
     regroup,
     selection,
 )
 from agentrl.store.columns import read_columns
-from agentrl.store.groups import Decide, GroupOutcome, StoredGroup
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
+from agentrl.store.mechanics.slots import set_slots
 from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import read_records
-from agentrl.store.selection import ease_after_group
 
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
 """The statuses of a Record with a score."""
 _TRIES = 5
-
-DecideBy = Callable[[Mapping[str, Any] | None], Decide | None]
-"""``Task.group.rules`` → the function that decides the group; None if the rules are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +73,7 @@ class Rescoring(Repository):
     ) -> list[str]:  # fmt: skip
         """Return the ``_id`` of the Tasks with Records to score; without a filter, of all."""
         query = _query(split, tasks, records, statuses)
-        pipeline: list[Json] = [
-            {"$match": query}, {"$group": {"_id": "$task"}}, {"$sort": {"_id": ASCENDING}},
-        ]  # fmt: skip
-        return [item["_id"] async for item in await self._collection(RECORD).aggregate(pipeline)]
+        return sorted(await self._collection(RECORD).distinct("task", query))
 
     @database_call
     async def group(
@@ -87,14 +83,13 @@ class Rescoring(Repository):
         document = await self._collection(TASK).find_one({"_id": task_id})
         if document is None:
             raise StoreError(f"there is no Task {task_id}")
-        query = _query(None, [task_id], records, statuses)
-        chosen = [Record.from_document(item) async for item in self._collection(RECORD).find(query)]
+        chosen = await self._all(Record, RECORD, _query(None, [task_id], records, statuses))
         calls = await read_model_calls(self._connection, [record.id for record in chosen])
-        return StoredGroup(task=Task.from_document(document), records=tuple(chosen), calls=calls)
+        return StoredGroup(task=Task.from_document(document), records=chosen, calls=calls)
 
     @database_call
     async def apply(
-        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, *, dry_run: bool = False
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideTask, *, dry_run: bool = False
     ) -> Rescored:
         """Write the new scores of one group in one transaction.
 
@@ -110,7 +105,7 @@ class Rescoring(Repository):
         )
 
     async def _apply(
-        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideBy, dry_run: bool
+        self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideTask, dry_run: bool
     ) -> Rescored:
         document = await self._collection(TASK).find_one({"_id": task_id})
         if document is None:
@@ -125,7 +120,8 @@ class Rescoring(Repository):
                 await self._write(document, earlier, scores, None)
             return Rescored(changed=len(earlier))
         kept_because = await find_blocker(self._connection, task_id)
-        decide = decide_by((document.get("group") or {}).get("rules"))
+        task = Task.from_document(document)
+        decide = decide_by(task)
         if kept_because is None and decide is None:
             kept_because = Blocker.NO_RULES
         if kept_because is not None or decide is None:
@@ -133,9 +129,9 @@ class Rescoring(Repository):
                 await self._note(earlier, scores)
             return Rescored(changed=len(earlier), kept_because=kept_because)
         live = [record.id for record in renewed if record.score is not None]
-        task = Task.from_document(document)
         calls = await read_model_calls(self._connection, live, readable=False)
-        outcome = decide(task, renewed, calls, await read_columns(self._connection, live))
+        columns = await read_columns(self._connection, live)
+        outcome = decide(StoredGroup(task=task, records=renewed, calls=calls, columns=columns))
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)
@@ -153,21 +149,19 @@ class Rescoring(Repository):
         await self._connection.transaction(lambda session: regroup(self._connection, task, change, session))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
-        notes = [
-            UpdateOne(
-                {"_id": record.id},
-                [{"$set": {"rescored": literal(_stored(scores[record.id]))}},
-                 {"$set": {"rescored.at": "$$NOW"}}],
-            )
-            for record in records
-        ]  # fmt: skip
+        notes = []
+        for record in records:
+            new = scores[record.id]
+            stored = literal({"score": new.score, "details": plain(new.details)})
+            note: list[Json] = [{"$set": {"rescored": stored}}, {"$set": {"rescored.at": "$$NOW"}}]
+            notes.append(UpdateOne({"_id": record.id}, note))
         await self._collection(RECORD).bulk_write(notes)
 
 
 def _query(
     split: str | None, tasks: Sequence[str], records: Sequence[str], statuses: Sequence[RecordStatus]
 ) -> Json:
-    scored: Json = {"status": {"$in": [status.value for status in statuses]}, "score": {"$ne": None}}
+    scored: Json = {"status": {"$in": values(statuses)}, "score": {"$ne": None}}
     return scored | selection(split, tasks, records)
 
 
@@ -204,21 +198,7 @@ def _new_task(
     ]
     score = {"$switch": {"branches": branches, "default": "$$slot.score"}}
     is_scored = {"$eq": ["$$slot.status", SlotStatus.SCORED.value]}
-    slot = {"$cond": [is_scored, {"$mergeObjects": ["$$slot", {"score": score}]}, "$$slot"]}
-    changes: Json = {
-        "slots": {"$map": {"input": "$slots", "as": "slot", "in": slot}}, "updated_at": "$$NOW",
-    }  # fmt: skip
+    scored = set_slots(is_scored, {"score": score})
     if outcome is None:
-        return [{"$set": changes}]
-    if task.get("begun") and task.get("ease") is not None:
-        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
-    earlier_group = {key: value for key, value in (task["group"] or {}).items() if key != "problem"}
-    group = {**earlier_group, **plain(outcome.summary)}
-    return [
-        {"$set": {**changes, "group": literal(group)}},
-        {"$set": {"group.rescored_at": "$$NOW"}},
-    ]
-
-
-def _stored(new: NewScore) -> Json:
-    return {"score": new.score, "details": plain(new.details)}
+        return [scored, {"$set": {"updated_at": "$$NOW"}}]
+    return [scored, {"$set": decided(task, outcome)}, {"$set": {"group.rescored_at": "$$NOW"}}]

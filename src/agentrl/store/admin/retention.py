@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from operator import attrgetter
 from pathlib import Path
 
-from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
@@ -97,7 +96,8 @@ class Retention(Repository):
         dead: Json = {"status": {"$in": _DEAD}, "pruned_at": None, **_created(begun), **others}
         total = Pruned()
         for collection, query in ((DATA, used), (RECORD, dead)):
-            async for batch in self._batches(collection, query):
+            async for page in self._pages(collection, query, _BATCH, {"_id": 1}):
+                batch = [document["_id"] for document in page]
                 total.add(await self._prune(batch, used, dead, dry_run))
         return total
 
@@ -113,18 +113,6 @@ class Retention(Repository):
                 needed.update(await self._collection(DATA).distinct("task", at))
         return sorted(needed)
 
-    async def _batches(self, collection: str, query: Json) -> AsyncIterator[list[str]]:
-        """Yield the ``_id`` of the documents that a query finds."""
-        last, ids = "", [""]
-        while ids:
-            page = self._collection(collection).find(
-                {**query, "_id": {"$gt": last}}, {"_id": 1}, sort=[("_id", ASCENDING)], limit=_BATCH
-            )
-            ids = [document["_id"] async for document in page]
-            if ids:
-                yield ids
-                last = ids[-1]
-
     async def _planned_at(self, step: int) -> datetime | None:
         query = {"step": step, "status": {"$in": values(APPLIED_STEPS)}}
         document = await self._collection(STEP).find_one(query, {"planned_at": 1})
@@ -133,8 +121,8 @@ class Retention(Repository):
     async def _prune(self, candidates: Sequence[str], used: Json, dead: Json, dry_run: bool) -> Pruned:
         async def write(session: AsyncClientSession) -> Pruned:
             ids = {"_id": {"$in": list(candidates)}}
-            chosen = await self._ids(DATA, {**ids, **used}, session)
-            chosen += await self._ids(RECORD, {**ids, **dead}, session)
+            chosen = await self._ids(DATA, {**ids, **used}, session=session)
+            chosen += await self._ids(RECORD, {**ids, **dead}, session=session)
             if not chosen:
                 return Pruned()
             freed = await self._measure(chosen, session)
@@ -171,15 +159,8 @@ class Retention(Repository):
 
     async def _size(self, collection: str, query: Json, session: AsyncClientSession) -> tuple[int, int]:
         count = {"_id": None, "count": {"$sum": 1}, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}
-        pipeline: list[Json] = [{"$match": query}, {"$group": count}]
-        cursor = await self._collection(collection).aggregate(pipeline, session=session)
-        for group in await cursor.to_list():
-            return int(group["count"]), int(group["bytes"])
-        return 0, 0
-
-    async def _ids(self, collection: str, query: Json, session: AsyncClientSession) -> list[str]:
-        cursor = self._collection(collection).find(query, {"_id": 1}, session=session)
-        return [document["_id"] async for document in cursor]
+        groups = await self._aggregate(collection, {"$match": query}, {"$group": count}, session=session)
+        return (int(groups[0]["count"]), int(groups[0]["bytes"])) if groups else (0, 0)
 
     @database_call
     async def prune_images(self, *, dry_run: bool = False, grace: timedelta = _GRACE) -> tuple[int, int]:
@@ -208,8 +189,7 @@ class Retention(Repository):
         before = await self._connection.server_time() - (_GRACE if waits else timedelta())
         unused = [image for image in images if not await self._is_image_used(image)]
         fresh = [image for image in unused if not await self._delete_image(image, before)]
-        stored = self._collection(IMAGE).find({"_id": {"$in": fresh}}, {"_id": 1})
-        return [image["_id"] async for image in stored]
+        return await self._ids(IMAGE, {"_id": {"$in": fresh}})
 
     async def _delete_image(self, image: str, before: datetime) -> bool:
         """Delete one image and its files unless it was put again meanwhile."""

@@ -14,25 +14,14 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import now, plain
 from agentrl.documents.retraction import Rebuilt, Retraction, Tombstone, Withdrawn
-from agentrl.documents.status import (
-    APPLIED_STEPS,
-    values,
-)
+from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
 from agentrl.documents.task import scorer_weights
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Json, Repository, database_call
-from agentrl.store.names import (
-    RECORD,
-    RETRACTION,
-    STEP,
-    TASK,
-    TOMBSTONE,
-    VERSION,
-)
+from agentrl.store.names import RECORD, RETRACTION, STEP, TASK, TOMBSTONE, VERSION
 
 T = TypeVar("T")
 
-_TRIES = 5
 _BATCH = 100
 _APPLIED = values(APPLIED_STEPS)
 
@@ -186,8 +175,7 @@ class Retractions(Repository):
     async def _versions(self, first: int | None) -> tuple[int, ...]:
         if first is None:
             return ()
-        later = {"step": {"$gte": first}, "status": "published"}
-        ids = [each["_id"] async for each in self._collection(VERSION).find(later, {"_id": 1})]
+        ids = await self._ids(VERSION, {"step": {"$gte": first}, "status": VersionStatus.PUBLISHED.value})
         return (min(ids), max(ids)) if ids else ()
 
     async def _stones(self, ids: Sequence[str]) -> list[Tombstone]:

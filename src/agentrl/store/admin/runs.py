@@ -14,7 +14,6 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.family import PARENT
@@ -31,7 +30,6 @@ from agentrl.store.views.runs import Runs
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
 _MAX_TAGS: Final = 20
 _MAX_NOTE: Final = 500
-_OUTPUT: Final = "values.output_dir"
 
 
 class RunAdmin(Repository):
@@ -95,10 +93,8 @@ class RunAdmin(Repository):
             ) from error
         if folder is None:
             return None
-        for name in await database.client.list_database_names():
-            if name == database.name or name in SYSTEM_DATABASES:
-                continue
-            same = {"_id": flags_key("train"), _OUTPUT: given}
+        same = {"_id": flags_key("train"), "values.output_dir": given}
+        for name in set(await self._connection.databases()) - {database.name}:
             if await database.client[name][SETTINGS].find_one(same, {"_id": 1}) is not None:
                 raise ConfigError(f"{folder} is the output of run {name!r} too", hint=f"{verb} it by hand")
         return folder
@@ -129,9 +125,7 @@ class RunAdmin(Repository):
     @database_call
     async def remarks(self) -> RunFact:
         """Return the run's tags and note."""
-        return RunFact.from_document(
-            await self._collection(RUN).find_one({"_id": REMARKS}) or {"_id": REMARKS}
-        )
+        return await self._one(RunFact, RUN, {"_id": REMARKS}) or RunFact(id=REMARKS)
 
     async def _write(self, fields: Json) -> None:
         await self._collection(RUN).update_one({"_id": REMARKS}, {"$set": fields}, upsert=True)
@@ -288,11 +282,11 @@ class Rename(Repository):
             stored = await self._new[SETTINGS].find_one({"_id": key})
             if stored is None:
                 continue
-            values = stored["values"]
-            changed = {name: self._names[1] for name in ("run_name",) if name in values}
+            values, fields = stored["values"], {}
+            if "run_name" in values:
+                fields["values.run_name"] = self._names[1]
             if values.get("output_dir"):
-                changed["output_dir"] = str(_renamed(Path(values["output_dir"]), *self._names))
-            fields = {f"values.{name}": value for name, value in changed.items()}
+                fields["values.output_dir"] = str(_renamed(Path(values["output_dir"]), *self._names))
             if fields:
                 await self._new[SETTINGS].update_one({"_id": key}, {"$set": fields})
         async for version in self._new[VERSION].find({}, {"location": 1}):

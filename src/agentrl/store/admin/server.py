@@ -42,6 +42,7 @@ from agentrl.store.names import (
 )
 from agentrl.store.schema import prepare
 from agentrl.store.views import VIEWS
+from agentrl.store.views.counts import read_disk
 
 _PINGS = 5
 _WRITES = {"insert", "update"}
@@ -117,12 +118,9 @@ class ServerInfos(Repository):
 
     async def _free_bytes(self) -> int | None:
         for database in (self._connection.database, self._connection.client.admin):
-            try:
-                stats = await database.command("dbStats")
-            except OperationFailure:
-                continue
-            if total := stats.get("fsTotalSize"):  # 0 for a database that does not exist yet
-                return int(total - stats["fsUsedSize"])
+            disk = await read_disk(database)
+            if disk.total:  # 0 for a database that does not exist yet
+                return disk.free
         return None
 
 

@@ -19,7 +19,6 @@ from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import OperationFailure
 
 from agentrl.atomic_folder import atomic_folder
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.family import CHILD_PREFIX
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
@@ -137,10 +136,9 @@ class Transfer(Repository):
             await family.adopt(self._connection.database.name, parent)
 
     async def _refuse_withdrawn(self, folder: Path, manifest: Manifest) -> None:
-        client = self._connection.client
-        reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
-        for name in sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES):
-            stones = await client[name][TOMBSTONE].find({}, {"created_at": 1}).to_list()
+        for name in await self._connection.databases():
+            database = self._connection.client[name]
+            stones = await database[TOMBSTONE].find({}, {"created_at": 1}).to_list()
             created = {stone["_id"]: stone["created_at"] for stone in stones}
             if found := withdrawn_in(folder, manifest, created):
                 raise StoreError(
@@ -155,7 +153,7 @@ class Transfer(Repository):
         """
         for name in await self._stored_collections():
             others = {"_id": {"$ne": SCHEMA}} if name == RUN else {}
-            source = (each async for each in self._pages(name) if name != RUN or each["_id"] != SCHEMA)
+            source = (each async for each in self._documents(name) if name != RUN or each["_id"] != SCHEMA)
             await self._insert(target[name], source)
             here = await self._collection(name).count_documents(others)
             there = await target[name].count_documents(others)
@@ -174,13 +172,13 @@ class Transfer(Repository):
         file = file_name(name)
         with (folder / file).open("wb") as stream:
             writer = LineWriter(stream)
-            async for document in self._pages(name, session):
+            async for document in self._documents(name, session):
                 writer.line(encode_line(bytes(document.raw)))
         return ExportedFile(
             collection=name, file=file, documents=writer.lines, bytes=writer.bytes, sha256=writer.sha256
         )
 
-    async def _pages(
+    async def _documents(
         self, name: str, session: AsyncClientSession | None = None
     ) -> AsyncIterator[RawBSONDocument]:
         """Yield every document by ``_id``, with one query per page, so that each has its own time limit."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
-from agentrl.documents.base import plain
 from agentrl.documents.record import Record
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import (
@@ -20,20 +19,23 @@ from agentrl.documents.status import (
     TaskStatus,
     values,
 )
-from agentrl.documents.task import Begin, Task
+from agentrl.documents.task import Task, record_task
 from agentrl.errors import StoreError
 from agentrl.scoring.groups import FAILED, summarize
-from agentrl.store.admin.reopen import (
+from agentrl.store.admin.regroup import (
+    DecideTask,
     GroupBlockedError,
     GroupChange,
     GroupChangedError,
+    change_task,
+    decided,
     find_blocker,
     regroup,
 )
 from agentrl.store.admin.retention import Retention, delete_beside
 from agentrl.store.admin.retract import batches
 from agentrl.store.columns import read_columns
-from agentrl.store.groups import Decide, GroupOutcome
+from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
@@ -51,14 +53,10 @@ from agentrl.store.names import (
     TOMBSTONE,
 )
 from agentrl.store.records import read_records
-from agentrl.store.selection import ease_after_group
 from agentrl.store.trainer_lease import fenced
 
 _TRIES = 5
 _APPLIED = values(APPLIED_STEPS)
-
-DecideTask = Callable[[Task], Decide | None]
-"""A finalized Task → the function that decides its group; None if its rules are unknown."""
 
 
 class Withdrawing(Repository):
@@ -87,8 +85,7 @@ class Withdrawing(Repository):
     @database_call
     async def kept_as_trained(self) -> list[str]:
         """Return the ``_id`` of the groups whose others keep the advantages that steps trained."""
-        query = {"group.kept_as_trained": True}
-        return [task["_id"] async for task in self._collection(TASK).find(query, {"_id": 1})]
+        return await self._ids(TASK, {"group.kept_as_trained": True})
 
     @database_call
     async def withdraw(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
@@ -141,7 +138,8 @@ class Withdrawing(Repository):
         scored = [record.id for record in left if record.score is not None]
         calls = await read_model_calls(self._connection, scored, readable=False)
         columns = await read_columns(self._connection, scored)
-        return decide(Task.from_document(task), list(left), calls, columns)
+        group = StoredGroup(task=Task.from_document(task), records=left, calls=calls, columns=columns)
+        return decide(group)
 
     async def _regroup(
         self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
@@ -152,10 +150,9 @@ class Withdrawing(Repository):
         change = slots.remove_slots(sorted(traj_ids), is_completed=is_completed)
         if not is_completed or outcome is not None:
             if outcome is not None:
-                change = [*change, _decided(task, outcome)]
+                change = [*change, {"$set": decided(task, outcome)}]
             await regroup(self._connection, task, GroupChange(task=change, outcome=outcome), session)
             return
-        data = self._collection(DATA)
         trained = sum(each.status is RecordStatus.READY and each.advantage is not None for each in left)
         failed = sum(
             slot["status"] == SlotStatus.FAILED and slot["traj_id"] not in traj_ids for slot in task["slots"]
@@ -166,18 +163,13 @@ class Withdrawing(Repository):
         names = {record.id for record in left}
         if earlier.get("filtered"):
             group["filtered"] = [item for item in earlier["filtered"] if item["record"] in names]
-        unchanged = {key: task[key] for key in ("_id", "status", "updated_at")}
-        updated = await self._collection(TASK).update_one(
-            unchanged, [*change, {"$set": {"group": literal(group)}}], session=session
-        )
-        if not updated.matched_count:
-            raise GroupChangedError
-        again = {
+        await change_task(self._connection, task, [*change, {"$set": {"group": literal(group)}}], session)
+        quarantined = {
             "status": DataStatus.QUARANTINED.value,
             "problem": "trajectories of its group were withdrawn after a step trained it",
         }
         ready = {"task": task["_id"], "status": DataStatus.READY.value}
-        await data.update_many(ready, {"$set": again}, session=session)
+        await self._collection(DATA).update_many(ready, {"$set": quarantined}, session=session)
 
     @database_call
     async def decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
@@ -188,7 +180,7 @@ class Withdrawing(Repository):
         records = await read_records(self._connection, task_id)
         outcome = await self._decide(task, records, decide_by)
         if outcome is not None:
-            change = GroupChange(task=[_decided(task, outcome)], outcome=outcome)
+            change = GroupChange(task=[{"$set": decided(task, outcome)}], outcome=outcome)
             await fenced(
                 self._connection, attempt, lambda session: regroup(self._connection, task, change, session)
             )
@@ -257,7 +249,7 @@ class Withdrawing(Repository):
         updates: list[UpdateOne] = []
         async for step in cursor:
             data = [key for key in step["data"] if key not in stones]
-            if step["status"] not in _APPLIED and groups & {_task_of(key) for key in step["data"]}:
+            if step["status"] not in _APPLIED and groups.intersection(map(record_task, step["data"])):
                 data = await self._with_groups(step["data"], groups)
             if data != step["data"]:
                 same = {"_id": step["_id"], "data": step["data"]}
@@ -274,21 +266,18 @@ class Withdrawing(Repository):
         renewed: list[str] = []
         seen: set[str] = set()
         for key in data:
-            task = _task_of(key)
+            task = record_task(key)
             if task not in groups:
                 renewed.append(key)
             elif task not in seen:
                 seen.add(task)
-                found = self._collection(DATA).find({"task": task}, {"_id": 1}, sort=[("_id", 1)])
-                renewed += [item["_id"] async for item in found]
+                renewed += await self._ids(DATA, {"task": task}, sort=[("_id", 1)])
         return renewed
 
     @database_call
     async def sweep(self) -> None:
         """Delete what writers left of the withdrawn after it was deleted: files, late Records and Tasks."""
-        fields = {"_id": 1}
-        ids = [stone["_id"] async for stone in self._collection(TOMBSTONE).find({}, fields)]
-        for batch in batches(ids):
+        for batch in batches(await self._ids(TOMBSTONE, {})):
 
             async def write(session: AsyncClientSession, batch: Sequence[str] = batch) -> None:
                 await delete_beside(self._connection, batch, session)
@@ -308,16 +297,3 @@ class Withdrawing(Repository):
         left = await Retention(self._connection).delete_unused(retraction.images, waits=is_sampled)
         await self._collection(RETRACTION).update_one({"_id": retraction.id}, {"$set": {"images": left}})
         return len(left)
-
-
-def _decided(task: Json, outcome: GroupOutcome) -> Json:
-    """Return the update stage that stores the new decision; the group keeps its times."""
-    kept = {key: value for key, value in task["group"].items() if key not in ("problem", "kept_as_trained")}
-    changes: Json = {"group": literal({**kept, **plain(outcome.summary)}), "updated_at": "$$NOW"}
-    if task.get("begun") and task.get("ease") is not None:
-        changes["ease"] = ease_after_group(Begin.from_document(task["begun"]), outcome.summary)
-    return {"$set": changes}
-
-
-def _task_of(record_id: str) -> str:
-    return record_id.rsplit("/", 2)[0]

@@ -122,7 +122,7 @@ def running_binary(pid: int) -> Path | None:
         return None
 
 
-def last_messages(log: Path, lines: int = 6) -> str:
+def last_messages(log: Path) -> str:
     """Return the last errors of a mongod log, or its last lines, as readable text."""
     messages: list[tuple[str, str]] = []
     for line in tail(log, lines=200, limit=131_072).splitlines():
@@ -133,7 +133,7 @@ def last_messages(log: Path, lines: int = 6) -> str:
         except (ValueError, KeyError, TypeError):
             messages.append(("I", f"  {line}"))
     grave = [text for severity, text in messages if severity in ("E", "F")]
-    return "\n".join((grave or [text for _, text in messages])[-lines:])
+    return "\n".join((grave or [text for _, text in messages])[-6:])
 
 
 def _start_error(done: subprocess.CompletedProcess[bytes], dbpath: Path, log: Path, port: int) -> StoreError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import bson
@@ -21,7 +22,7 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError
 from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
-from agentrl.store.mechanics.connection import Connection, Json
+from agentrl.store.mechanics.connection import Connection, Json, id_prefix
 from agentrl.store.names import MODEL_CALL, RECORD, STEP, TASK
 
 _LIMIT = 8 * 2**20
@@ -68,14 +69,15 @@ class Blobs:
         """Return {file id: bytes} of every file of these Records."""
         if not record_ids:
             return {}
-        cursor = self._files.find({"$or": _id_prefixes("_id", record_ids)}, {"length": 1}, session=session)
+        query = {"$or": [{"_id": id_prefix(f"{key}/")} for key in record_ids]}
+        cursor = self._files.find(query, {"length": 1}, session=session)
         return {entry["_id"]: entry["length"] async for entry in cursor}
 
     async def delete(self, record_ids: Sequence[str], session: AsyncClientSession) -> None:
         """Delete every file of these Records, and the chunks of interrupted uploads."""
-        if record_ids:
-            await self._chunks.delete_many({"$or": _id_prefixes("files_id", record_ids)}, session=session)
-            await self._files.delete_many({"$or": _id_prefixes("_id", record_ids)}, session=session)
+        for collection, field in ((self._chunks, "files_id"), (self._files, "_id")) if record_ids else ():
+            query = {"$or": [{field: id_prefix(f"{key}/")} for key in record_ids]}
+            await collection.delete_many(query, session=session)
 
     async def restore(self, document: Json, *, readable: bool = True) -> Json:
         """Return the inverse of ``offload``; without ``readable``, moved texts stay excerpts."""
@@ -95,10 +97,8 @@ class Blobs:
             except BulkWriteError as error:
                 if any(problem["code"] != _DUPLICATE for problem in error.details["writeErrors"]):
                     raise
-        try:
+        with suppress(DuplicateKeyError):
             await self._files.insert_one(file.entry())
-        except DuplicateKeyError:
-            return
 
     async def _read(self, file_id: str) -> bytes:
         try:
@@ -171,11 +171,6 @@ def _shortened(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}
     return value
-
-
-def _id_prefixes(field: str, record_ids: Sequence[str]) -> list[Json]:
-    """Return filters on ids that start with one of ``record_ids`` and a slash."""
-    return [{field: {"$gte": f"{key}/", "$lt": f"{key}0"}} for key in record_ids]  # "0" follows "/"
 
 
 CHECKSUMS: Final = "checksums"

@@ -7,10 +7,10 @@ import copy
 import functools
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import pymongo
 from bson.errors import BSONError
@@ -25,16 +25,15 @@ from pymongo.errors import (
     DuplicateKeyError,
     ExecutionTimeout,
     InvalidURI,
-    NetworkTimeout,
     OperationFailure,
     PyMongoError,
-    ServerSelectionTimeoutError,
 )  # fmt: skip
 from pymongo.read_concern import ReadConcern
 from pymongo.read_preferences import ReadPreference
 from pymongo.uri_parser import parse_uri
 from pymongo.write_concern import WriteConcern
 
+from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.base import Document, follow_clock
 from agentrl.errors import StoreDeniedError, StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
@@ -65,6 +64,11 @@ _NO_SESSIONS = "Sessions are not supported"
 """The driver's message for a server without sessions; also for a replica-set member that has just started."""
 _TRANSIENT_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
 _VALIDATION_FAILED = 121
+
+TRANSACTION: Final[Mapping[str, Any]] = {
+    "read_concern": ReadConcern("snapshot"), "write_concern": WriteConcern(w="majority", j=True),
+}  # fmt: skip
+"""The options of every transaction."""
 
 
 class Connection:
@@ -107,6 +111,11 @@ class Connection:
         """Return a collection of this run."""
         return self.database[name]
 
+    async def databases(self) -> list[str]:
+        """Return the databases that this user may see, by name, without the server's own."""
+        reply = await self.client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
+        return sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES)
+
     async def server_time(self) -> datetime:
         """Return the time of the server's clock."""
         moment: datetime = (await self.client.admin.command("hello"))["localTime"]
@@ -141,10 +150,7 @@ class Connection:
         async with self.client.start_session() as session:
             with pymongo.timeout(self.timeout):
                 return await session.with_transaction(
-                    callback,
-                    read_concern=ReadConcern("snapshot"),
-                    write_concern=WriteConcern(w="majority", j=True),
-                    read_preference=ReadPreference.PRIMARY,
+                    callback, **TRANSACTION, read_preference=ReadPreference.PRIMARY
                 )
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
@@ -194,9 +200,27 @@ class Repository:
         """Return the documents of a collection that match, as ``kind``."""
         return [kind.from_document(found) async for found in self._collection(name).find(query, **options)]
 
-    async def _aggregate(self, name: str, *stages: Json) -> list[Json]:
+    async def _ids(self, name: str, query: Json, **options: Any) -> list[Any]:
+        """Return the ``_id`` of each document of a collection that matches."""
+        return [found["_id"] async for found in self._collection(name).find(query, {"_id": 1}, **options)]
+
+    async def _pages(
+        self, name: str, query: Json, size: int, fields: Json | None = None
+    ) -> AsyncIterator[list[Json]]:
+        """Yield the documents that match by ``_id``, at most ``size`` in each page and query."""
+        above: Json = {}
+        while True:
+            cursor = self._collection(name).find({**query, **above}, fields, sort=[("_id", 1)], limit=size)
+            if not (page := await cursor.to_list()):
+                return
+            yield page
+            above = {"_id": {"$gt": page[-1]["_id"]}}
+
+    async def _aggregate(
+        self, name: str, *stages: Json, session: AsyncClientSession | None = None
+    ) -> list[Json]:
         """Return what an aggregation of a collection yields."""
-        return await (await self._collection(name).aggregate(list(stages))).to_list()
+        return await (await self._collection(name).aggregate(list(stages), session=session)).to_list()
 
     async def _count_by(self, field: str, name: str, query: Json) -> dict[str, int]:
         """Return {value of ``field``: number of the documents that match}."""
@@ -223,6 +247,11 @@ def database_call(
         return await self._connection.call(lambda: method(self, *args, **kwargs), doing)
 
     return call
+
+
+def id_prefix(prefix: str) -> Json:
+    """Return the condition that a text begins with ``prefix``, which ends with a slash, and has more."""
+    return {"$gt": prefix, "$lt": f"{prefix[:-1]}0"}  # "0" follows "/"
 
 
 async def insert_if_missing(collection: AsyncCollection[Json], document: Document) -> None:
@@ -281,7 +310,7 @@ def validation_error(error: PyMongoError) -> str | None:
 
 
 def _is_transient(error: PyMongoError) -> bool:
-    if isinstance(error, (ServerSelectionTimeoutError, NetworkTimeout, ExecutionTimeout, ConnectionFailure)):
+    if isinstance(error, (ExecutionTimeout, ConnectionFailure)):
         return True
     if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
         return True

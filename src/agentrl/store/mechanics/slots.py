@@ -33,6 +33,10 @@ UNSCORED: Json = {"$and": [SAMPLED, _RESTED]}
 """Condition: ``$$slot`` waits for a score; its back-off after a failed attempt to score is over."""
 QUEUED: Json = {**FREE, "status": SlotStatus.SAMPLED.value, "not_before": None}
 """The fields of a slot whose Record is sampled and waits for a score."""
+REOPENED: Json = {
+    **FREE, "status": SlotStatus.OPEN.value, "released": "$$slot.attempt", "not_before": None,
+}  # fmt: skip
+"""The fields of a failed slot that is opened again, with all its attempts."""
 
 
 def expired(max_attempts: int) -> Json:
@@ -86,8 +90,7 @@ def claim_slots(
     }  # fmt: skip
     return [
         {"$set": {"last_claim": taken, "admission": None}},
-        {"$set": {"slots": _map_slots({"$gte": [index, 0]}, fields)}},
-        *_derive_status(),
+        *change_slots({"$gte": [index, 0]}, fields),
     ]
 
 
@@ -113,12 +116,12 @@ def failed_or_open(max_attempts: int) -> Json:
 
 def change_slot(claim: Claim, fields: Json) -> list[Json]:
     """Return the update that sets ``fields`` (expressions over ``$$slot``) of the claimed slot."""
-    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, *_derive_status()]
+    return change_slots(_is_claimed(claim), fields)
 
 
 def change_slots(condition: Json, fields: Json) -> list[Json]:
     """Return the update that sets ``fields`` of every slot that satisfies ``condition``."""
-    return [{"$set": {"slots": _map_slots(condition, fields)}}, *_derive_status()]
+    return [set_slots(condition, fields), *_derive_status()]
 
 
 def remove_slots(traj_ids: Sequence[int], *, is_completed: bool) -> list[Json]:
@@ -141,8 +144,7 @@ def remove_slots(traj_ids: Sequence[int], *, is_completed: bool) -> list[Json]:
 
 def renew_lease(claim: Claim, lease_seconds: float) -> list[Json]:
     """Return the update that extends the claim's lease to ``lease_seconds`` from now."""
-    fields = {"lease_expires_at": after(lease_seconds)}
-    return [{"$set": {"slots": _map_slots(_is_claimed(claim), fields)}}, _derive_deadline()]
+    return [set_slots(_is_claimed(claim), {"lease_expires_at": after(lease_seconds)}), _derive_deadline()]
 
 
 def held(claim: Claim) -> Json:
@@ -173,9 +175,10 @@ def _is_claimed(claim: Claim) -> Json:
     }
 
 
-def _map_slots(condition: Json, fields: Json) -> Json:
+def set_slots(condition: Json, fields: Json) -> Json:
+    """Return the stage that sets ``fields`` of every slot that satisfies ``condition``."""
     changed = {"$cond": [condition, {"$mergeObjects": ["$$slot", fields]}, "$$slot"]}
-    return {"$map": {"input": "$slots", "as": "slot", "in": changed}}
+    return {"$set": {"slots": {"$map": {"input": "$slots", "as": "slot", "in": changed}}}}
 
 
 def _derive_status() -> list[Json]:
@@ -215,6 +218,11 @@ def lease_lost(claim: Claim) -> LeaseLostError:
         f"the lease of {claim.owner} on {claim.record_id} expired, and another sampler took the slot over",
         hint="nothing is lost: another attempt replaces this one; if it happens often, raise --lease_seconds",
     )
+
+
+def slot_status(task: Task, claim: Claim) -> SlotStatus:
+    """Return the status of the claim's slot."""
+    return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
 
 
 async def update_slot(

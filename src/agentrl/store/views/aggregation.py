@@ -14,6 +14,11 @@ def as_is(*fields: str) -> Json:
     return dict.fromkeys(fields, 1)
 
 
+def fields_of(part: str, *names: str) -> Json:
+    """Return a $project of fields of ``part``, each under its own name."""
+    return {name: f"${part}.{name}" for name in names}
+
+
 def seconds(start: str, end: str) -> Json:
     """Return the expression of the seconds from ``start`` to ``end``; null if one of them is null."""
     return {"$divide": [{"$subtract": [end, start]}, 1000]}

@@ -179,9 +179,6 @@ class Counts(Repository):
         numbers = await asyncio.gather(*(collection.count_documents(key) for key in keys))
         return {tuple(key.values()): number for key, number in zip(keys, numbers, strict=True)}
 
-    async def _aggregate(self, name: str, *stages: Json) -> list[Json]:
-        return await (await self._collection(name).aggregate(list(stages))).to_list()
-
 
 def _by_split(numbers: Mapping[tuple[Any, ...], int]) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = defaultdict(dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import TaskStatus
@@ -179,9 +179,6 @@ class Details(Repository):
         self, row: type[T], collection: str, keys: Json, sums: Json, query: Json | None = None
     ) -> list[T]:
         """Return a row per value of ``keys``, with ``sums`` over its documents, in the order of the keys."""
-        pipeline: list[Json] = [
-            {"$match": query or {}}, {"$group": {"_id": keys, **sums}}, {"$sort": {"_id": 1}},
-        ]  # fmt: skip
-        cursor = await self._collection(collection).aggregate(pipeline)
-        groups: list[dict[str, Any]] = await cursor.to_list()
+        grouped = {"$group": {"_id": keys, **sums}}
+        groups = await self._aggregate(collection, {"$match": query or {}}, grouped, {"$sort": {"_id": 1}})
         return [row(**group.pop("_id"), **group) for group in groups]

@@ -45,7 +45,16 @@ class WholeTrajectory:
     """The failed attempts at the same trajectory, this Record among them or not."""
 
 
-class Views(Repository):
+class AuditReads(Repository):
+    """Reads rows of the ``audit_*`` views: their pipelines, run on the collections."""
+
+    async def _rows(self, row: type[R], view: str, *before: Json, after: Sequence[Json] = ()) -> list[R]:
+        """Return the rows of a view; ``before`` runs on the documents, ``after`` on the rows."""
+        source, pipeline = VIEWS[view]
+        return [row.from_document(each) for each in await self._aggregate(source, *before, *pipeline, *after)]
+
+
+class Views(AuditReads):
     """The read path of every screen, the quickstart's report and notebooks. It never writes.
 
     Rows come from the pipelines of the ``audit_*`` views, run on the collections.
@@ -125,52 +134,38 @@ class Views(Repository):
     async def trajectories_of(self, step_id: str) -> list[TrajectoryRow]:
         """Return the trajectories of a step whose Records exist, in its order, without their training."""
         ids = await self._data_of({"_id": step_id})
-        cursor = await self._collection(RECORD).aggregate(
-            [{"$match": {"_id": {"$in": ids}}}, {"$project": _OF_RECORD}]
-        )
-        rows = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
+        found = await self._aggregate(RECORD, {"$match": {"_id": {"$in": ids}}}, {"$project": _OF_RECORD})
+        rows = {row["_id"]: TrajectoryRow.from_document(row) for row in found}
         return [rows[key] for key in ids if key in rows]
 
     @database_call
     async def matching_trajectories(self, part: str, limit: int) -> list[str]:
         """Return the Record id that is ``part``; otherwise up to ``limit`` that begin or end with it."""
-        records = self._collection(RECORD)
-        if await records.find_one({"_id": part}, {"_id": 1}) is not None:
+        if await self._ids(RECORD, {"_id": part}):
             return [part]
         literal = re.escape(part)
         query = {"$or": [{"_id": {"$regex": f"^{literal}"}}, {"_id": {"$regex": f"{literal}$"}}]}
-        cursor = records.find(query, {"_id": 1}, sort=[("_id", 1)], limit=limit)
-        return [document["_id"] async for document in cursor]
+        return await self._ids(RECORD, query, sort=[("_id", 1)], limit=limit)
 
     @database_call
     async def whole_trajectory(self, record_id: str) -> WholeTrajectory | None:
         """Return one trajectory with its model calls; None if there is no such Record."""
-        records = self._collection(RECORD)
-        document = await records.find_one({"_id": record_id})
-        if document is None:
+        record = await self._one(Record, RECORD, {"_id": record_id})
+        if record is None:
             return None
-        record = Record.from_document(document)
         attempts = {"task": record.task, "traj_id": record.traj_id, "status": RecordStatus.FAILED.value}
         data = await self._collection(DATA).find_one({"_id": record_id}, {"trained_at_steps": 1})
         return WholeTrajectory(
             record=record,
             calls=(await self.calls([record_id]))[record_id],
             trained_at_steps=tuple(data["trained_at_steps"]) if data else (),
-            failures=[
-                Record.from_document(failed) async for failed in records.find(attempts, sort=[("attempt", 1)])
-            ],
+            failures=await self._all(Record, RECORD, attempts, sort=[("attempt", 1)]),
         )
 
     @database_call
     async def calls(self, record_ids: Sequence[str]) -> dict[str, list[DispatchedSamplingTask]]:
         """Return the model calls of several Records by index, with the texts and tokens that GridFS holds."""
         return await read_model_calls(self._connection, list(record_ids))
-
-    async def _rows(self, row: type[R], view: str, *before: Json, after: Sequence[Json] = ()) -> list[R]:
-        """Return the rows of a view; ``before`` runs on the documents, ``after`` on the rows."""
-        source, pipeline = VIEWS[view]
-        cursor = await self._collection(source).aggregate([*before, *pipeline, *after])
-        return [row.from_document(document) async for document in cursor]
 
     async def _data_of(self, query: Json) -> list[str]:
         """Return the ids of the data of a step."""
@@ -234,20 +229,18 @@ class _Spans(Document):
     trained_at_steps: tuple[int, ...] = ()
 
 
-class TokenReads(Repository):
+class TokenReads(AuditReads):
     """Reads tokens for the token view. It never writes."""
 
     @database_call
     async def trajectory(self, record_id: str) -> TrajectoryTokens | None:
         """Return the tokens of one trajectory; None if there is no such Record."""
-        document = await self._collection(RECORD).find_one({"_id": record_id})
-        if document is None:
+        record = await self._one(Record, RECORD, {"_id": record_id})
+        if record is None:
             return None
-        record = Record.from_document(document)
         calls = (await read_model_calls(self._connection, [record_id]))[record_id]
         fields = {"status": 1, "tokens": 1, "spans": 1, "trained_at_steps": 1}
-        stored = await self._collection(DATA).find_one({"_id": record_id}, fields)
-        data = None if stored is None else _Spans.from_document(stored)
+        data = await self._one(_Spans, DATA, {"_id": record_id}, projection=fields)
         steps = await self._steps(data.trained_at_steps if data else ())
         values = await self._values(record_id, steps, data.tokens if data else 0)
         versions = {span.version for call in calls for span in call.versions}
@@ -261,17 +254,12 @@ class TokenReads(Repository):
 
     async def _steps(self, numbers: Sequence[int]) -> list[StepRow]:
         query = {"step": {"$in": list(numbers)}, "status": {"$in": values(APPLIED_STEPS)}}
-        source, pipeline = VIEWS["audit_steps"]
-        cursor = await self._collection(source).aggregate(
-            [{"$match": query}, {"$sort": {"step": 1}}, *pipeline]
-        )
-        return [StepRow.from_document(row) async for row in cursor]
+        return await self._rows(StepRow, "audit_steps", {"$match": query}, {"$sort": {"step": 1}})
 
     async def _values(self, record_id: str, steps: Sequence[StepRow], tokens: int) -> dict[int, StepValues]:
         """Return what each of ``steps`` stored, over all ``tokens`` of the training data."""
         query = {"record": record_id, "train_step": {"$in": [step.id for step in steps]}}
-        cursor = self._collection(TOKEN_STATISTICS).find(query, sort=[("step", 1)])
-        stored = [TokenStatistics.from_document(document) async for document in cursor]
+        stored = await self._all(TokenStatistics, TOKEN_STATISTICS, query, sort=[("step", 1)])
         return {item.step: _spread(item, tokens) for item in stored if item.problem(tokens) is None}
 
     async def _locations(self, versions: set[int]) -> dict[int, str]:
@@ -296,6 +284,14 @@ def _spread(item: TokenStatistics, tokens: int) -> StepValues:
     return StepValues(*spread)
 
 
+def token_versions(call: DispatchedSamplingTask, tokens: int) -> NDArray[np.int32]:
+    """Return int32[tokens]: the policy version of each generated token; ``NO_VERSION`` if unknown."""
+    versions = np.full(tokens, NO_VERSION, np.int32)
+    for span in call.versions:
+        versions[span.start : span.end] = span.version
+    return versions
+
+
 def _tokens(
     call: DispatchedSamplingTask, spans: Sequence[TrainableSpan], values: Mapping[int, StepValues]
 ) -> CallTokens:
@@ -303,22 +299,19 @@ def _tokens(
     stored = unpack_floats(call.logprobs)
     logprobs = np.full(len(ids), np.nan, np.float32)
     logprobs[: len(stored)] = stored[: len(ids)]
-    versions = np.full(len(ids), NO_VERSION, np.int32)
     advantages = np.full(len(ids), np.nan, np.float32)
     own = [span for span in spans if span.call == call.index]
     of_version = {span.version: span.advantage for span in own}
     for span in call.versions:
-        versions[span.start : span.end] = span.version
         advantages[span.start : span.end] = of_version.get(span.version, np.nan)
     end = max((span.end for span in own), default=0)  # a call's last token is trained
-    fits = end >= len(ids)
-    of_steps = {step: _of_call(computed, end, len(ids)) for step, computed in values.items()} if fits else {}
+    here = slice(end - len(ids), end)
+    of_steps = {
+        step: StepValues(computed.log_ratios[here], computed.entropies[here])
+        for step, computed in values.items()
+        if end >= len(ids)
+    }
     return CallTokens(
-        call=call, ids=ids, logprobs=logprobs, versions=versions, advantages=advantages, values=of_steps
-    )
-
-
-def _of_call(values: StepValues, end: int, count: int) -> StepValues:
-    """Return the values of a call whose ``count`` generated tokens end at ``end``."""
-    here = slice(end - count, end)
-    return StepValues(values.log_ratios[here], values.entropies[here])
+        call=call, ids=ids, logprobs=logprobs, versions=token_versions(call, len(ids)),
+        advantages=advantages, values=of_steps,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from typing import Literal
 
 from pymongo.errors import OperationFailure, PyMongoError
 
-from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.config.schema import RunConfig
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
@@ -96,17 +95,14 @@ class Runs(Repository):
 
         An engine is alive while its heartbeat is not older than ``alive_seconds``.
         """
-        client = self._connection.client
         at = await self._connection.server_time()
-        reply = await client.admin.command("listDatabases", nameOnly=True, authorizedDatabases=True)
-        names = sorted({database["name"] for database in reply["databases"]} - SYSTEM_DATABASES)
         limit = asyncio.Semaphore(_AT_A_TIME)
 
         async def one(name: str) -> RunSummary | None:
             async with limit:
                 return await self._summary(name, at, alive_seconds)
 
-        summaries = await asyncio.gather(*(one(name) for name in names))
+        summaries = await asyncio.gather(*map(one, await self._connection.databases()))
         runs = [summary for summary in summaries if summary is not None]
         oldest = datetime.min.replace(tzinfo=UTC)
         return sorted(runs, key=lambda run: (run.active_at or oldest, run.name), reverse=True)
@@ -132,19 +128,13 @@ class Runs(Repository):
 
     async def _read(self, empty: RunSummary, alive_seconds: float) -> RunSummary:
         database, at = self._connection.client[empty.name], empty.at
-        step: Json = (
-            await database[STEP].find_one(
-                {"status": {"$in": values(APPLIED_STEPS)}},
-                {"step": 1, "committed_at": 1, "metrics.reward": 1, "metrics.pass_rate": 1},
-                sort=[("step", -1)],
-            )
-            or {}
-        )
-        document = await database[LEASE].find_one({"_id": TRAINER})
-        lease = TrainerLease() if document is None else TrainerLease.from_document(document)
+        applied = {"status": {"$in": values(APPLIED_STEPS)}}
+        fields = {"step": 1, "committed_at": 1, "metrics.reward": 1, "metrics.pass_rate": 1}
+        step: Json = await database[STEP].find_one(applied, fields, sort=[("step", -1)]) or {}
+        lease = TrainerLease.from_document(await database[LEASE].find_one({"_id": TRAINER}) or {})
         newest: Json = await database[RECORD].find_one({}, {"created_at": 1}, sort=[("created_at", -1)]) or {}
         engines = await database[SERVICE].count_documents(_alive(at, alive_seconds))
-        remarks = await database[RUN].find_one({"_id": REMARKS}) or {"_id": REMARKS}
+        remarks = RunFact.from_document(await database[RUN].find_one({"_id": REMARKS}) or {"_id": REMARKS})
         parent = await database[RUN].find_one({"_id": PARENT})
         keys = [flags_key(role) for role in FLAGS]
         named = {"_id": {"$in": keys}, "values.model_name_or_path": {"$type": "string"}}
@@ -166,8 +156,8 @@ class Runs(Repository):
             model=begun.get("values", {}).get("model_name_or_path"),
             tasks=await database[TASK].estimated_document_count(),
             bytes=(await read_disk(database)).run,
-            tags=RunFact.from_document(remarks).tags,
-            note=RunFact.from_document(remarks).note,
+            tags=remarks.tags,
+            note=remarks.note,
             parent=None if parent is None else Relative.from_document(parent),
         )
 
@@ -187,16 +177,16 @@ class Runs(Repository):
 
     async def _samplers(self, name: str, at: datetime) -> list[str]:
         claimed = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": at}}
-        cursor = await self._connection.client[name][TASK].aggregate(
-            [
-                # any split: the index begins with it
-                {"$match": {"split": {"$gte": ""}, "status": TaskStatus.RUNNING.value}},
-                {"$match": {"slots": {"$elemMatch": claimed}}},
-                {"$unwind": "$slots"},
-                {"$match": {f"slots.{field}": value for field, value in claimed.items()}},
-                {"$group": {"_id": "$slots.owner"}},
-            ]
-        )
+        # any split: the index begins with it
+        running = {"split": {"$gte": ""}, "status": TaskStatus.RUNNING.value}
+        pipeline: list[Json] = [
+            {"$match": running},
+            {"$match": {"slots": {"$elemMatch": claimed}}},
+            {"$unwind": "$slots"},
+            {"$match": {f"slots.{field}": value for field, value in claimed.items()}},
+            {"$group": {"_id": "$slots.owner"}},
+        ]
+        cursor = await self._connection.client[name][TASK].aggregate(pipeline)
         return [group["_id"] for group in await cursor.to_list()]
 
 

@@ -10,6 +10,7 @@ from agentrl.store.views.aggregation import (
     NEWEST_VERSION,
     age,
     as_is,
+    fields_of,
     first,
     join,
     oldest_step,
@@ -37,8 +38,7 @@ TRAJECTORIES: list[Json] = [
             "quarantined_because": "$data.problem",
             "trained_at_steps": "$data.trained_at_steps",
             "staleness": age({"$subtract": ["$last_trained_step", 1]}),
-            "tokens": "$data.tokens",
-            "trainable_tokens": "$data.trainable_tokens",
+            **fields_of("data", "tokens", "trainable_tokens"),
             "seconds": seconds("$created_at", "$scored_at"),
             **as_is("trained_count", "last_trained_step", "owner", "created_at", "scored_at", "pruned_at"),
         }
@@ -158,18 +158,12 @@ FAILURES: list[Json] = [
             "then": {
                 "$switch": {
                     "branches": [
-                        {
-                            "case": {"$eq": ["$slot.status", SlotStatus.SCORED.value]},
-                            "then": "another attempt was scored",
-                        },
-                        {
-                            "case": {"$eq": ["$slot.status", SlotStatus.FAILED.value]},
-                            "then": "given up: no attempts left",
-                        },
-                        {
-                            "case": {"$eq": ["$slot.status", SlotStatus.RUNNING.value]},
-                            "then": "another attempt is running",
-                        },
+                        {"case": {"$eq": ["$slot.status", status.value]}, "then": then}
+                        for status, then in (
+                            (SlotStatus.SCORED, "another attempt was scored"),
+                            (SlotStatus.FAILED, "given up: no attempts left"),
+                            (SlotStatus.RUNNING, "another attempt is running"),
+                        )
                     ],
                     "default": "waits for another attempt",
                 }
@@ -181,11 +175,7 @@ FAILURES: list[Json] = [
 
 _TOOL_CALL: Json = {
     "tool": "$calls.tool_executions.name",
-    "server": "$calls.tool_executions.server",
-    "arguments": "$calls.tool_executions.arguments",
-    "result": "$calls.tool_executions.result",
-    "error": "$calls.tool_executions.error",
-    "seconds": "$calls.tool_executions.seconds",
+    **fields_of("calls.tool_executions", "server", "arguments", "result", "error", "seconds"),
     "turn": "$calls.index",
 }
 
@@ -219,8 +209,7 @@ TOOLS: list[Json] = [
         "$project": {
             "_id": 0,
             "tool": "$tool_executions.name",
-            "server": "$tool_executions.server",
-            "seconds": "$tool_executions.seconds",
+            **fields_of("tool_executions", "server", "seconds"),
             "errors": {"$cond": ["$tool_executions.error", 1, 0]},
         }
     },

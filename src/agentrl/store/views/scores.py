@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from statistics import fmean
 from typing import Any, Final
 
 import pymongo
@@ -14,7 +15,7 @@ from agentrl.documents.status import RecordStatus
 from agentrl.store.labels import Labels
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, VERSION
-from agentrl.store.views.aggregation import as_is, excerpt
+from agentrl.store.views.aggregation import as_is, excerpt, seconds
 
 PEOPLE: Final = "people"
 """The name of the opinion that labels give."""
@@ -49,16 +50,16 @@ class Rewards(Repository):
     async def newest(self, split: str, *, limit: int = NEWEST) -> list[ScoredTrajectory]:
         """Return the newest scored trajectories of a split, newest first."""
         people = await Labels(self._connection).scores()
-        pipeline: list[Json] = [
-            {"$match": {"split": split}},
-            {"$sort": {"created_at": -1, "_id": -1}},
-            {"$match": {"score": {"$ne": None}}},
-            {"$limit": limit},
-            {"$project": _FIELDS},
-        ]
         with pymongo.timeout(_SECONDS):
-            cursor = await self._collection(RECORD).aggregate(pipeline)
-            return [_scored(document, people) async for document in cursor]
+            records = await self._aggregate(
+                RECORD,
+                {"$match": {"split": split}},
+                {"$sort": {"created_at": -1, "_id": -1}},
+                {"$match": {"score": {"$ne": None}}},
+                {"$limit": limit},
+                {"$project": _FIELDS},
+            )
+        return [_scored(record, people) for record in records]
 
     @database_call
     async def splits(self) -> list[str]:
@@ -164,28 +165,25 @@ class Versions(Repository):
         is_scored: Json = {"$isNumber": "$score"}
         is_failed = {"$eq": ["$status", RecordStatus.FAILED.value]}
         is_right = {"$cond": [{"$gt": ["$score", _RIGHT]}, 1, 0]}
-        seconds = {"$divide": [{"$subtract": ["$scored_at", "$created_at"]}, 1000]}
-        cursor = await self._collection(RECORD).aggregate(
-            [
-                {"$match": {"split": split, "min_version": version}},
-                {
-                    "$group": {
-                        "_id": None,
-                        "trajectories": {"$sum": 1},
-                        "scored": {"$sum": {"$cond": [is_scored, 1, 0]}},
-                        "failed": {"$sum": {"$cond": [is_failed, 1, 0]}},
-                        "score": {"$avg": "$score"},
-                        "right": {"$avg": {"$cond": [is_scored, is_right, None]}},
-                        "generated_tokens": {"$avg": "$generated_tokens"},
-                        "turns": {"$avg": "$turns"},
-                        "tool_calls": {"$avg": "$tool_calls"},
-                        "seconds": {"$avg": seconds},
-                    }
-                },
-                {"$unset": "_id"},
-            ]
+        groups = await self._aggregate(
+            RECORD,
+            {"$match": {"split": split, "min_version": version}},
+            {
+                "$group": {
+                    "_id": None,
+                    "trajectories": {"$sum": 1},
+                    "scored": {"$sum": {"$cond": [is_scored, 1, 0]}},
+                    "failed": {"$sum": {"$cond": [is_failed, 1, 0]}},
+                    "score": {"$avg": "$score"},
+                    "right": {"$avg": {"$cond": [is_scored, is_right, None]}},
+                    "generated_tokens": {"$avg": "$generated_tokens"},
+                    "turns": {"$avg": "$turns"},
+                    "tool_calls": {"$avg": "$tool_calls"},
+                    "seconds": {"$avg": seconds("$created_at", "$scored_at")},
+                }
+            },
+            {"$unset": "_id"},
         )
-        groups: list[dict[str, Any]] = await cursor.to_list()
         counts = groups[0] if groups else {}
         return VersionSummary(
             version=version, step=document["step"], published_at=document["published_at"], **counts
@@ -194,23 +192,18 @@ class Versions(Repository):
     @database_call
     async def outcomes(self, versions: Sequence[int], split: str) -> dict[str, dict[int, float]]:
         """Return task id → version → mean score, of the tasks that every one of ``versions`` has sampled."""
-        cursor = await self._collection(RECORD).aggregate(
-            [
-                {"$match": {"split": split, "min_version": {"$in": list(versions)}, "score": {"$ne": None}}},
-                {
-                    "$group": {
-                        "_id": {"task": "$task", "version": "$min_version"},
-                        "score": {"$avg": "$score"},
-                    }
-                },
-            ]
+        key = {"task": "$task", "version": "$min_version"}
+        rows = await self._aggregate(
+            RECORD,
+            {"$match": {"split": split, "min_version": {"$in": list(versions)}, "score": {"$ne": None}}},
+            {"$group": {"_id": key, "score": {"$avg": "$score"}}},
         )
         by_task: dict[str, dict[int, list[float]]] = {}
-        async for row in cursor:
+        for row in rows:
             task_id = row["_id"]["task"].split("/", 2)[2]
             by_task.setdefault(task_id, {}).setdefault(row["_id"]["version"], []).append(row["score"])
         return {
-            task: {version: sum(scores) / len(scores) for version, scores in by_version.items()}
+            task: {version: fmean(scores) for version, scores in by_version.items()}
             for task, by_version in by_task.items()
             if len(by_version) == len(set(versions))
         }

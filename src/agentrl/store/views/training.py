@@ -10,6 +10,7 @@ from agentrl.store.views.aggregation import (
     NEWEST_VERSION,
     age,
     as_is,
+    fields_of,
     first,
     join,
     oldest_step,
@@ -55,12 +56,7 @@ GROUPS: list[Json] = [
             "attempts": {"$sum": "$slots.attempt"},
             **as_is("scores"),
             "agreement": _AGREEMENT,
-            "mean_score": "$group.mean_score",
-            "scored": "$group.scored",
-            "failed": "$group.failed",
-            "outcome": "$group.outcome",
-            "trained": "$group.trained",
-            "finalized_at": "$group.finalized_at",
+            **fields_of("group", "mean_score", "scored", "failed", "outcome", "trained", "finalized_at"),
         }
     },
 ]
@@ -109,17 +105,10 @@ STEPS: list[Json] = [
     {
         "$project": {
             **as_is("step", "status", "policy_version"),
-            "reward": "$metrics.reward",
-            "pass_rate": "$metrics.pass_rate",
-            "loss": "$metrics.loss",
-            "entropy": "$metrics.entropy",
-            "grad_norm": "$metrics.grad_norm",
+            **fields_of("metrics", "reward", "pass_rate", "loss", "entropy", "grad_norm"),
             "trajectories": {"$size": "$data"},
             "groups": {"$ifNull": ["$metrics.groups", {"$size": _TASKS_OF_STEP}]},
-            "tokens": "$metrics.tokens",
-            "trainable_tokens": "$metrics.trainable_tokens",
-            "staleness_mean": "$metrics.staleness_mean",
-            "staleness_max": "$metrics.staleness_max",
+            **fields_of("metrics", "tokens", "trainable_tokens", "staleness_mean", "staleness_max"),
             "seconds": seconds("$planned_at", "$committed_at"),
             "seconds_waiting_for_data": "$metrics.seconds_data",
             "inherited": {"$ifNull": ["$inherited", False]},
@@ -128,17 +117,14 @@ STEPS: list[Json] = [
     },
 ]
 
+_OF_RECORD = (
+    "task", "query", "answer", "final_answer", "score", "advantage", "turns", "generated_tokens",
+    "min_version", "max_version",
+)  # fmt: skip
+
 TRAINING: list[Json] = [
     {"$unwind": "$data"},
-    join(
-        RECORD, "data", "_id", "record",
-        {
-            "$project": as_is(
-                "task", "query", "answer", "final_answer", "score", "advantage", "turns",
-                "generated_tokens", "min_version", "max_version", "created_at",
-            )
-        },
-    ),
+    join(RECORD, "data", "_id", "record", {"$project": as_is(*_OF_RECORD, "created_at")}),
     join(DATA, "data", "_id", "tree", {"$project": as_is("spans.version")}),
     first("record", "tree"),
     {"$set": {"_id": {"$concat": ["$_id", ":", "$data"]}}},
@@ -147,16 +133,7 @@ TRAINING: list[Json] = [
         "$project": {
             **as_is("step", "status", "policy_version"),
             "trajectory": "$data",
-            "task": "$record.task",
-            "query": "$record.query",
-            "answer": "$record.answer",
-            "final_answer": "$record.final_answer",
-            "score": "$record.score",
-            "advantage": "$record.advantage",
-            "turns": "$record.turns",
-            "generated_tokens": "$record.generated_tokens",
-            "min_version": "$record.min_version",
-            "max_version": "$record.max_version",
+            **fields_of("record", *_OF_RECORD),
             "staleness": age({"$subtract": ["$step", 1]}),
             "seconds_from_claim_to_plan": seconds("$record.created_at", "$planned_at"),
         }
@@ -197,16 +174,12 @@ EVALUATIONS: list[Json] = [
     {
         "$project": {
             **as_is("status", "version", "step", "model", "file", "samples", "label"),
-            "tasks": "$results.total.tasks",
-            "scored": "$results.total.scored",
-            "failed": "$results.total.failed",
+            **fields_of("results.total", "tasks", "scored", "failed"),
             "score": "$results.total.score.value",
             "score_low": "$results.total.score.low",
             "score_high": "$results.total.score.high",
             "pass_at_1": "$results.total.pass_at.1.value",
-            "turns": "$results.total.turns",
-            "generated_tokens": "$results.total.generated_tokens",
-            "cost": "$results.total.cost",
+            **fields_of("results.total", "turns", "generated_tokens", "cost"),
             **as_is("tasks_digest", "settings_digest", "by", "began_at", "seen_at", "finished_at"),
         }
     }

@@ -21,10 +21,10 @@ from pymongo.errors import PyMongoError
 from agentrl.documents.base import is_finite, replace_surrogates
 from agentrl.documents.status import APPLIED_STEPS, SHOWN_STATUSES, TRAINED, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.connection import Json, database_call
 from agentrl.store.names import LABEL, MODEL_CALL, RECORD, STEP, TASK
-from agentrl.store.views import VIEWS
 from agentrl.store.views.aggregation import excerpt
+from agentrl.store.views.read import AuditReads
 from agentrl.store.views.rows import TrajectoryRow
 
 MAX_PAGE: Final = 200
@@ -170,7 +170,7 @@ class TrajectoryPage:
     """None unless model calls were searched."""
 
 
-class TrajectorySearch(Repository):
+class TrajectorySearch(AuditReads):
     """Reads pages of trajectories. It never writes; every read has a time limit."""
 
     @database_call
@@ -197,8 +197,11 @@ class TrajectorySearch(Repository):
                 then = _cursor(chosen[-1], order) if len(keys) > limit else None
             else:
                 chosen, searched, then = await self._search(query, wanted, order, after, limit)
-            rows = await self._rows([key["_id"] for key in chosen])
-        return TrajectoryPage(rows=rows, after=then, searched=searched)
+            ids = [key["_id"] for key in chosen]
+            stages = {"$match": {"_id": {"$in": ids}}}, {"$set": _EXCERPTS}
+            rows = {row.id: row for row in await self._rows(TrajectoryRow, "audit_trajectories", *stages)}
+        found = [rows[record_id] for record_id in ids if record_id in rows]
+        return TrajectoryPage(rows=found, after=then, searched=searched)
 
     @database_call
     async def count(self, wanted: TrajectoryFilter) -> int | None:
@@ -226,9 +229,7 @@ class TrajectorySearch(Repository):
         if ids is not None:
             query["_id"] = {"$in": sorted(ids)}
         if wanted.task is not None:
-            of_name = self._collection(TASK).find({"task_id": wanted.task}, {"_id": 1})
-            named = [task["_id"] async for task in of_name]
-            query["task"] = {"$in": [wanted.task, *named]}
+            query["task"] = {"$in": [wanted.task, *await self._ids(TASK, {"task_id": wanted.task})]}
         return query
 
     async def _keys(self, query: Json, order: TrajectoryOrder, after: str | None, limit: int) -> list[Json]:
@@ -279,8 +280,7 @@ class TrajectorySearch(Repository):
         if wanted.text is not None and matching:
             literal = {"$regex": re.escape(wanted.text), "$options": "i"}
             own = {"$or": [{"query": literal}, {"final_answer": literal}]}
-            records = self._collection(RECORD).find({"_id": {"$in": sorted(matching)}, **own}, {"_id": 1})
-            of_record = {record["_id"] async for record in records}
+            of_record = set(await self._ids(RECORD, {"_id": {"$in": sorted(matching)}, **own}))
             in_calls = {"$or": [{name: literal} for name in _TEXTS]}
             matching = of_record | await self._with_calls(matching - of_record, in_calls)
         return matching
@@ -288,13 +288,6 @@ class TrajectorySearch(Repository):
     async def _with_calls(self, ids: set[str], query: Json) -> set[str]:
         calls = self._collection(MODEL_CALL)
         return set(await calls.distinct("record", {"record": {"$in": sorted(ids)}, **query}))
-
-    async def _rows(self, ids: Sequence[str]) -> list[TrajectoryRow]:
-        _, pipeline = VIEWS["audit_trajectories"]
-        stages = [{"$match": {"_id": {"$in": list(ids)}}}, {"$set": _EXCERPTS}, *pipeline]
-        cursor = await self._collection(RECORD).aggregate(stages)
-        rows = {row["_id"]: TrajectoryRow.from_document(row) async for row in cursor}
-        return [rows[record_id] for record_id in ids if record_id in rows]
 
 
 @contextmanager

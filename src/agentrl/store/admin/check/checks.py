@@ -13,7 +13,7 @@ from agentrl.store.admin.check.columns import ColumnsOfRecords
 from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
 from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
-from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot
+from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem, Report, Violation
 from agentrl.store.admin.check.retracted import SEARCHED, Retractions, Withdrawn
 from agentrl.store.admin.check.training import Data, Lineage, Statistics, StepData
@@ -87,11 +87,8 @@ def _slot(name: str, slot: Json) -> Iterator[Problem]:
         yield Problem(name, f"no owner, since it is {status}", None, slot["owner"])
     if status != SlotStatus.OPEN and not slot["attempt"]:
         yield Problem(name, f"at least one attempt, since it is {status}", "1 or more", slot["attempt"])
-    if (status == SlotStatus.SCORED) != (slot.get("score") is not None):
-        expected = "a score" if status == SlotStatus.SCORED else None
-        yield Problem(
-            name, f"a score if and only if it is scored (it is {status})", expected, slot.get("score")
-        )
+    what = f"a score if and only if it is scored (it is {status})"
+    yield from only_if(name, what, status == SlotStatus.SCORED, slot.get("score"), "a score")
 
 
 def record_problems(task: Json, record: Json) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from agentrl.documents.status import ColumnStatus, TaskStatus
-from agentrl.store.admin.check.reading import Section, Snapshot, differing
+from agentrl.store.admin.check.reading import Section, Snapshot, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.columns import UNFILLED
 from agentrl.store.mechanics.blobs import MARK
@@ -51,9 +51,7 @@ def column_problems(column: Json, record: Json | None, task: Json | None) -> Ite
         ("owner", status == ColumnStatus.RUNNING), ("lease_expires_at", status == ColumnStatus.RUNNING),
         ("by", is_filled), ("filled_at", is_filled),
     ):  # fmt: skip
-        if (column.get(field) is not None) != is_due:
-            expected = "a value" if is_due else None
-            yield Problem(name, f"{field}, since it is {status}", expected, column.get(field))
+        yield from only_if(name, f"{field}, since it is {status}", is_due, column.get(field))
     if status == ColumnStatus.FAILED and not column.get("problem"):
         yield Problem(name, "a problem, since it was given up", "a problem", None)
     if status in UNFILLED and task["status"] == TaskStatus.COMPLETED:

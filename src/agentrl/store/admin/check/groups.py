@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from agentrl.config.schema import GroupConfig
 from agentrl.documents.base import is_finite
 from agentrl.documents.record import Record
 from agentrl.documents.run import OUTSIDE_VERSION
@@ -17,8 +15,8 @@ from agentrl.documents.status import EvaluationStatus, RecordStatus, SlotStatus,
 from agentrl.documents.task import Task
 from agentrl.scoring.advantages import BUILT_IN
 from agentrl.scoring.evaluation import pass_at_k
-from agentrl.scoring.groups import FAILED, decide_group, filtered_of, summarize
-from agentrl.store.admin.check.reading import Section, Snapshot, differing
+from agentrl.scoring.groups import FAILED, decide_group, filtered_of, rules_of, summarize
+from agentrl.store.admin.check.reading import Section, Snapshot, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.check.trajectories import DEAD, SETTLED
 from agentrl.store.evaluations import RECORD_FIELDS, evaluated_task
@@ -43,16 +41,10 @@ def score_problems(record: Json) -> Iterator[Problem]:
         yield Problem(name, f"no advantage, since it is {status}", None, record["advantage"])
     if status not in SETTLED | DEAD and score is not None:
         yield Problem(name, f"no score, since it is {status}", None, score)
-    if (status == RecordStatus.FAILED) != bool(record.get("failure")):
-        expected = "a failure" if status == RecordStatus.FAILED else None
-        yield Problem(
-            name, f"a failure if and only if it failed (it is {status})", expected, record.get("failure")
-        )
-    if (status == RecordStatus.ABANDONED) != bool(record.get("abandoned_because")):
-        expected = "a reason" if status == RecordStatus.ABANDONED else None
-        yield Problem(
-            name, "a reason if and only if it is abandoned", expected, record.get("abandoned_because")
-        )
+    what, failure = f"a failure if and only if it failed (it is {status})", record.get("failure") or None
+    yield from only_if(name, what, status == RecordStatus.FAILED, failure, "a failure")
+    what, reason = "a reason if and only if it is abandoned", record.get("abandoned_because") or None
+    yield from only_if(name, what, status == RecordStatus.ABANDONED, reason, "a reason")
 
 
 def _settled(name: str, record: Json) -> Iterator[Problem]:
@@ -69,10 +61,8 @@ def group_problems(task: Json, records: Sequence[Json], trained: int) -> Iterato
     """Yield differences between a group's summary and its Records; ``trained`` counts its training data."""
     name, group = f"Task {task['_id']}", task.get("group")
     is_final = task["status"] == TaskStatus.COMPLETED
-    if is_final != bool(group):
-        expected = "a summary" if is_final else None
-        yield Problem(name, f"a group summary if and only if it is completed (it is {task['status']})",
-                      expected, group)  # fmt: skip
+    what = f"a group summary if and only if it is completed (it is {task['status']})"
+    yield from only_if(name, what, is_final, group or None, "a summary")
     if not is_final or not group:
         return
     scored = [_record(record) for record in records if record.get("score") is not None]
@@ -117,12 +107,6 @@ def _advantages(
             yield Problem(name, "the turn advantages that its group gives it", expected, stored)
         elif record["status"] == RecordStatus.ABANDONED and advantage is not None:
             yield Problem(name, "no advantage, since it is abandoned", None, advantage)
-
-
-def rules_of(rules: Mapping[str, Any]) -> GroupConfig:
-    """Return the flags stored in ``Task.group.rules``."""
-    known = {field.name for field in dataclasses.fields(GroupConfig)}
-    return GroupConfig(**{key: value for key, value in rules.items() if key in known})
 
 
 def _record(document: Json) -> Record:
@@ -178,14 +162,9 @@ class OutsideTokens(Section):
         for record in outside:
             evaluation = known.get(record["split"])
             if evaluation is None or evaluation["version"] is not None:
-                key, what, expected = (
-                    record["_id"],
-                    "tokens of a model folder",
-                    "an Evaluation of a model folder",
-                )
-                findings.wrong(
-                    Invariant.VERSIONS, key, f"Record {key}", what, expected, f"split {record['split']}"
-                )
+                key, what = record["_id"], "tokens of a model folder"
+                expected, found = "an Evaluation of a model folder", f"split {record['split']}"
+                findings.wrong(Invariant.VERSIONS, key, f"Record {key}", what, expected, found)
 
 
 async def _problems(moment: Snapshot, evaluation: Json) -> list[Problem]:

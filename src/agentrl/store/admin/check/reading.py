@@ -201,6 +201,13 @@ def _unreadable(key: Any, name: str, error: Exception) -> Findings:
     return findings
 
 
+def only_if(document: str, what: str, is_due: bool, found: Any, expected: str = "a value") -> list[Problem]:
+    """Return a problem if a value is due and there is none, or if there is one (not None) that is not due."""
+    if (found is not None) == is_due:
+        return []
+    return [Problem(document, what, expected if is_due else None, found)]
+
+
 def differing(document: str, rows: Sequence[tuple[str, Any, Any]]) -> list[Problem]:
     """Return a problem for each (what, expected, found) whose values differ."""
     return [Problem(document, what, expected, found) for what, expected, found in rows if expected != found]

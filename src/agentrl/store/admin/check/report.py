@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Self
 
+from agentrl.documents.base import shortened
+
 
 class Invariant(IntEnum):
     """A property that every run has, at every moment and at its end."""
@@ -144,8 +146,4 @@ def _violations(number: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-_LONGEST = 200
+    return shortened(value if isinstance(value, str) else repr(value), 200)

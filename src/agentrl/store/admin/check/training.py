@@ -11,8 +11,8 @@ from typing import ClassVar
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.check.groups import rules_of
-from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing
+from agentrl.scoring.groups import rules_of
+from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
 from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.columns import read_columns
@@ -114,14 +114,10 @@ def count_problems(data: Json, record: Json, limit: int) -> Iterator[Problem]:
         yield Problem(name, what, DataStatus.TRAINED.value, status)
     if status == DataStatus.TRAINED and not count:
         yield Problem(name, "trained at least once, since it is trained", "1 or more", count)
-    if (status == DataStatus.QUARANTINED) != (data.get("problem") is not None):
-        what = f"a problem if and only if it is quarantined (it is {status})"
-        yield Problem(name, what, "a problem", data.get("problem"))
-    if (status == DataStatus.PLANNED) != (planned is not None):
-        expected = "a step" if status == DataStatus.PLANNED else None
-        yield Problem(
-            name, f"a planned_step if and only if it is planned (it is {status})", expected, planned
-        )
+    what = f"a problem if and only if it is quarantined (it is {status})"
+    yield from only_if(name, what, status == DataStatus.QUARANTINED, data.get("problem"), "a problem")
+    what = f"a planned_step if and only if it is planned (it is {status})"
+    yield from only_if(name, what, status == DataStatus.PLANNED, planned, "a step")
     yield from differing(
         f"Record {data['_id']}",
         [("last_trained_step", max(at_steps, default=None), record.get("last_trained_step"))],
@@ -165,26 +161,22 @@ class StepData(Section):
     page_size = 8
 
     async def inspect(self, moment: Snapshot, page: list[Json], findings: Findings) -> None:
-        page = [
-            step for step in page if not (step.get("inherited") or step.get("recorded"))
-        ]  # data elsewhere
+        # the data of the others are elsewhere
+        page = [step for step in page if not (step.get("inherited") or step.get("recorded"))]
         named = {key for step in page for key in step["data"]}
         fields = {"status": 1, "trained_at_steps": 1, "planned_step": 1}
         data = await moment.by_id(DATA, named, fields)
         missing = {"_id": {"$in": list(named - data.keys())}, "pruned_at": {"$ne": None}}
-        pruned = await moment.find(RECORD, missing, {"_id": 1}) if named - data.keys() else []
+        found = await moment.find(RECORD, missing, {"_id": 1}) if named - data.keys() else []
+        pruned = {record["_id"] for record in found}
         versions = await moment.ids(VERSION, {step["policy_version"] for step in page})
         findings.count(Invariant.TRAINING, "steps", len(page))
         for step in page:
-            findings.add(
-                Invariant.TRAINING,
-                step["_id"],
-                step_problems(step, data, {record["_id"] for record in pruned}),
-            )
+            findings.add(Invariant.TRAINING, step["_id"], step_problems(step, data, pruned))
             if step["policy_version"] not in versions:
                 name, what = f"TrainStep {step['_id']}", "the policy version that it starts from"
-                found = "no such version"
-                findings.wrong(Invariant.TRAINING, step["_id"], name, what, step["policy_version"], found)
+                version, none = step["policy_version"], "no such version"
+                findings.wrong(Invariant.TRAINING, step["_id"], name, what, version, none)
 
 
 def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str]) -> Iterator[Problem]:
@@ -194,10 +186,8 @@ def step_problems(step: Json, data: Mapping[str, Json], pruned: Collection[str])
         yield Problem(name, "the time when it was committed", "a time", None)
     if status in (StepStatus.PLANNING, StepStatus.PLANNED) and step.get("committed_at") is not None:
         yield Problem(name, f"no commit, since it is {status}", None, step["committed_at"])
-    if (status == StepStatus.COMMITTING) != (step.get("pending") is not None):
-        yield Problem(
-            name, f"pending if and only if it is committing (it is {status})", None, step.get("pending")
-        )
+    what = f"pending if and only if it is committing (it is {status})"
+    yield from only_if(name, what, status == StepStatus.COMMITTING, step.get("pending"))
     if status not in ACTIVE_STEPS:
         return
     named: Counter[str] = Counter(step["data"])
@@ -305,11 +295,8 @@ class Statistics(Section):
         for item in items:
             problem = _problem(item, steps.get(item.train_step), data.get(item.record))
             if problem is not None:
-                what, expected = (
-                    "values of the tokens that its step trained",
-                    "two float16 for each token of its spans",
-                )
-                name = f"TokenStatistics {item.id}"
+                what = "values of the tokens that its step trained"
+                expected, name = "two float16 for each token of its spans", f"TokenStatistics {item.id}"
                 findings.wrong(Invariant.TRAINING, item.id, name, what, expected, problem)
 
 

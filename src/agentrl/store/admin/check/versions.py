@@ -13,8 +13,7 @@ from agentrl.documents.status import EpochStatus, StepStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS
 from agentrl.store.admin.check.reading import Snapshot, Whole, differing
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
-from agentrl.store.epochs import id_prefix
-from agentrl.store.mechanics.connection import Json
+from agentrl.store.mechanics.connection import Json, id_prefix
 from agentrl.store.names import EPOCH, STEP, TASK, VERSION
 
 

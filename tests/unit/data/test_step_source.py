@@ -10,7 +10,7 @@ import pytest
 from fake_store import FakeStore
 from training_data import group
 
-from agentrl.data.window import Window, step_window, trajectory_means, window_metrics
+from agentrl.data.step_source import Window, step_window, trajectory_means, window_metrics
 from agentrl.documents.task import Task
 
 if TYPE_CHECKING:
