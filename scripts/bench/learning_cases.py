@@ -89,7 +89,7 @@ def walks(_: Case, choice: random.Random) -> Iterator[Conversation]:
 
 
 def robots(_: Case, choice: random.Random) -> Iterator[Conversation]:
-    """Yield one move of a robot that follows its goal in one move of two, and moves at random in the other."""
+    """Yield one move of a robot that follows its goal in one move of two, else moves at random."""
     while True:
         x, y, far = choice.randint(1, 9), choice.randint(1, 9), choice.randint(1, LONGEST_WALK)
         way = choice.choice(MOVES)

@@ -78,6 +78,7 @@ async def test_a_program_beyond_its_time_or_output_is_killed(docker: Path) -> No
     sandbox = ContainerSandbox(SandboxLimits(seconds=3, output_bytes=1000), image="python:3.12")
     late = await sandbox.run("import time; print('begun', flush=True); time.sleep(60)")
     loud = await sandbox.run("while True: print('y' * 100)")
+    await sandbox.close()
     assert (late.exceeded, late.stdout) == ("time", "begun\n")
     assert (loud.exceeded, len(loud.stdout)) == ("output", 1000)
 
