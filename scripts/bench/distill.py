@@ -6,11 +6,12 @@
 
 The task is to repeat a number of three digits. A seed makes a model of two layers; fine-tuning teaches the
 student to answer with digits that are right in one of two, any digits otherwise, and from there the teacher
-to answer the right ones. The student then learns in three ways, with the same flags otherwise: by OPD from
-the teacher's logprobs of the sampled tokens, by OPD from the teacher's 16 likeliest ids at each, and by GRPO
-from the score. A reward is that of a step's sampled trajectories, and 0.9 is to be the mean of three steps;
-most numbers are new to the policy. Exits with 1 unless OPD with the likeliest ids needs at most half of
-GRPO's steps on every seed.
+to answer the right ones. The student then learns from the teacher by OPD, with the teacher's 16 likeliest
+ids at each token, and from the score by GRPO. A step is the same number of sampled trajectories in each.
+``--ways`` adds OPD with the logprobs of the sampled tokens alone (``OPD-0``), and GRPO that samples on until
+each group of a step has scores that differ (``GRPO-spread``). A reward is that of a step's sampled
+trajectories, and 0.9 is to be the mean of three steps; most numbers are new to the policy. Exits with 1
+unless OPD with the likeliest ids needs at most half of GRPO's steps on every seed.
 
 With ``--kills`` the student is distilled twice with synchronous sampling: undisturbed, and while the process
 of the teacher is killed by SIGKILL that often, spread over the steps. Exits with 1 unless steps, data,
@@ -54,14 +55,41 @@ GROUPS = 20_000
 SCORED = {"scorer": "exact", "answer_schema": "answer"}
 BATCH_SIZE = 16
 TOP = 16
-WAYS = {f"OPD-{TOP}": ("OPD", TOP), "GRPO": ("GRPO", 0), "OPD-0": ("OPD", 0)}
-"""Loss, and the likeliest ids of the teacher that are stored for each token."""
+EVERY_GROUP = ("--drop_zero_advantage", "false", "--min_score_spread", "0")
+GROUPS_OF_4 = ("--groups_per_step", "8", "--num_generations", "4")
 STUDENT_STEPS, TEACHER_STEPS = 150, 600
 STEP_SECONDS = 900.0
 POLL_SECONDS = 0.1
 
 Steps = list[tuple[int, float]]
 """(step, reward) of a run."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a student learns."""
+
+    loss: str
+    top: int = 0
+    """Likeliest ids of the teacher that are stored for each token."""
+    groups: tuple[str, ...] = (*GROUPS_OF_4, *EVERY_GROUP)
+    """Flags that choose the groups of a step."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of every process."""
+        columns = ("--columns", "teacher") if self.loss == "OPD" else ()
+        return ("--loss_calculater", self.loss, *columns, *self.groups)
+
+
+DISTILLED = f"OPD-{TOP}"
+SINGLES = ("--groups_per_step", "32", "--num_generations", "1", "--advantage", "reward", *EVERY_GROUP)
+WAYS = {
+    DISTILLED: Way("OPD", TOP, SINGLES),
+    "GRPO": Way("GRPO"),
+    "OPD-0": Way("OPD", 0, SINGLES),
+    "GRPO-spread": Way("GRPO", groups=GROUPS_OF_4),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +101,28 @@ class Setting:
     uri: str
     steps: int
     digits: int
+    learning_rate: float
 
     @property
     def tasks(self) -> int:
         """The number of tasks."""
         return min(TASKS, 10**self.digits)
 
-    def flags(self, run: str, loss: str, *, is_synchronous: bool = False) -> list[str]:
+    def flags(self, run: str, way: Way, *, is_synchronous: bool = False) -> list[str]:
         """Return the flags of every process of a run."""
-        distils = ["--columns", "teacher", "--drop_zero_advantage", "false", "--min_score_spread", "0"]
-        alone = ["--sync_sampling", "true", "--max_concurrent_samples_per_process", "1"]
+        alone = ["--sync_sampling", "true", "--max_concurrent_samples_per_process", "1",
+                 "--groups_per_step", "16"]  # fmt: skip
         return [
             "--run_name", run, "--db_connection_string", self.uri, "--seed", str(self.seed),
             "--output_dir", str(self.work / run), "--log_dir", str(self.work / "logs"),
             "--model_name_or_path", str(self.folder("student")),
             "--train_file", str(self.work / "tasks.jsonl"),
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
-            "--max_tokens", "4096", "--num_train_epochs", str(GROUPS // self.tasks), "--num_generations", "4",
-            "--groups_per_step", "4" if is_synchronous else "8", "--max_steps", str(self.steps),
-            "--save_steps", "1000",
-            "--learning_rate", "2e-3", "--max_staleness", "1", "--loss_calculater", loss,
+            "--max_tokens", "4096", "--num_train_epochs", str(GROUPS // self.tasks), "--save_steps", "1000",
+            "--max_steps", str(self.steps),
+            "--learning_rate", str(self.learning_rate), "--max_staleness", "1",
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
-            *(distils if loss == "OPD" else ()), *(alone if is_synchronous else ()),
+            *way.flags, *(alone if is_synchronous else ()),
         ]  # fmt: skip
 
     def folder(self, role: str) -> Path:
@@ -111,9 +139,14 @@ def main() -> int:
         "--steps", type=int, help="most optimizer steps of a run (default: 120; 12 with kills)"
     )
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="what to train (default: all)"
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=[DISTILLED, "GRPO"],
+        help=f"how to train (default: {DISTILLED} GRPO)",
     )
     parser.add_argument("--digits", type=int, default=3, help="digits of a number (default: 3)")
+    parser.add_argument("--learning_rate", type=float, default=2e-3, help="of both losses (default: 2e-3)")
     parser.add_argument(
         "--kills", type=int, default=0, help="SIGKILLs of the teacher (default: compare losses)"
     )
@@ -124,8 +157,12 @@ def main() -> int:
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick or given.kills else given.seeds))
     with database(given.work) as (work, uri):
         settings = [
-            Setting(work=work, seed=seed, uri=uri, steps=steps, digits=given.digits) for seed in seeds
-        ]
+            Setting(
+                work=work, seed=seed, uri=uri, steps=steps, digits=given.digits,
+                learning_rate=given.learning_rate,
+            )
+            for seed in seeds
+        ]  # fmt: skip
         for setting in settings:
             prepare(setting, is_quick=given.quick)
         if given.kills:
@@ -187,9 +224,8 @@ def compare_losses(setting: Setting, ways: list[str]) -> dict[str, Steps]:
     """Train each way until the reward is reached; print and return the rewards."""
     rewards: dict[str, Steps] = {}
     for way in ways:
-        loss, top = WAYS[way]
         began = time.monotonic()
-        rewards[way] = asyncio.run(train(setting, f"{way.lower()}_{setting.seed}", loss, top))
+        rewards[way] = asyncio.run(train(setting, f"{way.lower()}_{setting.seed}", WAYS[way]))
         print(f"seed {setting.seed} {way}: {rewards[way][0][1]:.3f} at step 1, {LEVEL} at step"
               f" {reached(rewards[way])}, {time.monotonic() - began:.0f} s", flush=True)  # fmt: skip
     return rewards
@@ -212,18 +248,18 @@ def compared(seed: int, rewards: dict[str, Steps]) -> list[Row]:
             what=f"seed {seed}: steps of {way} and of GRPO to {LEVEL}", ours=shown[way],
             baseline=shown["GRPO"],
             ratio=(steps[way] or math.inf) / (steps["GRPO"] or len(rewards["GRPO"])), more=False,
-            target=HALF if way == f"OPD-{TOP}" else None,
+            target=HALF if way == DISTILLED else None,
         )
         for way in rewards if way != "GRPO" and "GRPO" in rewards
     ]  # fmt: skip
 
 
-async def train(setting: Setting, run: str, loss: str, top: int) -> Steps:
+async def train(setting: Setting, run: str, way: Way) -> Steps:
     """Train until the reward is reached or the trainer ends; return the rewards."""
-    flags = setting.flags(run, loss)
+    flags = setting.flags(run, way)
     async with await open_store(RunConfig(run_name=run, db_connection_string=setting.uri)) as store:
-        roles = ("serve", "sample", *(("teach",) if loss == "OPD" else ()), "train")
-        with processes(setting, run, flags, roles, top) as started:
+        roles = ("serve", "sample", *(("teach",) if way.loss == "OPD" else ()), "train")
+        with processes(setting, run, flags, roles, way.top) as started:
             log = setting.work / "logs" / f"{run}-train.out"
             return await follow(store, started[-1], log, until_reached=True)
 
@@ -278,7 +314,7 @@ def compare_kills(setting: Setting, kills: int) -> int:
 
 async def distil(setting: Setting, run: str, kills: int) -> tuple[dict[str, Any], int]:
     """Train with a teacher that is killed ``kills`` times; return what was trained, and the kills."""
-    flags = setting.flags(run, "OPD", is_synchronous=True)
+    flags = setting.flags(run, WAYS[DISTILLED], is_synchronous=True)
     choice = random.Random(f"{setting.seed}/{kills}")
     done = 0
     async with await open_store(RunConfig(run_name=run, db_connection_string=setting.uri)) as store:

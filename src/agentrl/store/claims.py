@@ -11,7 +11,7 @@ from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
-from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
+from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Task
 from agentrl.errors import StoreError
 from agentrl.store.admission import NOTHING, AdmissionRacedError, GroupAdmission, GroupLimit, Needs
@@ -203,18 +203,18 @@ class Claims(Repository):
         )  # fmt: skip
 
     async def _own_records(self, claims: Sequence[Claim], session: AsyncClientSession) -> None:
-        """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are completed."""
+        """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are sampled."""
         updates = [
             UpdateOne(
-                {"_id": claim.record_id, "status": RecordStatus.COMPLETED.value},
-                {"$set": {"owner": claim.owner}},
+                {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}},
+                {"$set": {"owner": claim.owner, "status": RecordStatus.COMPLETED.value}},
             )
             for claim in claims
         ]
         written = await self._collection(RECORD).bulk_write(updates, session=session)
         if written.matched_count != len(updates):
             raise StoreError(
-                f"a sampled slot of Task {claims[0].task.id} has no completed Record",
+                f"a sampled slot of Task {claims[0].task.id} has no sampled Record",
                 hint="list all inconsistencies: agentrl db check",
             )
 

@@ -223,7 +223,10 @@ def running_record(claim: Claim) -> Json:
 async def queue_sampled(
     connection: Connection, claims: Sequence[Claim], session: AsyncClientSession
 ) -> frozenset[str]:
-    """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again."""
+    """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again.
+
+    Nobody owns them then: a former owner that checked its claim before this cannot say that it scores them.
+    """
     records = connection.collection(RECORD)
     sampled: Json = {
         "_id": {"$in": [claim.record_id for claim in claims]},
@@ -231,9 +234,8 @@ async def queue_sampled(
     }
     ids = [record["_id"] async for record in records.find(sampled, {"_id": 1}, session=session)]
     if ids:
-        await records.update_many(
-            {"_id": {"$in": ids}}, {"$set": {"status": RecordStatus.COMPLETED.value}}, session=session
-        )
+        queued = {"status": RecordStatus.COMPLETED.value, "owner": None}
+        await records.update_many({"_id": {"$in": ids}}, {"$set": queued}, session=session)
     return frozenset(ids)
 
 

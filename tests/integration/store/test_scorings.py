@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus, StopReason, TaskStatus
 from agentrl.documents.task import Claim, Slot, Task
 from agentrl.errors import LeaseLostError
+from agentrl.store import records
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
 from agentrl.store.admission import Needs
 from agentrl.store.client import Store
+from agentrl.store.mechanics.slots import lost_claims
 
 pytestmark = pytest.mark.integration
 
@@ -137,6 +141,28 @@ async def test_a_sampled_trajectory_is_not_sampled_again_when_its_process_dies(
         for claim in await store.claims.claim_sampled(split="train", owner="scorer", lease_seconds=60)
     ]
     assert {claim.record_id for claim in queued} == {item.record_id for item in (released, reaped, taken)}
+
+
+async def test_a_former_owner_that_has_just_checked_its_claim_cannot_say_that_it_scores(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await load(store, "a")
+    claim = await sampled(store)
+    await expire(store, claim)
+
+    async def check_just_before(*args: Any, **options: Any) -> list[Claim]:
+        lost = await lost_claims(*args, **options)
+        await store.expired_leases.reap("train")
+        return lost
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "lost_claims", check_just_before)
+        with pytest.raises(LeaseLostError):
+            await store.records.advance(claim, RecordStatus.SCORING)
+    assert await status(store, claim) is RecordStatus.COMPLETED
+    assert await violations(store) == []
+    (queued,) = await store.claims.claim_sampled(split="train", owner="scorer", lease_seconds=60)
+    assert queued.record_id == claim.record_id
 
 
 async def test_nothing_is_claimed_that_needs_what_is_down(store: Store) -> None:
