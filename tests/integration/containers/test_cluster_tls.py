@@ -21,7 +21,7 @@ from agentrl.errors import ConfigError
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed"),
 ]
 NEW_KEY = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
 

@@ -64,7 +64,7 @@ async def check_solutions(source: TaskSource, line: int | None, *, at_once: int)
             refused.append(clean(str(error)))
     if other := [task.task_id for task in tasks if task.environment != NAME]:
         raise ConfigError(
-            f"{source.path}: {clean(other[0])} is no Harbor task",
+            f"{source.path}: {clean(other[0])} is not a Harbor task",
             hint="--oracle runs the solutions of Harbor tasks: give a folder with task.toml",
         )
     if not tasks:
