@@ -101,7 +101,6 @@ class Setting:
     uri: str
     steps: int
     digits: int
-    learning_rate: float
 
     @property
     def tasks(self) -> int:
@@ -120,7 +119,7 @@ class Setting:
             "--agent_name", "single_turn", "--max_new_tokens", "8", "--max_prompt_tokens", "64",
             "--max_tokens", "4096", "--num_train_epochs", str(GROUPS // self.tasks), "--save_steps", "1000",
             "--max_steps", str(self.steps),
-            "--learning_rate", str(self.learning_rate), "--max_staleness", "1",
+            "--learning_rate", "2e-3", "--max_staleness", "1",
             "--heartbeat_seconds", "0.5", "--lease_seconds", "3",
             *way.flags, *(alone if is_synchronous else ()),
         ]  # fmt: skip
@@ -146,7 +145,6 @@ def main() -> int:
         help=f"how to train (default: {DISTILLED} GRPO)",
     )
     parser.add_argument("--digits", type=int, default=3, help="digits of a number (default: 3)")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="of both losses (default: 2e-3)")
     parser.add_argument(
         "--kills", type=int, default=0, help="SIGKILLs of the teacher (default: compare losses)"
     )
@@ -157,12 +155,8 @@ def main() -> int:
     seeds = range(given.first_seed, given.first_seed + (1 if given.quick or given.kills else given.seeds))
     with database(given.work) as (work, uri):
         settings = [
-            Setting(
-                work=work, seed=seed, uri=uri, steps=steps, digits=given.digits,
-                learning_rate=given.learning_rate,
-            )
-            for seed in seeds
-        ]  # fmt: skip
+            Setting(work=work, seed=seed, uri=uri, steps=steps, digits=given.digits) for seed in seeds
+        ]
         for setting in settings:
             prepare(setting, is_quick=given.quick)
         if given.kills:
