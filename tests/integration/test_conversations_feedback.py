@@ -290,7 +290,7 @@ async def test_the_chat_example_trains_two_steps(
     from chat import QUESTIONS, SHORT, Product, chat, main, simulated
 
     monkeypatch.setattr("sys.argv", ["chat.py", "--gateway", "http://127.0.0.1:9", "--simulated", "1"])
-    with pytest.raises(SystemExit, match="http://127.0.0.1:9 does not answer"):
+    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:9 does not answer"):
         main()
     monkeypatch.setattr("builtins.input", lambda _: "")
     answers = ["Short.", "Long. " * SHORT, "Also short.", "Long again. " * SHORT, "Nobody rates this."]
