@@ -86,7 +86,7 @@ def run_processes(
         return {**environment_of_children(threads), **variables, **seen}
 
     def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
-        log = plan.logs / f"{name}.out"
+        log = plan.logs / f"{plan.name}_{name}.out"  # another run may have the same folder
         member = SupervisedProcess(name, command, log, env, is_server=is_server)
         supervisor.start(member)
         plan.report(f"{name} started (pid {member.pid}, {log})")
