@@ -32,7 +32,8 @@ from agentrl.config.schema import (
 )
 from agentrl.data.recorded import RecordedStream
 from agentrl.device_lease import DeviceLease, leased_devices
-from agentrl.distributed.world import World, launched_world, with_launch_settings
+from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.distributed.world import World, launched_world
 from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.family import Relative
 from agentrl.documents.status import TrainerEnd

@@ -14,6 +14,7 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
+from agentrl.atomic_folder import replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.checkpoint import STATE, checkpoint_folders
@@ -311,9 +312,7 @@ def _move(moves: Moves, run_name: str) -> None:
             for folder in checkpoint_folders(after, undone=True):
                 state = folder / STATE
                 content = {**json.loads(state.read_text(encoding="utf-8")), "run_name": run_name}
-                written = state.with_suffix(".tmp")
-                written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-                written.replace(state)
+                replace_file(state, json.dumps(content, indent=1).encode() + b"\n")
     except (OSError, ValueError) as error:
         raise StoreError(
             f"a folder of the run cannot be renamed: {error}",
