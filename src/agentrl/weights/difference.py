@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from agentrl.errors import ModelError
-from agentrl.weights.folder import read_header
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -60,7 +60,7 @@ def layer_differences(first: Path, second: Path) -> list[LayerDifference]:
 
 def _names(folder: Path) -> dict[str, Path]:
     """Return {tensor: file}, layers in order of their number."""
-    found = {name: file for file in sorted(folder.glob("*.safetensors")) for name in read_header(file)}
+    found = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _keys(file)}
     if not found:
         raise ModelError(f"{folder} holds no weights: no file *.safetensors")
     return dict(sorted(found.items(), key=lambda item: _place(item[0])))
@@ -69,6 +69,14 @@ def _names(folder: Path) -> dict[str, Path]:
 def _place(name: str) -> tuple[int, str]:
     found = _LAYER.search(name)
     return (int(found[1]) if found else -1, name)
+
+
+def _keys(file: Path) -> Iterator[str]:
+    try:
+        with safe_open(file, "pt") as content:
+            yield from content.keys()
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
