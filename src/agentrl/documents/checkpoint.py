@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 _NAME = re.compile(r"(undone-)?checkpoint-(\d+)(?:-(\d+))?")
@@ -69,6 +72,17 @@ def checkpoint_folders(root: Path, *, undone: bool = False, attempt: int | None 
 def read_checkpoints(root: Path, *, undone: bool = False) -> list[Checkpoint]:
     """Read all ``checkpoint_folders``. Raises ConfigError if one is unreadable."""
     return [read_checkpoint(folder) for folder in checkpoint_folders(root, undone=undone)]
+
+
+def readable_checkpoints(root: Path, attempt: int | None = None) -> list[Checkpoint]:
+    """Read the ``checkpoint_folders`` that can be read; log the others."""
+    found = []
+    for folder in checkpoint_folders(root, attempt=attempt):
+        try:
+            found.append(read_checkpoint(folder))
+        except ConfigError as error:
+            logger.warning("%s", error.message)
+    return found
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

@@ -30,6 +30,7 @@ from agentrl.documents.checkpoint import (
     checkpoint_folders,
     is_checkpoint,
     read_checkpoint,
+    readable_checkpoints,
 )
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
@@ -235,21 +236,12 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
         ) from error
 
 
-def readable(root: Path, attempt: int | None = None) -> list[Checkpoint]:
-    """Return the ``checkpoint_folders`` that can be read, oldest first; log the others."""
-    found = []
-    for folder in checkpoint_folders(root, attempt=attempt):
-        try:
-            found.append(read_checkpoint(folder))
-        except ConfigError as error:
-            logger.warning("%s", error.message)
-    return found
-
-
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
     """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
-    return [item for item in readable(root, attempt) if contained.issuperset(item.state.train_steps)]
+    return [
+        item for item in readable_checkpoints(root, attempt) if contained.issuperset(item.state.train_steps)
+    ]
 
 
 def _reverted(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:
