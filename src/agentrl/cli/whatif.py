@@ -48,6 +48,13 @@ def main(argv: list[str]) -> int:
         extra=(WhatIfConfig,),
     )
     flags = configs[WhatIfConfig]
+    if "run_name" in configs.given or len(set(names)) < len(names):
+        raise ConfigError(
+            "--run_name names no run here"
+            if "run_name" in configs.given
+            else f"{names[0]} is the parent and cannot be the new run",
+            hint="agentrl whatif RUN NEW --loss_calculater GSPO",
+        )
     if bool(names) == bool(flags.compare):
         raise ConfigError(
             "no run is named" if not names else "--compare trains nothing, and a run is named",
@@ -55,6 +62,7 @@ def main(argv: list[str]) -> int:
         )
     check_given(configs.given)
     require_writable("--out", flags.out)
+    steps, without = flags.first_and_last, _read_ids(flags.without)
     from agentrl.observe.logging import setup
 
     children = names_in(flags.compare)
@@ -67,8 +75,8 @@ def main(argv: list[str]) -> int:
         WhatIf(
             parent=names[0],
             child=names[1] if len(names) == _NAMES else None,
-            steps=flags.first_and_last,
-            without=_read_ids(flags.without),
+            steps=steps,
+            without=without,
             scorer=flags.scorer,
             order_seed=flags.order_seed,
         ),

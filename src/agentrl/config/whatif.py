@@ -41,7 +41,8 @@ def _names(*groups: type) -> frozenset[str]:
     return frozenset(item.name for group in groups for item in dataclasses.fields(group))
 
 
-GROUP_RULES = _names(GroupConfig)
+GROUP_RULES = _names(GroupConfig) - {"columns"}
+"""Flags by which a stored group is decided again; what it waited for is stored with it."""
 CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
 """Flags that may differ from the parent's."""
 _OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import ModelConfig, RunConfig
+from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.config.whatif import changes, child_configs, parent_configs
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
@@ -24,10 +24,13 @@ from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.registry import allow_imports
+from agentrl.scoring.advantages import ESTIMATORS
+from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.scorers import require_scorer
 from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.store.names import RECORD
 from agentrl.train import checkpoint
 from agentrl.train.start import LeadIn, run_trainer
 from agentrl.weights.folder import base_folder
@@ -104,6 +107,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
         stored = await stored_flags(source)
         parent = parent_configs(stored.values, stored.given, here)
         child = child_configs(parent, here)
+        _require_usable(child, here.given)
         found = _newest_below(await _roots(source, stored.values), steps, first - 1, parent)
         wanted = Relative(
             id=PARENT,
@@ -123,6 +127,7 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
         own = {"run_name": name, "output_dir": output if output is not None else f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
         if _is_first_rank():
+            await _require_records(source, whatif.without)
             left = [step for step in steps if wanted.step < step.step <= last]
             await require_data(source, left, whatif.without)
             await _begin_child(source, wanted, child)
@@ -137,6 +142,28 @@ async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
             else "it has no checkpoint below, and they begin with the base model",
         )  # fmt: skip
     return _Begun(relative=relative, parent=parent, child=child, threads=stored.threads, lacks_lead_in=lacks)
+
+
+def _require_usable(child: Configs, given: Collection[str]) -> None:
+    """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
+    check_loss(child)
+    groups = child[GroupConfig]
+    if "advantage" in given:
+        ESTIMATORS.get(groups.advantage)
+    if "group_filter" in given and groups.group_filter is not None:
+        GROUP_FILTERS.get(groups.group_filter)
+
+
+async def _require_records(source: Store, names: Collection[str]) -> None:
+    """Raise ConfigError for names of ``--without`` that neither the run nor an ancestor has."""
+    missing = sorted(set(names).difference(await source.records.origins(sorted(names))))
+    unknown = [name for name in missing if await source.ancestry.holder(RECORD, name) is None]
+    require(
+        not unknown,
+        f"--without names {len(unknown)} Records that run {source.run_name!r} does not have, such as"
+        f" {next(iter(unknown), '')!r}",
+        f"`agentrl audit records --run_name {source.run_name}` lists them; write one `_id` a line",
+    )
 
 
 async def _trained_steps(source: Store) -> list[TrainStep]:
@@ -224,7 +251,7 @@ async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
         if begun is not None or is_used:
             raise ConfigError(
                 f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
-                hint=f"give another name, or delete it first: agentrl runs rm {name} --folders",
+                hint=f"give another name; `agentrl status {name}` shows that run",
             )
         for item in await source.settings.all():
             if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
