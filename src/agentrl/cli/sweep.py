@@ -99,7 +99,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 def _shares(parallel: int) -> list[dict[str, str]]:
     """Return the environment of each child that runs at a time: its own GPUs, if there are any to divide."""
-    from agentrl.cli.gpus import UnseenGpuError, find_gpus
+    from agentrl.launch.gpus import UnseenGpuError, find_gpus
 
     try:
         gpus = find_gpus(os.environ) if parallel > 1 else None

@@ -10,12 +10,12 @@ from typing import Literal
 
 import pytest
 
-from agentrl.cli import gpus
 from agentrl.cli.doctor import machine
 from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
-from agentrl.cli.placement import Gpus
 from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig
+from agentrl.launch import gpus
+from agentrl.launch.gpus import Gpus
 
 
 def test_an_old_python_fails_with_a_hint() -> None:
