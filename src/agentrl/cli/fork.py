@@ -57,7 +57,7 @@ async def fork(arguments: argparse.Namespace) -> int:
     await named.close()
     await asyncio.to_thread(_require_empty, Path(replace(run, run_name=new).output))
     async with await open_existing(run) as store:
-        flags = {each.role: each for each in await store.settings.resolved()}
+        flags = await store.settings.resolved()
         stored = flags["train"].values.get("output_dir") if "train" in flags else None
         parent_output = Path(arguments.output_dir or stored or run.output)
         work = Fork(store.connection)

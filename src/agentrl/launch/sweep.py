@@ -180,7 +180,7 @@ class SweepRunner:
 
 async def _eval_flags(source: Store, held_out: HeldOut) -> dict[str, Any]:
     """Return the flags of an evaluation: the file's, and those of the parent's engines and samplers."""
-    roles = {item.role: item for item in await source.settings.resolved()}
+    roles = await source.settings.resolved()
     found: dict[str, Any] = {}
     if "train" in roles:
         found["model_name_or_path"] = roles["train"].values.get("model_name_or_path")

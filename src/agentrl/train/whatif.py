@@ -157,14 +157,14 @@ async def _trained_steps(source: Store) -> list[TrainStep]:
 
 async def stored_flags(source: Store) -> RunSettings:
     """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
-    found = next((item for item in await source.settings.resolved() if item.role == "train"), None)
+    found = (await source.settings.resolved()).get("train")
     if found is None:
         raise ConfigError(
             f"run {source.run_name!r} does not hold the flags of its trainer",
             hint="a run keeps them since its trainer first started; train it with this version of AgentRL",
         )
-    groups = next((item.values for item in await source.settings.all() if item.id == "groups"), {})
-    return replace(found, values=found.values | groups)
+    groups = (await source.settings.all()).get("groups")
+    return found if groups is None else replace(found, values=found.values | groups.values)
 
 
 async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
@@ -225,7 +225,7 @@ async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
                 f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
                 hint=f"give another name, or delete it first: agentrl runs rm {name} --folders",
             )
-        for item in await source.settings.all():
+        for item in (await source.settings.all()).values():
             if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
                 new = {key: wanted.changed.get(key, [None, value])[1] for key, value in item.values.items()}
                 await store.settings.begin(item.id, new, "whatif")
