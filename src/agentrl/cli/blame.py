@@ -9,8 +9,6 @@ from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
 from agentrl.errors import ConfigError
 
-_STOPPED = 130
-
 
 def main(argv: list[str]) -> int:
     """Parse ``argv``, and print and write the ranking; 130 if a signal stopped it."""
@@ -43,7 +41,7 @@ async def _blame(configs: Configs, a: str, b: str) -> int:
     from agentrl.evaluation.blame_report import put_labels, show, to_json, write_files
     from agentrl.evaluation.evaluate import Progress, StoppedError
     from agentrl.observe.terminal import print_json, stdout_console
-    from agentrl.processes import stop_on_signals
+    from agentrl.processes import STOPPED, stop_on_signals
     from agentrl.store.client import open_existing
 
     flags = configs[BlameConfig]
@@ -53,7 +51,7 @@ async def _blame(configs: Configs, a: str, b: str) -> int:
             found = await blame(configs, a, b, progress)
     except StoppedError as stopped:
         progress.say(f"stopped in {stopped}: nothing is written")
-        return _STOPPED
+        return STOPPED
     blamed = found.effects[: flags.top_of(len(found.effects))]
     write_files(found, blamed, flags)
     if flags.label is not None:

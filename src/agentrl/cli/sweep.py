@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,8 @@ async def _main(arguments: argparse.Namespace) -> int:
     if arguments.parallel < 1:
         raise ConfigError(f"--parallel is {arguments.parallel}", hint="give 1 or more")
     sweep = await asyncio.to_thread(read_sweep, arguments.file)
-    flags = argparse.Namespace(**vars(arguments) | {"run_name": sweep.run, "output_dir": None})
-    run, output, console = group_of(RunConfig, flags), arguments.output_dir, stdout_console()
+    run = replace(group_of(RunConfig, arguments), run_name=sweep.run, output_dir=None)
+    output, console = arguments.output_dir, stdout_console()
     shares = [{}] if arguments.state else await asyncio.to_thread(_shares, arguments.parallel)
     code = 0
     failed: dict[str, str] = {}

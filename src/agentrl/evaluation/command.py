@@ -18,14 +18,12 @@ from agentrl.evaluation.identity import identify, read_file
 from agentrl.evaluation.policy import Policy, find_model, find_version, of_published
 from agentrl.evaluation.report import render
 from agentrl.observe.terminal import print_json
-from agentrl.processes import stop_on_signals
+from agentrl.processes import STOPPED, stop_on_signals
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 
 logger = logging.getLogger(__name__)
-_STOPPED = 130
-"""Exit code after a stop signal, as in a shell."""
 
 
 async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
@@ -41,7 +39,7 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
         except StoppedError as stopped:
             progress.say(f"stopped while {stopped}")
             progress.say("claims are released; the same command goes on")
-            return _STOPPED
+            return STOPPED
     return 0
 
 

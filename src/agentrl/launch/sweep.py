@@ -16,10 +16,9 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
 from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
-from agentrl.processes import exit_reason, start_child, stop_child, stop_on_signals
+from agentrl.processes import STOPPED, exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 
-_STOPPED = 130
 _READ_SECONDS = 2.0
 _GRACE_SECONDS = 120.0
 """How long a child may finish its step and its checkpoint after a signal."""
@@ -101,7 +100,7 @@ class SweepRunner:
                 stopping.cancel()
                 for key in [key for key, task in active.items() if task.done()]:
                     self._end(key, active.pop(key))
-            return _STOPPED
+            return STOPPED
         finally:
             for task in active.values():
                 task.cancel()

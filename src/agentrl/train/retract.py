@@ -89,6 +89,9 @@ class _Call:
     roots: Sequence[Path]
     """The run's folders of checkpoints."""
     influence: Influence
+    family: bool
+    """Whether it is withdrawn from the run's children too."""
+    because: str
     by: str
     is_sampled: bool = False
     """Whether samplers of the run live."""
@@ -104,6 +107,7 @@ class _Call:
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
         roots = await _roots(store, configs[RunConfig])
         steps = await retractions.tainted(rebuilt, selection.steps)
+        of_family = [item.because for item in unfinished if item.family]
         return cls(
             store=store,
             configs=configs,
@@ -113,22 +117,14 @@ class _Call:
             rebuilt=rebuilt,
             roots=roots,
             influence=await influence(store, steps, roots),
+            family=flags.family or bool(of_family),
+            because=flags.because or "".join(of_family[-1:]),
             by=f"{user_name()}@{socket.gethostname()}",
         )
 
     @property
     def rebuilds(self) -> bool:
         return self.configs[RetractFlags].rebuild or bool(self.rebuilt)
-
-    @property
-    def family(self) -> bool:
-        return self.configs[RetractFlags].family or any(item.family for item in self.unfinished)
-
-    @property
-    def because(self) -> str:
-        """Why; a call that finishes another one for the run's children has its reason."""
-        of_family = [item.because for item in self.unfinished if item.family]
-        return self.configs[RetractFlags].because or "".join(of_family[-1:])
 
     def preview(self) -> Iterator[str]:
         """Yield what would go, and where it went."""
