@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentrl.config.agreement import AgreedSettings, sampler_settings, trainer_settings
 from agentrl.config.arguments import flag_words
@@ -18,10 +18,13 @@ from agentrl.launch.memory import fit
 from agentrl.launch.placement import Placement, place_processes
 from agentrl.launch.processes import RunPlan, agentrl_command
 from agentrl.launch.recipe import TASK_FILES, AccelerateConfig, read_accelerate_config, read_recipe
+from agentrl.losses.settings import LossSettings
+from agentrl.observe.begin_run import check_run
+from agentrl.rollout.setup import require_extensions
+from agentrl.store.client import Store, open_existing
 from agentrl.store.embedded.server import EmbeddedMongo
-
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
+from agentrl.train.lease import require_no_trainer
+from agentrl.weights.folder import require_folder
 
 ROLES = ("serve", "sample", "train")
 
@@ -121,10 +124,6 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
 
     Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss.
     """
-    from agentrl.losses.settings import LossSettings
-    from agentrl.rollout.setup import require_extensions
-    from agentrl.weights.folder import require_folder
-
     if set(roles) - {"serve"}:  # an engine serves a folder without a tokenizer
         require_folder(configs[ModelConfig])
     agreed: AgreedSettings = {}
@@ -141,10 +140,6 @@ async def require_joinable(configs: Configs, roles: Collection[str], agreed: Agr
 
     Raises LeaseHeldError if ``roles`` has a trainer and one is alive, and ConfigError for other settings.
     """
-    from agentrl.observe.begin_run import check_run
-    from agentrl.store.client import open_existing
-    from agentrl.train.lease import require_no_trainer
-
     run = configs[RunConfig]
     try:
         store = await open_existing(run)

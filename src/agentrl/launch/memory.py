@@ -59,25 +59,24 @@ def fit(
 
     Raises ConfigError for limits that contradict one another, and for a model that does not fit.
     """
-    model = configs[ModelConfig].model_name_or_path
-    longest = configs[PlacementConfig].fit_context if model is not None else None
+    model, longest = str(configs[ModelConfig].model_name_or_path), configs[PlacementConfig].fit_context
     if longest is not None and placement is None:  # the attention mask has to fit the memory of this machine
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         longest = min(longest, math.isqrt(memory // _MASK_BYTES))
     while True:
-        limits = fitted_limits(configs, model, longest) if model is not None and longest is not None else {}
+        limits = {} if longest is None else fitted_limits(configs, model, longest)
         words = flag_words(limits)
         fitted = configs.with_flags(limits)
         if is_training:
             require_trainable(fitted)
         try:
-            if placement is not None and model is not None:
+            if placement is not None:
                 MemoryCheck(
                     configs=fitted, flags=[*words, *flags], model=model, machines=machines, report=report
                 ).check(placement, environment_of_children())
         except StepTooLargeError as error:
             total = fitted[AgentConfig].max_prompt_tokens + fitted[SamplingConfig].max_new_tokens
-            if len({"max_prompt_tokens", "max_new_tokens"} & limits.keys()) == 0 or total < 2 * _SHORTEST:
+            if not {"max_prompt_tokens", "max_new_tokens"} & limits.keys() or total < 2 * _SHORTEST:
                 raise
             longest = total // 2
             report(f"{error.message}: trying a context of {longest} tokens")
