@@ -26,7 +26,7 @@ from agentrl.evaluation.blame_weights import (
     local_folder,
 )
 from agentrl.evaluation.changed_tasks import ChangedTask, changed_tasks, held_out_data
-from agentrl.evaluation.evaluate import Progress
+from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import find
 from agentrl.store.client import open_existing
 from agentrl.store.records import RecordOrigin

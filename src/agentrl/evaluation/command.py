@@ -13,9 +13,10 @@ from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ModelError
 from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_shared
-from agentrl.evaluation.evaluate import EvaluationRun, Progress, StoppedError
+from agentrl.evaluation.evaluate import EvaluationRun
 from agentrl.evaluation.identity import identify, read_file
 from agentrl.evaluation.policy import Policy, find_model, find_version, of_published
+from agentrl.evaluation.progress import Progress, StoppedError
 from agentrl.evaluation.report import render
 from agentrl.observe.terminal import print_json
 from agentrl.processes import STOPPED, stop_on_signals
