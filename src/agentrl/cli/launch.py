@@ -27,7 +27,7 @@ from agentrl.config.schema import (
 from agentrl.errors import ConfigError
 from agentrl.extras import require
 from agentrl.launch.recipe import TASK_FILES, flags_of_variables
-from agentrl.supervise import StoppedBySignalError, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, raise_on_signals
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         shown=[PlacementConfig, RunConfig, ModelConfig, EngineConfig],
     )
     try:
-        with stop_on_signals():
+        with raise_on_signals():
             from agentrl.launch.before_start import prepare
             from agentrl.launch.processes import run_processes
 
@@ -78,7 +78,7 @@ def quickstart(argv: list[str]) -> int:
 
     run = RunConfig(seed=arguments.seed)
     try:
-        with stop_on_signals():
+        with raise_on_signals():
             return run_quickstart(
                 flags,
                 run,

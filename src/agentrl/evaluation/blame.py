@@ -15,6 +15,7 @@ from agentrl.config.schema import RunConfig, TrainConfig
 from agentrl.config.whatif import parent_configs
 from agentrl.data.freshness import VersionSteps, weigh
 from agentrl.data.step_source import images_of
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import ConfigError
@@ -30,7 +31,6 @@ from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import find
 from agentrl.store.client import open_existing
 from agentrl.store.records import RecordOrigin
-from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.influence import Direction, Images, influences, likelihood_direction
 from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer

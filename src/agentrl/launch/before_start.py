@@ -11,14 +11,28 @@ from typing import Any
 from agentrl.config.agreement import AgreedSettings, sampler_settings, trainer_settings
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, EvaluationConfig, ModelConfig, RunConfig, TeacherConfig
-from agentrl.errors import ConfigError, LeaseHeldError, RunMissingError, StoreUnavailableError
+from agentrl.config.schema import (
+    EngineConfig,
+    EvaluationConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    TeacherConfig,
+)
+from agentrl.errors import (
+    ConfigError,
+    DependencyKind,
+    LeaseHeldError,
+    ModelError,
+    RunMissingError,
+    StoreUnavailableError,
+)
 from agentrl.launch.demo import SERVERS_FILE, default_servers, demo_model
 from agentrl.launch.memory import fit
 from agentrl.launch.placement import Placement, place_processes
 from agentrl.launch.processes import RunPlan, agentrl_command
 from agentrl.launch.recipe import TASK_FILES, AccelerateConfig, read_accelerate_config, read_recipe
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.observe.begin_run import check_run
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_existing
@@ -54,6 +68,12 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         flags, configs = _with({"model_name_or_path": str(demo_model())}, flags, configs)
 
     agreed = require_usable(configs, roles)
+    columns = configs[GroupConfig].column_names
+    teacher = configs[TeacherConfig].teacher if "sample" in roles else None
+    if teacher is not None:
+        require_teacher(teacher, columns)
+    elif is_training and columns:
+        report(f"groups wait for {', '.join(columns)}, and no --teacher is given: start agentrl teach too")
     mongo = EmbeddedMongo(run.mongo_dir)
     has_database = run.db_connection_string is not None or mongo.status().running
     if has_database:
@@ -77,7 +97,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
         main=_main_command(command, flags, accelerate, placement) if command in roles else None,
         follows=is_training and configs[EvaluationConfig].eval_steps is not None,
-        teaches="sample" in roles and configs[TeacherConfig].teacher is not None,
+        teaches=teacher is not None,
         has_demo_tools=servers is not None,
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
         placement=placement,
@@ -131,8 +151,27 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
         require_extensions(configs)
         agreed |= sampler_settings(configs)
     if "train" in roles:
+        check_loss(configs)
         agreed |= trainer_settings(configs, LossSettings.of_run(configs))
     return agreed
+
+
+def require_teacher(teacher: str, columns: Collection[str]) -> None:
+    """Check ``--teacher`` before its process starts, and that trajectories wait for it (``--columns``).
+
+    Raises ModelError for a folder that is not here, ConfigError for a teacher without its column.
+    """
+    if "://" not in teacher and not Path(teacher).is_dir():
+        raise ModelError(
+            f"--teacher is {teacher}, which is not a folder",
+            hint="give the folder of a model, or the URL of an SGLang or vLLM server",
+        )
+    if DependencyKind.TEACHER not in columns:
+        raise ConfigError(
+            f"--teacher is {teacher}, and --columns is {','.join(columns) or 'empty'}: no trajectory would"
+            " wait for it",
+            hint="--recipe opd; or --columns teacher, with --loss_calculater OPD or --distill_coef",
+        )
 
 
 async def require_joinable(configs: Configs, roles: Collection[str], agreed: AgreedSettings) -> None:

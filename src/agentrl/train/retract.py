@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,11 +66,11 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
             await call.withdraw_from_children(run, store, list(gone.values()))
             await call.retractions.plan_family(family=False)
             waiting = await finish_withdrawn(store.connection, is_sampled=call.is_sampled)
-        lines = await asyncio.to_thread(remove_lines, Path(run.log_dir), run.run_name, gone)
+        await _remove_log_lines(store, run, gone)
         for folder in exports:
             held = await withdraw_from(run, folder, gone, because=flags.because, by=call.by)
             print(f"{folder}: {held:,} withdrawn documents are taken out")
-    for line in call.report(lines, waiting):
+    for line in call.report(waiting):
         print(line)
     return 1 if waiting else 0
 
@@ -203,6 +203,7 @@ class _Call:
                     await delete_withdrawn(other.connection, attempt=lease.attempt)
                 count = len(selection.tombstones)
                 print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
+                await _remove_log_lines(other, named, [stone.id for stone in stones])
                 await self.withdraw_from_children(named, other, stones)
 
     @asynccontextmanager
@@ -213,14 +214,12 @@ class _Call:
             lease.ended = ended
             yield lease
 
-    def report(self, lines: int, waiting: int) -> Iterator[str]:
-        """Yield what was done and what is next: ``lines`` of logs are gone, ``waiting`` images are left."""
+    def report(self, waiting: int) -> Iterator[str]:
+        """Yield what was done and what to do next; ``waiting`` images are left."""
         run = self.configs[RunConfig]
         yield (
             f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}"
         )
-        if lines:
-            yield f"{run.log_dir}: {lines:,} log records that named it are removed"
         if waiting:
             yield (
                 f"{waiting} images were used within the last hour and stay until then: samplers of the run"
@@ -238,6 +237,14 @@ class _Call:
                 f"the weights from step {self.selection.first_step} on were trained with it:"
                 f" agentrl retract {run.run_name} --rebuild trains them without"
             )
+
+
+async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:
+    """Remove the log records that name something withdrawn, where processes of the run wrote them."""
+    stored = [each.values.get("log_dir") for each in (await store.settings.resolved()).values()]
+    for folder in sorted({run.log_dir, *(str(each) for each in stored if each)}):
+        if lines := await asyncio.to_thread(remove_lines, Path(folder), run.run_name, names):
+            print(f"{folder}: {lines:,} log records of {run.run_name} that named it are removed")
 
 
 async def _select(retractions: Retractions, flags: RetractFlags) -> Selection:
