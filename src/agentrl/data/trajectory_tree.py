@@ -17,6 +17,7 @@ from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,
+    append_span,
     pack_floats,
     pack_ids,
     unpack_floats,
@@ -221,10 +222,7 @@ def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
         if span.start != reached or span.end < span.start:
             break
         reached = span.end
-        if merged and merged[-1].version == span.version:
-            merged[-1] = VersionSpan(version=span.version, start=merged[-1].start, end=span.end)
-        else:
-            merged.append(span)
+        append_span(merged, span.version, span.start, span.end)
     if reached * 4 != len(call.output_ids):
         raise StoreError(
             f"the policy versions of model call {call.id} do not cover its {len(call.output_ids) // 4} tokens"
