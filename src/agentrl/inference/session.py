@@ -23,21 +23,18 @@ from agentrl.inference.engine import (
     Held,
     Progress,
 )
+from agentrl.inference.engine_list import EngineList
 from agentrl.inference.generation_parts import GenerationParts
 
 log = logging.getLogger(__name__)
 
 
-class Engines(Protocol):
+class SessionRouter(Protocol):
     """The part of the router that a session needs."""
 
+    engines: EngineList
     tokens: ChatFormat | None
     wait_seconds: float
-
-    @property
-    def context_length(self) -> int | None:
-        """Return the largest number of tokens of a prompt and its continuation; None if unknown."""
-        ...
 
     async def pick(self, session: EngineSession, tokens: int, deadline: float) -> EngineClient:
         """Return the client of the session's engine, which gets ``tokens`` tokens."""
@@ -66,7 +63,7 @@ class EngineSession:
 
     def __init__(
         self,
-        engines: Engines,
+        router: SessionRouter,
         traj_id: str,
         group: str | None,
         partial: PartialGeneration | None,
@@ -78,13 +75,13 @@ class EngineSession:
         self.tokens = 0
         self.partial = partial
         self.held = held
-        self._engines = engines
+        self._router = router
         self._encoded = EncodedIds()
 
     @property
     def context_length(self) -> int | None:
         """Return the largest number of tokens of a prompt and its continuation; None if it is unknown."""
-        return self._engines.context_length
+        return self._router.engines.context_length
 
     async def generate(
         self,
@@ -116,7 +113,7 @@ class EngineSession:
                 f"a prompt of {len(input_ids):,} tokens leaves nothing of the context of {limit:,} tokens"
             )
         self._encoded = encoded or self._encoded
-        made = GenerationParts(input_ids, params, self._engines.tokens, routed_from)
+        made = GenerationParts(input_ids, params, self._router.tokens, routed_from)
         if self.partial is not None:
             made.resume(self.partial)
             self.partial = None
@@ -134,21 +131,21 @@ class EngineSession:
         self, made: GenerationParts, progress: Progress | None, images: Sequence[Image]
     ) -> None:
         """Request the rest of ``made``, of one engine after another, until the generation has ended."""
-        engines = self._engines
-        deadline, failures = time.monotonic() + engines.wait_seconds, 0
+        router = self._router
+        deadline, failures = time.monotonic() + router.wait_seconds, 0
         if progress is not None and made.output_ids:
             progress(0, list(made.output_ids))
         while made.reason == "abort":
-            client = await engines.pick(self, made.tokens, deadline)
+            client = await router.pick(self, made.tokens, deadline)
             before = made.tokens
             why = await self._request(client, made, progress, images)
             self.tokens = made.tokens
             if made.reason != "abort":
                 return
             if made.tokens > before:
-                deadline, failures = time.monotonic() + engines.wait_seconds, 0
+                deadline, failures = time.monotonic() + router.wait_seconds, 0
             failures += 1
-            await engines.wait(f"{self.traj_id}: {why}", deadline, failures)
+            await router.wait(f"{self.traj_id}: {why}", deadline, failures)
 
     async def _request(
         self, client: EngineClient, made: GenerationParts, progress: Progress | None, images: Sequence[Image]
@@ -170,11 +167,11 @@ class EngineSession:
             raise
         except EngineError as error:
             log.warning("%s: %s", self.traj_id, error.message)
-            self._engines.avoid(self)
+            self._router.avoid(self)
             if isinstance(error, EngineInterruptedError) and error.partial is not None:
                 made.add(error.partial)
             return error.message
-        self._engines.generated()
+        self._router.generated()
         made.add(part)
         return f"aborted by {part.engine_url}"
 
