@@ -130,7 +130,7 @@ class EngineRouter:
                         await asyncio.sleep(self._backoff)
                         await self.engines.refresh()
             front = self._front
-            client = self._least_loaded(session, tokens) if front is None else self._through(front)
+            client = self._choose(session, tokens) if front is None else self._through(front)
             if client is not None:
                 return client
             why = f"{session.traj_id} is waiting for a live engine"
@@ -179,8 +179,8 @@ class EngineRouter:
         front.adapter = self.engines.oldest_adapter() or front.adapter
         return None if self.engines.foreign else front
 
-    def _least_loaded(self, session: EngineSession, tokens: int) -> EngineClient | None:
-        """Return the client of the session's engine, or if that is gone of the least loaded; None without one."""
+    def _choose(self, session: EngineSession, tokens: int) -> EngineClient | None:
+        """Return the client of the session's engine, else of the least loaded one; None without any."""
         urls = {service.url: service for service in self.engines.usable()}
         if session.url not in urls:
             in_flight: Counter[str | None] = Counter()
