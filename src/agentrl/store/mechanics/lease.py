@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
-RENEWALS_PER_LEASE = 3
+_RENEWALS_PER_LEASE = 3
 
 _MAX_DOUBLINGS = 9
 
@@ -103,6 +104,17 @@ class DocumentLease:
         result = await self.collection.update_one(query, update, session=session)
         if not result.matched_count:
             raise self.lost(attempt)
+
+
+@asynccontextmanager
+async def renewed(renew: Callable[[], Awaitable[None]], seconds: float, what: str) -> AsyncIterator[None]:
+    """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
+    task = asyncio.create_task(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what), name=what)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def keep_renewed(
