@@ -158,35 +158,38 @@ def flags_of(file: SettingsFile, content: Any, groups: Sequence[type]) -> dict[s
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     names = {section.key: [item.name for item in section.flags] for section in sections(*groups)}
     found: dict[str, Any] = {}
+    for place, name, value in _entries(file, content, names):
+        if name not in hints and name in REPLACEMENTS:
+            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+            name = replace_flag(name, text)
+            if name is None:
+                continue
+        if name not in hints:
+            raise _unknown("key", str(name), [*flag_names(*groups), *names], file, *place)
+        if name in found:
+            raise file.error(f"{name} is given twice", *place, hint="leave one of them out")
+        if not _fits(hints[name], value):
+            raise file.error(
+                f"{name} is {value!r} ({type(value).__name__}), and it takes {_describe(hints[name])}",
+                *place,
+                hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
+            )
+        found[name] = str(value).lower() if hints[name] == Switch else value
+    return found
+
+
+def _entries(
+    file: SettingsFile, content: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Yield the place, the name and the value of each flag, flat or in one of the sections ``names``."""
     for key, value in content.items():
         if isinstance(value, dict):
             if key not in names:
                 raise _unknown("section", str(key), list(names), file, key)
             _require_in_section(file, key, value, names)
-            given = value
-        elif key in names and value is None:
-            continue
-        else:
-            given = {key: value}
-        for name, item in given.items():
-            place = (key, name) if given is value else (key,)
-            if name not in hints and name in REPLACEMENTS:
-                text = str(item).lower() if isinstance(item, bool) or item is None else str(item)
-                name = replace_flag(name, text)
-                if name is None:
-                    continue
-            if name not in hints:
-                raise _unknown("key", str(name), [*flag_names(*groups), *names], file, *place)
-            if name in found:
-                raise file.error(f"{name} is given twice", *place, hint="leave one of them out")
-            if not _fits(hints[name], item):
-                raise file.error(
-                    f"{name} is {item!r} ({type(item).__name__}), and it takes {_describe(hints[name])}",
-                    *place,
-                    hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
-                )
-            found[name] = str(item).lower() if hints[name] == Switch else item
-    return found
+            yield from (((key, name), name, item) for name, item in value.items())
+        elif key not in names or value is not None:
+            yield (key,), key, value
 
 
 def _require_in_section(
