@@ -34,7 +34,7 @@ class Teacher:
 
 async def test_the_tools_of_a_conversation_are_shown_in_each_of_its_turns() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    trajectory = Trajectory(call, "The answer is 3.")
+    trajectory = Trajectory(call, "So it is <answer>3</answer>")
     await trajectory.run()
     teacher = Teacher()
     teaching = Teaching(cast("Any", teacher), teacher=cast("ChatFormat", teacher))
