@@ -10,6 +10,7 @@ from typing import Any
 from pymongo import ReturnDocument, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.base import plain
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
@@ -169,8 +170,8 @@ class Attempts(Repository):
         the time of a shutdown.
         """
         lost: list[Claim] = []
-        for start in range(0, len(claims), _CLAIMS_PER_TRANSACTION):
-            lost += await self._release(claims[start : start + _CLAIMS_PER_TRANSACTION])
+        for batch in batches(claims, _CLAIMS_PER_TRANSACTION):
+            lost += await self._release(batch)
         return lost
 
     async def _score(self, score: _Score) -> TaskStatus:

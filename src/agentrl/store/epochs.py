@@ -16,6 +16,7 @@ from dataclasses import replace
 import pymongo
 from pymongo.errors import DuplicateKeyError
 
+from agentrl.batches import batches
 from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
@@ -228,8 +229,8 @@ class Epochs(Repository):
             for order, task_id in enumerate(ordered)
             if task_key(split, epoch, task_id) not in present
         ]
-        for start in range(0, len(missing), _BATCH):
-            await self._copy_batch(split, epoch, missing[start : start + _BATCH], held.num_generations or 1)
+        for batch in batches(missing, _BATCH):
+            await self._copy_batch(split, epoch, batch, held.num_generations or 1)
             await self._leases.renew(held)
         await self._leases.finish(held, await self.count(split, epoch))
         return len(missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import bson
@@ -11,6 +11,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import weighed_batches
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
@@ -94,7 +95,7 @@ class ModelCalls(Repository):
                 error = problem
                 break
             additions.append(_Addition(claim, call, document))
-        for group in _groups(additions):
+        for group in weighed_batches(additions, lambda each: len(each.document.raw), LARGE):
             if len(group[0].document.raw) > LARGE:
                 await self._add(group[0])
             else:
@@ -269,20 +270,6 @@ async def read_model_calls(
 async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument:
     """Return the document of a model call with its checksum, after its large fields were moved to GridFS."""
     return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
-
-
-def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:
-    """Yield consecutive additions of at most ``LARGE`` bytes together, and larger ones alone."""
-    group: list[_Addition] = []
-    size = 0
-    for addition in additions:
-        size += len(addition.document.raw)
-        if group and size > LARGE:
-            yield group
-            group, size = [], len(addition.document.raw)
-        group.append(addition)
-    if group:
-        yield group
 
 
 def count_call(call: DispatchedSamplingTask, call_id: Json) -> list[Json]:

@@ -11,6 +11,7 @@ from typing import Literal
 from pymongo import ReplaceOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import StoreError, StoreUnavailableError
@@ -142,8 +143,8 @@ class Training(Repository):
         stale = {"$set": {"status": DataStatus.STALE.value}}
         data, marked = self._collection(DATA), 0
         tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
-        for start in range(0, len(tasks), _GROUPS_PER_UPDATE):
-            group = {**ready, "task": {"$in": tasks[start : start + _GROUPS_PER_UPDATE]}}
+        for some in batches(tasks, _GROUPS_PER_UPDATE):
+            group = {**ready, "task": {"$in": some}}
             others = {**group, "$nor": [old.query]}
             for query in (others, group):
                 marked += await self._update(query, stale, attempt)
@@ -192,8 +193,8 @@ class Training(Repository):
     @database_call
     async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
         """Return {id: whole document} and {id: reason} of unreadable ones; missing ids are in neither."""
-        parts = [ids[start : start + _FETCHED_PER_QUERY] for start in range(0, len(ids), _FETCHED_PER_QUERY)]
         unreadable: dict[str, str] = {}
+        parts = batches(ids, _FETCHED_PER_QUERY)
         read = await asyncio.gather(*(self._fetch(part, unreadable) for part in parts))
         return {item.id: item for part in read for item in part}, unreadable
 

@@ -6,12 +6,12 @@ So a call that is killed is finished by the next one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.base import now, plain
 from agentrl.documents.retraction import Rebuilt, Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
@@ -20,9 +20,8 @@ from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, RETRACTION, STEP, TASK, TOMBSTONE, VERSION
 
-T = TypeVar("T")
-
-_BATCH = 100
+BATCH = 100
+"""Records of one query or transaction."""
 _APPLIED = values(APPLIED_STEPS)
 
 
@@ -75,7 +74,7 @@ class Retractions(Repository):
             await self._choose_task(name, chosen)
         missing = set(records)
         named: list[Json] = []
-        for batch in batches(list(records)):
+        for batch in batches(list(records), BATCH):
             named += await self._records({"_id": {"$in": batch}})
         missing -= {record["_id"] for record in named}
         if scorers:
@@ -148,7 +147,7 @@ class Retractions(Repository):
     async def _located(self, chosen: _Chosen) -> Selection:
         """Return tombstones of what is chosen and has none yet, with the steps that trained it."""
         for documents in (chosen.tasks, chosen.records):
-            for batch in batches(list(documents)):
+            for batch in batches(list(documents), BATCH):
                 for stone in await self._stones(batch):
                     del documents[stone.id]
         trained: dict[str, list[str]] = defaultdict(list)
@@ -277,8 +276,3 @@ def _names(scorers: str, name: str) -> bool:
 
 def _step_order(step_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in step_id.split("/") if part.isdecimal())[::-1]
-
-
-def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield ``items`` a hundred at a time."""
-    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))

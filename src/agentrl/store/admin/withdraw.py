@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.record import Record
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import (
@@ -33,7 +34,7 @@ from agentrl.store.admin.regroup import (
     regroup,
 )
 from agentrl.store.admin.retention import Retention, delete_beside
-from agentrl.store.admin.retract import batches
+from agentrl.store.admin.retract import BATCH
 from agentrl.store.columns import read_columns
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics import slots
@@ -254,10 +255,10 @@ class Withdrawing(Repository):
             if data != step["data"]:
                 same = {"_id": step["_id"], "data": step["data"]}
                 updates.append(UpdateOne(same, {"$set": {"data": data}}))
-        for batch in batches(updates):
+        for batch in batches(updates, BATCH):
 
-            async def write(session: AsyncClientSession, batch: Sequence[UpdateOne] = batch) -> None:
-                await self._collection(STEP).bulk_write(list(batch), session=session)
+            async def write(session: AsyncClientSession, batch: list[UpdateOne] = batch) -> None:
+                await self._collection(STEP).bulk_write(batch, session=session)
 
             await fenced(self._connection, attempt, write)
 
@@ -277,12 +278,12 @@ class Withdrawing(Repository):
     @database_call
     async def sweep(self) -> None:
         """Delete what writers left of the withdrawn after it was deleted: files, late Records and Tasks."""
-        for batch in batches(await self._ids(TOMBSTONE, {})):
+        for batch in batches(await self._ids(TOMBSTONE, {}), BATCH):
 
-            async def write(session: AsyncClientSession, batch: Sequence[str] = batch) -> None:
+            async def write(session: AsyncClientSession, batch: list[str] = batch) -> None:
                 await delete_beside(self._connection, batch, session)
                 for collection, name in ((LABEL, "record"), (RECORD, "_id"), (TASK, "_id")):
-                    query = {name: {"$in": list(batch)}}
+                    query = {name: {"$in": batch}}
                     await self._collection(collection).delete_many(query, session=session)
 
             await self._connection.transaction(write)

@@ -19,6 +19,7 @@ from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
+from agentrl.batches import batches
 from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
@@ -120,11 +121,10 @@ class _File:
     def chunks(self) -> list[list[Json]]:
         """Return the chunks in batches. A chunk's id derives from the file's, so none is stored twice."""
         all_chunks: list[Json] = [
-            {"_id": f"{self.id}/{n}", "files_id": self.id, "n": n, "data": self._data[at : at + _CHUNK]}
-            for n, at in enumerate(range(0, len(self._data), _CHUNK))
+            {"_id": f"{self.id}/{n}", "files_id": self.id, "n": n, "data": data}
+            for n, data in enumerate(batches(self._data, _CHUNK))
         ]
-        starts = range(0, len(all_chunks), _CHUNKS_PER_INSERT)
-        return [all_chunks[start : start + _CHUNKS_PER_INSERT] for start in starts]
+        return list(batches(all_chunks, _CHUNKS_PER_INSERT))
 
     def entry(self) -> Json:
         """Return the file's document in ``files``."""

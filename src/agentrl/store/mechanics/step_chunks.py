@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pymongo import UpdateMany
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import PendingCommit
 from agentrl.errors import StoreError
@@ -28,11 +29,8 @@ class StepChunk(NamedTuple):
 
 def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
     """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
-    return [StepChunk(*ids) for ids in zip_longest(_cut(data), _cut(tasks), fillvalue=())]
-
-
-def _cut(ids: Sequence[str]) -> list[Sequence[str]]:
-    return [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)] or [()]
+    cut = zip_longest(batches(data, CHUNK), batches(tasks, CHUNK), fillvalue=())
+    return [StepChunk(*ids) for ids in cut] or [StepChunk((), ())]
 
 
 class NotReadyError(StoreError):
