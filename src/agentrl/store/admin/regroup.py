@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from pymongo import UpdateOne
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
+from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, TaskStatus
 from agentrl.documents.task import Begin, Task
-from agentrl.store.groups import Decide, GroupOutcome, settle_records
+from agentrl.errors import StoreError
+from agentrl.store.groups import Decide, GroupOutcome, read_group, settle_records
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json
 from agentrl.store.mechanics.lease import literal
@@ -22,6 +26,8 @@ from agentrl.store.selection import ease_after_group
 DecideTask = Callable[[Task], Decide | None]
 """A finalized Task → the function that decides its group; None if its rules are unknown."""
 
+R = TypeVar("R")
+_TRIES = 5
 _CONSUMED = [DataStatus.PLANNED.value, DataStatus.TRAINED.value]
 _SETTLED = [RecordStatus.READY.value, RecordStatus.ABANDONED.value]
 
@@ -70,6 +76,25 @@ class GroupChange:
     """The new decision on a finalized group; None: it is undecided until its slots are terminal again."""
 
 
+async def retry_changed(change: Callable[[], Awaitable[R]], task_id: str, *, doing: str, hint: str) -> R:
+    """Call ``change``, which reads and writes a group, again while other processes change it meanwhile."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(GroupChangedError, GroupBlockedError):
+            return await change()
+    raise StoreError(f"group {task_id} kept changing while it was {doing}", hint=hint)
+
+
+async def decide_anew(
+    connection: Connection, task: Json, records: Sequence[Record], decide_by: DecideTask
+) -> GroupOutcome | Blocker:
+    """Return the decision on a finalized group that has ``records`` now, or why it keeps the old one."""
+    if (blocker := await _find_blocker(connection, task["_id"])) is not None:
+        return blocker
+    parsed = Task.from_document(task)
+    decide = decide_by(parsed)
+    return Blocker.NO_RULES if decide is None else decide(await read_group(connection, parsed, records))
+
+
 async def regroup(
     connection: Connection, task: Json, change: GroupChange, session: AsyncClientSession
 ) -> int:
@@ -87,8 +112,7 @@ async def regroup(
             raise GroupChangedError
     if task["status"] != TaskStatus.COMPLETED.value:
         return 0
-    if (blocker := await find_blocker(connection, task_id, session)) is not None:
-        raise GroupBlockedError(blocker)
+    await require_unblocked(connection, task_id, session)
     deleted = await _take_back(connection, task_id, session)
     if change.outcome is not None:
         await settle_records(connection, change.outcome.records, session)
@@ -119,7 +143,13 @@ def decided(task: Json, outcome: GroupOutcome) -> Json:
     return changes
 
 
-async def find_blocker(
+async def require_unblocked(connection: Connection, task_id: str, session: AsyncClientSession) -> None:
+    """Raise GroupBlockedError if a finalized group cannot be taken back."""
+    if (blocker := await _find_blocker(connection, task_id, session)) is not None:
+        raise GroupBlockedError(blocker)
+
+
+async def _find_blocker(
     connection: Connection, task_id: str, session: AsyncClientSession | None = None
 ) -> Blocker | None:
     """Return why a finalized group cannot be taken back; None if it can."""

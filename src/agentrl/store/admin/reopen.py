@@ -18,8 +18,8 @@ from agentrl.store.admin.regroup import (
     Blocker,
     GroupBlockedError,
     GroupChange,
-    find_blocker,
     regroup,
+    require_unblocked,
     selection,
 )
 from agentrl.store.mechanics import slots
@@ -187,10 +187,8 @@ class Reopening(Repository):
             if not dry_run:
                 deleted = await regroup(self._connection, task, change(failed), session)
                 return _Changed(task, len(failed), deleted)
-            if task["status"] == TaskStatus.COMPLETED and (
-                blocker := await find_blocker(self._connection, task_id, session)
-            ):
-                raise GroupBlockedError(blocker)
+            if task["status"] == TaskStatus.COMPLETED:
+                await require_unblocked(self._connection, task_id, session)
             return _Changed(task, len(failed), 0)
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 
 from pymongo import UpdateOne
@@ -20,27 +19,25 @@ from agentrl.documents.status import (
     TaskStatus,
     values,
 )
-from agentrl.documents.task import Task, record_task
-from agentrl.errors import StoreError
+from agentrl.documents.task import record_task
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.admin.regroup import (
+    Blocker,
     DecideTask,
-    GroupBlockedError,
     GroupChange,
     GroupChangedError,
     change_task,
+    decide_anew,
     decided,
-    find_blocker,
     regroup,
+    retry_changed,
 )
 from agentrl.store.admin.retention import Retention, delete_beside
 from agentrl.store.admin.retract import BATCH
-from agentrl.store.columns import read_columns
-from agentrl.store.groups import GroupOutcome, StoredGroup
+from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
-from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import (
     DATA,
     EPOCH,
@@ -56,7 +53,6 @@ from agentrl.store.names import (
 from agentrl.store.records import read_records
 from agentrl.store.trainer_lease import fenced
 
-_TRIES = 5
 _APPLIED = values(APPLIED_STEPS)
 
 
@@ -96,12 +92,10 @@ class Withdrawing(Repository):
         again once the step is undone (``kept_as_trained``). Idempotent. Raises StoreError if the group keeps
         changing.
         """
-        for _ in range(_TRIES):
-            with contextlib.suppress(GroupChangedError, GroupBlockedError):
-                return await self._withdraw(task_id, decide_by, attempt)
-        raise StoreError(
-            f"group {task_id} kept changing while it was withdrawn", hint="call agentrl retract again"
-        )
+        await retry_changed(
+            lambda: self._withdraw(task_id, decide_by, attempt), task_id, doing="withdrawn",
+            hint="call agentrl retract again",
+        )  # fmt: skip
 
     async def _withdraw(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         stones = await self._all(Tombstone, TOMBSTONE, {"task": task_id})
@@ -133,14 +127,11 @@ class Withdrawing(Repository):
         await fenced(self._connection, attempt, write)
 
     async def _decide(self, task: Json, left: Sequence[Record], decide_by: DecideTask) -> GroupOutcome | None:
-        decide = None if task["group"].get("outcome") == FAILED else decide_by(Task.from_document(task))
-        if decide is None or await find_blocker(self._connection, task["_id"]) is not None:
+        """Return the new decision on a finalized group; None if it keeps its own, or was given up."""
+        if task["group"].get("outcome") == FAILED:
             return None
-        scored = [record.id for record in left if record.score is not None]
-        calls = await read_model_calls(self._connection, scored, readable=False)
-        columns = await read_columns(self._connection, scored)
-        group = StoredGroup(task=Task.from_document(task), records=left, calls=calls, columns=columns)
-        return decide(group)
+        outcome = await decide_anew(self._connection, task, left, decide_by)
+        return None if isinstance(outcome, Blocker) else outcome
 
     async def _regroup(
         self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
@@ -175,6 +166,12 @@ class Withdrawing(Repository):
     @database_call
     async def decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         """Decide a group that was kept as it was trained, if nothing of it is trained any more."""
+        await retry_changed(
+            lambda: self._decide_again(task_id, decide_by, attempt), task_id, doing="decided again",
+            hint="call agentrl retract again",
+        )  # fmt: skip
+
+    async def _decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         task = await self._collection(TASK).find_one({"_id": task_id})
         if task is None:
             return
