@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from operator import attrgetter
 from pathlib import Path
+from typing import Final
 
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.ancestry import Ancestry
-from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.blobs import PACKED, Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLUMN,
@@ -22,6 +23,7 @@ from agentrl.store.names import (
     GATEWAY_CALL,
     GATEWAY_SESSION,
     IMAGE,
+    LABEL,
     MODEL_CALL,
     RECORD,
     STEP,
@@ -35,8 +37,11 @@ _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 _GRACE = timedelta(hours=1)
 """Images that were put more recently stay: the call that shows them may not be stored yet."""
-_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS, COLUMN)
-"""Collections whose documents go with their ``record``."""
+OF_RECORD: Final = {
+    GATEWAY_CALL: "record", GATEWAY_SESSION: "record", TOKEN_STATISTICS: "record", COLUMN: "record",
+    MODEL_CALL: "record", DATA: "_id",
+}  # fmt: skip
+"""Collections of what belongs to one Record → the field with the Record's ``_id``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,24 +142,22 @@ class Retention(Repository):
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
         tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        await delete_beside(self._connection, ids, session)
+        await _delete_beside(self._connection, ids, session)
         await records.update_many(chosen, stamp, session=session)
         await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp, session=session)
         await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp, session=session)
 
     async def _measure(self, ids: Sequence[str], session: AsyncClientSession) -> Pruned:
         freed = Pruned(trajectories=len(ids))
-        of_records: Json = {"record": {"$in": list(ids)}}
-        freed.calls, size = await self._size(MODEL_CALL, of_records, session)
-        freed.bytes += size
-        for collection in _BESIDE:
-            freed.bytes += (await self._size(collection, of_records, session))[1]
-        freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
-        freed.bytes += size
-        for collection in (MODEL_CALL, DATA, COLUMN):
-            files = await Blobs(self._connection, collection).sizes(ids, session)
+        counts: dict[str, int] = {}
+        for collection, field in OF_RECORD.items():
+            counts[collection], size = await self._size(collection, {field: {"$in": list(ids)}}, session)
+            files = {}
+            if collection in PACKED:
+                files = await Blobs(self._connection, collection).sizes(ids, session)
             freed.files += len(files)
-            freed.bytes += sum(files.values())
+            freed.bytes += size + sum(files.values())
+        freed.calls, freed.data = counts[MODEL_CALL], counts[DATA]
         return freed
 
     async def _size(self, collection: str, query: Json, session: AsyncClientSession) -> tuple[int, int]:
@@ -210,15 +213,19 @@ class Retention(Repository):
         return False
 
 
-async def delete_beside(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
-    """Delete what belongs to Records: calls, training data, gateway requests, token statistics, files."""
-    of_records: Json = {"record": {"$in": list(ids)}}
-    for collection in _BESIDE:
-        await connection.collection(collection).delete_many(of_records, session=session)
-    await Blobs(connection, COLUMN).delete(ids, session)
-    for collection, query in ((MODEL_CALL, of_records), (DATA, {"_id": {"$in": list(ids)}})):
-        await connection.collection(collection).delete_many(query, session=session)
-        await Blobs(connection, collection).delete(ids, session)
+async def _delete_beside(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
+    """Delete what belongs to Records, but neither them nor their labels."""
+    for collection, field in OF_RECORD.items():
+        await connection.collection(collection).delete_many({field: {"$in": list(ids)}}, session=session)
+        if collection in PACKED:
+            await Blobs(connection, collection).delete(ids, session)
+
+
+async def delete_records(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
+    """Delete Records with everything that belongs to them."""
+    await _delete_beside(connection, ids, session)
+    for collection, field in ((LABEL, "record"), (RECORD, "_id")):
+        await connection.collection(collection).delete_many({field: {"$in": list(ids)}}, session=session)
 
 
 def _created(bound: Json) -> Json:

@@ -18,7 +18,6 @@ from agentrl.errors import StoreError
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
-    COLLECTIONS,
     COLUMN,
     DATA,
     EPOCH,
@@ -40,7 +39,7 @@ from agentrl.store.names import (
     TOKEN_STATISTICS,
     VERSION,
 )
-from agentrl.store.schema import prepare
+from agentrl.store.schema import VALIDATORS, prepare
 from agentrl.store.views import VIEWS
 from agentrl.store.views.counts import read_disk
 
@@ -256,7 +255,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     privileges = [_privilege(database, "", _READ)]
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
     if not database and role not in _READERS:
-        privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
+        privileges += [_privilege("", name, _MAKE) for name in (*VALIDATORS, *VIEWS)]
         privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]  # never changed by them
     return privileges
 

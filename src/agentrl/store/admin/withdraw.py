@@ -32,7 +32,7 @@ from agentrl.store.admin.regroup import (
     regroup,
     retry_changed,
 )
-from agentrl.store.admin.retention import Retention, delete_beside
+from agentrl.store.admin.retention import OF_RECORD, Retention, delete_records
 from agentrl.store.admin.retract import BATCH
 from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import slots
@@ -42,9 +42,7 @@ from agentrl.store.names import (
     DATA,
     EPOCH,
     EVALUATION,
-    LABEL,
     MODEL_CALL,
-    RECORD,
     RETRACTION,
     STEP,
     TASK,
@@ -113,9 +111,7 @@ class Withdrawing(Repository):
 
         async def write(session: AsyncClientSession) -> None:
             await self._keep_images(task if is_whole else None, ids, stones[0].retraction, session)
-            await delete_beside(self._connection, ids, session)
-            for collection, name in ((LABEL, "record"), (RECORD, "_id")):
-                await self._collection(collection).delete_many({name: {"$in": ids}}, session=session)
+            await delete_records(self._connection, ids, session)
             if task is not None and is_whole:
                 await self._delete_task(task, session)
             elif task is not None:
@@ -201,10 +197,11 @@ class Withdrawing(Repository):
     ) -> None:
         """Note which images the documents name, before they are deleted."""
         named = {image["sha256"] for image in (task or {}).get("images") or ()}
-        for collection, query in ((MODEL_CALL, {"record": {"$in": ids}}), (DATA, {"_id": {"$in": ids}})):
+        for collection in (MODEL_CALL, DATA):
             fields = {"images.sha256": 1, "tool_executions.images.sha256": 1}
+            shows = {"$or": [{name: {"$exists": True}} for name in fields]}
             cursor = self._collection(collection).find(
-                {**query, "$or": [{name: {"$exists": True}} for name in fields]}, fields, session=session
+                {OF_RECORD[collection]: {"$in": ids}, **shows}, fields, session=session
             )
             async for document in cursor:
                 shown = [*document.get("images", ())]
@@ -278,10 +275,8 @@ class Withdrawing(Repository):
         for batch in batches(await self._ids(TOMBSTONE, {}), BATCH):
 
             async def write(session: AsyncClientSession, batch: list[str] = batch) -> None:
-                await delete_beside(self._connection, batch, session)
-                for collection, name in ((LABEL, "record"), (RECORD, "_id"), (TASK, "_id")):
-                    query = {name: {"$in": batch}}
-                    await self._collection(collection).delete_many(query, session=session)
+                await delete_records(self._connection, batch, session)
+                await self._collection(TASK).delete_many({"_id": {"$in": batch}}, session=session)
 
             await self._connection.transaction(write)
 

@@ -24,8 +24,10 @@ from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Connection, Json, id_prefix
-from agentrl.store.names import MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP, TASK
 
+PACKED: Final = (MODEL_CALL, DATA, IMAGE, COLUMN)
+"""Collections whose documents may have files in GridFS."""
 _LIMIT = 8 * 2**20
 """Packed arrays of more bytes move; the readable fields have the other half of the 16 MiB."""
 _DOCUMENT_LIMIT = 15 * 2**20

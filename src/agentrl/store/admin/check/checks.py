@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check.columns import ColumnsOfRecords
-from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
+from agentrl.store.admin.check.contents import Contents, Files, Images, StrayFiles
 from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
 from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot, only_if
@@ -28,7 +28,7 @@ from agentrl.store.admin.check.trajectories import (
     slot_problems,
 )
 from agentrl.store.admin.check.versions import Epochs, Versions, token_problems
-from agentrl.store.mechanics.blobs import PARTS
+from agentrl.store.mechanics.blobs import PACKED, PARTS
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
 from agentrl.store.schema import VALIDATORS
