@@ -77,13 +77,10 @@ class Ancestry(Repository):
 
         The parent's note is written first, so that what the child needs is kept. Raises as ``adopt``.
         """
-        parent = self._connection.beside(begun.run)
-        await Ancestry(parent).adopt(self._name, begun)
-        query: Json = {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}
-        async for step in parent.collection(STEP).find(query):
-            await self._collection(STEP).replace_one(
-                {"_id": step["_id"]}, {**step, "inherited": True}, upsert=True
-            )
+        parent = Ancestry(self._connection.beside(begun.run))
+        await parent.adopt(self._name, begun)
+        steps = {"$match": {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}}
+        await parent._copy_into(self._connection, STEP, steps, {"$set": {"inherited": True}})
         await self._collection(RUN).replace_one({"_id": PARENT}, begun.to_document(), upsert=True)
 
     @database_call

@@ -17,7 +17,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from agentrl.documents.base import plain
 from agentrl.documents.run import ADMISSION, EpochOpening, epoch_key
 from agentrl.documents.status import TaskStatus
-from agentrl.documents.task import CONTENT, Begin, Slot, Task, task_key
+from agentrl.documents.task import Begin, task_key
 from agentrl.scoring.difficulty import (
     LIMIT,
     Trials,
@@ -27,7 +27,7 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
-from agentrl.store.mechanics.blobs import CHECKSUMS
+from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
 
@@ -293,20 +293,9 @@ class TaskSelection(Repository):
         missing = [option for option in options if option.id not in stored]
         if not missing:
             return
-        shown = {**dict.fromkeys((*CONTENT, CHECKSUMS), 1), "order": 1}
-        originals = tasks.find(
-            {"_id": {"$in": [option.before for option in missing]}}, shown, session=session
-        )
-        contents = {task.pop("_id"): task async for task in originals}
-        copies = [
-            Task(
-                id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
-                slots=tuple(Slot(traj_id=number) for number in range(option.generations)),
-            ).to_document()
-            | contents[option.before]
-            for option in missing
-        ]  # fmt: skip
-        await tasks.insert_many(copies, session=session)
+        before = {"$match": {"_id": {"$in": [option.before for option in missing]}}}
+        copy = {"$replaceWith": unbegun({"$range": [0, {"$size": "$slots"}]}, {"$add": ["$epoch", 1]})}
+        await tasks.insert_many(await self._aggregate(TASK, before, copy, session=session), session=session)
         keys = {epoch_key(split, option.epoch) for option in missing}
         keys -= set(await self._ids(EPOCH, {"_id": {"$in": sorted(keys)}}, session=session))
         if keys:
