@@ -11,7 +11,7 @@ from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative, child_key
 from agentrl.documents.run import TRAINER
 from agentrl.documents.status import APPLIED_STEPS, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.mechanics.connection import Json, Repository, database_call, id_prefix
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.names import LEASE, RUN, STEP
 
 CHILDREN: Json = {"_id": id_prefix(CHILD_PREFIX)}
@@ -77,10 +77,10 @@ class Ancestry(Repository):
 
         The parent's note is written first, so that what the child needs is kept. Raises as ``adopt``.
         """
-        parent = Ancestry(self._connection.beside(begun.run))
-        await parent.adopt(self._name, begun)
+        parent = self._connection.beside(begun.run)
+        await Ancestry(parent).adopt(self._name, begun)
         steps = {"$match": {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}}
-        await parent._copy_into(self._connection, STEP, steps, {"$set": {"inherited": True}})
+        await copy_into(self._connection, parent, STEP, steps, {"$set": {"inherited": True}})
         await self._collection(RUN).replace_one({"_id": PARENT}, begun.to_document(), upsert=True)
 
     @database_call
@@ -138,3 +138,10 @@ class Ancestry(Repository):
     async def _is_ours(self, name: str) -> bool:
         other = await self._connection.beside(name).collection(RUN).find_one({"_id": PARENT}, {"run": 1})
         return other is not None and other["run"] == self._name
+
+
+async def copy_into(child: Connection, parent: Connection, collection: str, *stages: Json) -> None:
+    """Write what an aggregation in the parent yields into the child's collection, inside the server."""
+    into = {"db": child.database.name, "coll": collection}
+    merge = {"$merge": {"into": into, "whenMatched": "replace"}}
+    await parent.collection(collection).aggregate([*stages, merge])

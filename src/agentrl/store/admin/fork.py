@@ -17,7 +17,7 @@ from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
-from agentrl.store.ancestry import Ancestry
+from agentrl.store.ancestry import Ancestry, copy_into
 from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import literal
@@ -143,7 +143,7 @@ class Fork(Repository):
             (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
         ):  # fmt: skip
             stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
-            await self._copy_into(child, collection, *stages)
+            await copy_into(child, self._connection, collection, *stages)
 
     async def _copy_versions(
         self, child: Connection, weights: PolicyVersion, step: int, steps: Sequence[str]
@@ -162,7 +162,7 @@ class Fork(Repository):
             number, digest = newest.id + 1, None
         pruned_at = {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}
         earlier = {"$match": {"_id": {"$lt": number}}}
-        await self._copy_into(child, VERSION, earlier, {"$set": {"pruned_at": pruned_at}})
+        await copy_into(child, self._connection, VERSION, earlier, {"$set": {"pruned_at": pruned_at}})
         first = replace(weights, id=number, step=step, digest=digest, train_step=steps[-1])
         await child.collection(VERSION).insert_one(first.to_document())
         return number
@@ -186,7 +186,7 @@ class Fork(Repository):
             ids = [task["_id"] for task in page if task["_id"] in inherited]
             chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun("$slots.traj_id")]}
             of_page = {"$match": {"_id": {"$in": [task["_id"] for task in page]}}}
-            await self._copy_into(child, TASK, of_page, {"$replaceWith": chosen})
+            await copy_into(child, self._connection, TASK, of_page, {"$replaceWith": chosen})
             total += len(page)
             on_documents(len(page))
         for opening in await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{_SPLIT}/")}):

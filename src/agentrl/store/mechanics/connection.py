@@ -222,11 +222,6 @@ class Repository:
         """Return what an aggregation of a collection yields."""
         return await (await self._collection(name).aggregate(list(stages), session=session)).to_list()
 
-    async def _copy_into(self, other: Connection, name: str, *stages: Json) -> None:
-        """Write what an aggregation of a collection yields into that of another run, inside the server."""
-        into = {"db": other.database.name, "coll": name}
-        await self._aggregate(name, *stages, {"$merge": {"into": into, "whenMatched": "replace"}})
-
     async def _count_by(self, field: str, name: str, query: Json) -> dict[str, int]:
         """Return {value of ``field``: number of the documents that match}."""
         counted = {"_id": f"${field}", "count": {"$sum": 1}}
