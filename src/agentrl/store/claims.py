@@ -228,6 +228,23 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
     }  # fmt: skip
 
 
+async def live_claims(connection: Connection, split: str | None = None) -> dict[str, int]:
+    """Return {owner: slots that it holds under live leases}, by name, in a split or in all of them."""
+    running: Json = {
+        "split": {"$gte": ""} if split is None else split,  # the index begins with it
+        "status": TaskStatus.RUNNING.value,
+    }
+    pipeline: list[Json] = [
+        {"$match": running},
+        {"$project": {"slots": {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}}},
+        {"$unwind": "$slots"},
+        {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
+        {"$sort": {"_id": 1}},
+    ]
+    groups = await (await connection.collection(TASK).aggregate(pipeline)).to_list()
+    return {group["_id"]: int(group["claims"]) for group in groups}
+
+
 async def count_unscored(connection: Connection, split: str) -> int:
     """Return the number of sampled trajectories of a split that wait for a scorer; people may take days."""
     waits = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.SAMPLED}}
