@@ -73,10 +73,14 @@ class ModelCalls(Repository):
             return None
         return DispatchedSamplingTask.from_document(await self._blobs.restore(document))
 
-    @database_call
     async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
-        """Return the model calls of a Record, by index."""
-        return (await read_model_calls(self._connection, [record_id])).get(record_id, [])
+        """Return the model calls of a Record, by index, with the texts and tokens that GridFS holds."""
+        return (await self.by_records([record_id]))[record_id]
+
+    @database_call
+    async def by_records(self, record_ids: Sequence[str]) -> dict[str, list[DispatchedSamplingTask]]:
+        """Return the model calls of each Record, as ``by_record``."""
+        return await read_model_calls(self._connection, record_ids)
 
     @database_call
     async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
@@ -253,12 +257,12 @@ class ModelCalls(Repository):
 
 
 async def read_model_calls(
-    connection: Connection, record_ids: list[str], *, readable: bool = True
+    connection: Connection, record_ids: Sequence[str], *, readable: bool = True
 ) -> dict[str, list[DispatchedSamplingTask]]:
     """Return {record id: model calls by index}; without ``readable``, texts in GridFS stay excerpts."""
     blobs = Blobs(connection, MODEL_CALL)
     calls: dict[str, list[DispatchedSamplingTask]] = {record_id: [] for record_id in record_ids}
-    query = {"record": {"$in": record_ids}}
+    query = {"record": {"$in": list(record_ids)}}
     async for document in connection.collection(MODEL_CALL).find(
         query, sort=[("record", ASCENDING), ("index", ASCENDING)]
     ):

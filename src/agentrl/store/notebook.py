@@ -127,11 +127,10 @@ class Store:
     async def _trajectories(
         self, *, status: str | None, step: int | None, split: str | None, limit: int | None
     ) -> list[Trajectory]:
-        views = self._store.views
-        rows = await views.trajectories(status=status, step=step, split=split, limit=limit)
+        rows = await self._store.views.trajectories(status=status, step=step, split=split, limit=limit)
         trajectories: list[Trajectory] = []
         for page in batches(rows, _CALLS_TOGETHER):
-            calls = await views.calls([row.id for row in page])
+            calls = await self._store.model_calls.by_records([row.id for row in page])
             trajectories += [_with_tokens(row, calls[row.id]) for row in page]
         return trajectories
 
