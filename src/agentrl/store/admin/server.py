@@ -16,6 +16,7 @@ from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
 from agentrl.store.ancestry import Ancestry
+from agentrl.store.labels import allowed_actions
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLUMN,
@@ -88,7 +89,7 @@ class ServerInfos(Repository):
         status = await admin.command("connectionStatus", showPrivileges=True)
         users = status["authInfo"]["authenticatedUsers"]
         roles = status["authInfo"]["authenticatedUserRoles"]
-        may_read, may_write = self._rights(status["authInfo"])
+        allowed = allowed_actions(status["authInfo"], self._connection.database.name)
         return ServerInfo(
             host=self._connection.host,
             version=tuple(int(part) for part in version.split("-")[0].split(".")),
@@ -98,22 +99,10 @@ class ServerInfos(Repository):
             clock_offset_seconds=min(offsets, key=abs),
             user=f"{users[0]['user']}@{users[0]['db']}" if users else None,
             roles=sorted(f"{role['role']}@{role['db']}" for role in roles),
-            may_read=may_read or not users,
-            may_write=may_write or not users,
+            may_read="find" in allowed or not users,
+            may_write=allowed >= _WRITES or not users,
             free_bytes=await self._free_bytes(),
         )
-
-    def _rights(self, info: Json) -> tuple[bool, bool]:
-        """Return whether the user may read the run's database, and write its Records."""
-        name = self._connection.database.name
-        may_read = may_write = False
-        for privilege in info.get("authenticatedUserPrivileges", ()):
-            resource, actions = privilege["resource"], set(privilege["actions"])
-            if not resource.get("anyResource") and resource.get("db") not in ("", name):
-                continue
-            may_read = may_read or "find" in actions
-            may_write = may_write or actions >= _WRITES
-        return may_read, may_write
 
     async def _free_bytes(self) -> int | None:
         for database in (self._connection.database, self._connection.client.admin):
