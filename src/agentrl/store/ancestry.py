@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pymongo.asynchronous.client_session import AsyncClientSession
-
 from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative, child_key
 from agentrl.documents.run import TRAINER
 from agentrl.documents.status import APPLIED_STEPS, values
@@ -92,18 +90,16 @@ class Ancestry(Repository):
         note = replace(begun, id=child_key(name), run=name).to_document()
         folder = Path(begun.checkpoint).name
 
-        async def write(session: AsyncClientSession) -> None:
+        async def write() -> None:
             # The trainer writes the same document before it deletes a checkpoint: one of the two retries.
-            await self._collection(LEASE).update_one(
-                {"_id": TRAINER}, {"$inc": {"writes": 1}}, session=session
-            )
-            lease = await self._collection(LEASE).find_one({"_id": TRAINER}, session=session) or {}
+            await self._collection(LEASE).update_one({"_id": TRAINER}, {"$inc": {"writes": 1}})
+            lease = await self._collection(LEASE).find_one({"_id": TRAINER}) or {}
             if folder in lease.get("discarded", ()):
                 raise ConfigError(
                     f"{begun.checkpoint} is being deleted (--save_total_limit)",
                     hint="give a later step, or the trainer a higher --save_total_limit",
                 )
-            await self._collection(RUN).replace_one({"_id": note["_id"]}, note, upsert=True, session=session)
+            await self._collection(RUN).replace_one({"_id": note["_id"]}, note, upsert=True)
 
         await self._connection.transaction(write)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.batches import batches
 from agentrl.documents.base import plain
@@ -29,6 +28,7 @@ from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, after_backoff, literal
 from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims, slot_status
+from agentrl.store.mechanics.transaction import abort
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import end_records, queue_sampled
@@ -121,9 +121,9 @@ class Attempts(Repository):
         not_before = after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
         fields = {**FREE, "status": slots.failed_or_open(max_attempts), "not_before": not_before}
 
-        async def write(session: AsyncClientSession) -> Task:
-            task = await slots.update_slot(self._connection, claim, fields, session)
-            await end_records(self._connection, [claim], failure, session)
+        async def write() -> Task:
+            task = await slots.update_slot(self._connection, claim, fields)
+            await end_records(self._connection, [claim], failure)
             return task
 
         task = await self._connection.transaction(write)
@@ -147,9 +147,9 @@ class Attempts(Repository):
             "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
         }  # fmt: skip
 
-        async def write(session: AsyncClientSession) -> Task:
-            task = await slots.update_slot(self._connection, claim, fields, session)
-            await self._hand_back(claim, why, slot_status(task, claim), session)
+        async def write() -> Task:
+            task = await slots.update_slot(self._connection, claim, fields)
+            await self._hand_back(claim, why, slot_status(task, claim))
             return task
 
         task = await self._connection.transaction(write)
@@ -177,14 +177,13 @@ class Attempts(Repository):
     async def _score(self, score: _Score) -> TaskStatus:
         claim = score.claim
 
-        async def write(session: AsyncClientSession) -> TaskStatus:
+        async def write() -> TaskStatus:
             task = await self._collection(TASK).find_one_and_update(
-                slots.held(claim), score.slot_update, {"status": 1}, session=session,
-                return_document=ReturnDocument.AFTER,
-            )  # fmt: skip
+                slots.held(claim), score.slot_update, {"status": 1}, return_document=ReturnDocument.AFTER
+            )
             if task is None:
                 raise lease_lost(claim)
-            result = await self._collection(RECORD).bulk_write([score.record], session=session)
+            result = await self._collection(RECORD).bulk_write([score.record])
             if result.matched_count != 1:
                 raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
             return TaskStatus(task["status"])
@@ -203,13 +202,13 @@ class Attempts(Repository):
         slot_updates, record_updates = [score.slot for score in scores], [score.record for score in scores]
         ids = {score.claim.task.id for score in scores}
 
-        async def write(session: AsyncClientSession) -> dict[str, TaskStatus] | None:
+        async def write() -> dict[str, TaskStatus] | None:
             for collection, updates in ((TASK, slot_updates), (RECORD, record_updates)):
-                result = await self._collection(collection).bulk_write(updates, session=session)
+                result = await self._collection(collection).bulk_write(updates)
                 if result.matched_count < len(updates):
-                    await session.abort_transaction()
+                    await abort()
                     return None
-            cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, {"status": 1}, session=session)
+            cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, {"status": 1})
             return {task["_id"]: TaskStatus(task["status"]) for task in await cursor.to_list()}
 
         statuses = await self._connection.transaction(write)
@@ -240,12 +239,12 @@ class Attempts(Repository):
             "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
         }  # fmt: skip
 
-        async def write(session: AsyncClientSession) -> list[Claim]:
-            lost = await lost_claims(self._connection, claims, session)
+        async def write() -> list[Claim]:
+            lost = await lost_claims(self._connection, claims)
             lost_ids = {claim.record_id for claim in lost}
             held = [claim for claim in claims if claim.record_id not in lost_ids]
             if held:
-                queued = await queue_sampled(self._connection, held, session)
+                queued = await queue_sampled(self._connection, held)
                 updates = [
                     UpdateOne(
                         slots.held(claim),
@@ -253,22 +252,20 @@ class Attempts(Repository):
                     )
                     for claim in held
                 ]
-                await self._collection(TASK).bulk_write(updates, ordered=True, session=session)
+                await self._collection(TASK).bulk_write(updates, ordered=True)
                 ended = [claim for claim in held if claim.record_id not in queued]
-                await end_records(self._connection, ended, None, session)
+                await end_records(self._connection, ended, None)
             return lost
 
         return await self._connection.transaction(write)
 
-    async def _hand_back(
-        self, claim: Claim, why: Failure, status: SlotStatus, session: AsyncClientSession
-    ) -> None:
+    async def _hand_back(self, claim: Claim, why: Failure, status: SlotStatus) -> None:
         changes: Json = {"unscored_because": plain(why)}
         if status is SlotStatus.FAILED:
             changes |= {"status": RecordStatus.FAILED.value, "failure": plain(why)}
         else:
             changes |= {"status": RecordStatus.COMPLETED.value}
         sampled = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
-        result = await self._collection(RECORD).update_one(sampled, {"$set": changes}, session=session)
+        result = await self._collection(RECORD).update_one(sampled, {"$set": changes})
         if result.matched_count != 1:
             raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for a score")

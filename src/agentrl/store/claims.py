@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pymongo import ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
@@ -91,15 +90,14 @@ class Claims(Repository):
         owners = [owner] * limit
         update = slots.claim_slots(slots.UNSCORED, owners, lease_seconds, new_attempt=False)
 
-        async def write(session: AsyncClientSession) -> list[Claim]:
+        async def write() -> list[Claim]:
             task = await tasks.find_one_and_update(
-                query, update, sort=BY_ORDER,
-                return_document=ReturnDocument.AFTER, session=session,
-            )  # fmt: skip
+                query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
+            )
             if task is None:
                 return []
             claims = slots.new_claims(task, owners)
-            await self._own_records(claims, session)
+            await self._own_records(claims)
             return claims
 
         return await self._connection.transaction(write)
@@ -202,7 +200,7 @@ class Claims(Repository):
             return_document=ReturnDocument.AFTER,
         )  # fmt: skip
 
-    async def _own_records(self, claims: Sequence[Claim], session: AsyncClientSession) -> None:
+    async def _own_records(self, claims: Sequence[Claim]) -> None:
         """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are sampled."""
         updates = [
             UpdateOne(
@@ -211,7 +209,7 @@ class Claims(Repository):
             )
             for claim in claims
         ]
-        written = await self._collection(RECORD).bulk_write(updates, session=session)
+        written = await self._collection(RECORD).bulk_write(updates)
         if written.matched_count != len(updates):
             raise StoreError(
                 f"a sampled slot of Task {claims[0].task.id} has no sampled Record",

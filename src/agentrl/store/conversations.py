@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.gateway import GatewaySession, ReportedReward
@@ -50,18 +49,18 @@ class Conversations(Repository):
             order=order, query=query, scorer=FEEDBACK, meta=meta, slots=(Slot(traj_id=session.traj_id),),
         )  # fmt: skip
 
-        async def write(transaction: AsyncClientSession) -> Claim:
+        async def write() -> Claim:
             document = sealed(TASK, task.to_document(), "content")
-            await self._collection(TASK).insert_one(document, session=transaction)
+            await self._collection(TASK).insert_one(document)
             claimed = await self._collection(TASK).find_one_and_update(
                 {"_id": task.id}, slots.claim_slots(slots.OPEN, [session.owner], idle_seconds),
-                return_document=ReturnDocument.AFTER, session=transaction,
+                return_document=ReturnDocument.AFTER,
             )  # fmt: skip
             assert claimed is not None  # the same transaction inserted it
             (claim,) = slots.new_claims(claimed, [session.owner])
             record = replace(new_record(claim), status=RecordStatus.RUNNING, train_rule=train)
-            await self._collection(RECORD).insert_one(record.to_document(), session=transaction)
-            await self._collection(GATEWAY_SESSION).insert_one(session.to_document(), session=transaction)
+            await self._collection(RECORD).insert_one(record.to_document())
+            await self._collection(GATEWAY_SESSION).insert_one(session.to_document())
             return claim
 
         return await self._connection.transaction(write)
@@ -97,8 +96,8 @@ class Conversations(Repository):
         """
         query = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
 
-        async def write(session: AsyncClientSession) -> Task:
-            record = await self._collection(RECORD).find_one(query, session=session)
+        async def write() -> Task:
+            record = await self._collection(RECORD).find_one(query)
             if record is None:
                 raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for feedback")
             has_feedback = record.get("reported_reward") is not None
@@ -109,12 +108,12 @@ class Conversations(Repository):
                 "status": {"$cond": [is_over, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
                 "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
             }
-            task = await slots.update_slot(self._connection, claim, fields, session)
+            task = await slots.update_slot(self._connection, claim, fields)
             changes: Json = {"status": RecordStatus.COMPLETED.value}
             if slots.slot_status(task, claim) is SlotStatus.FAILED:
                 why = plain(Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h"))
                 changes = {"status": RecordStatus.FAILED.value, "failure": why}
-            await self._collection(RECORD).update_one(query, {"$set": changes}, session=session)
+            await self._collection(RECORD).update_one(query, {"$set": changes})
             return task
 
         task = await self._connection.transaction(write)
@@ -131,15 +130,14 @@ class Conversations(Repository):
         query = {"_id": record_id, "status": {"$in": _TAKES_FEEDBACK}}
         waits: Json = {"$and": [slots.SAMPLED, {"$eq": ["$$slot.record_id", {"$literal": record_id}]}]}
 
-        async def write(session: AsyncClientSession) -> Json | None:
+        async def write() -> Json | None:
             record = await self._collection(RECORD).find_one_and_update(
-                query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}, session=session
+                query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}
             )
             if record is not None and record["status"] == RecordStatus.COMPLETED.value:
                 await self._collection(TASK).update_one(
                     {"_id": record["task"], **slots.any_slot(waits)},
                     slots.change_slots(waits, {"not_before": None}),
-                    session=session,
                 )
             return record
 

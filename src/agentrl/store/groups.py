@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.column import Column, column_key
@@ -128,16 +127,15 @@ class Groups(Repository):
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
 
-        async def write(session: AsyncClientSession) -> bool:
+        async def write() -> bool:
             completed = await self._collection(TASK).update_one(
-                {**waiting, "updated_at": group.task.updated_at},
-                _complete(outcome.summary, group.task.begun), session=session,
-            )  # fmt: skip
+                {**waiting, "updated_at": group.task.updated_at}, _complete(outcome.summary, group.task.begun)
+            )
             if completed.matched_count == 0:
                 return False
             if data:
-                await self._collection(DATA).insert_many(data, session=session)
-            await settle_records(self._connection, outcome.records, session)
+                await self._collection(DATA).insert_many(data)
+            await settle_records(self._connection, outcome.records)
             return True
 
         return await self._connection.transaction(write)
@@ -170,23 +168,20 @@ class Groups(Repository):
         are stored for ``agentrl db rescore``. Returns False if the group is not waiting.
         """
 
-        async def write(session: AsyncClientSession) -> bool:
-            task = await self._collection(TASK).find_one(
-                {"_id": task_id, "status": TaskStatus.WAITING.value}, session=session
-            )
+        async def write() -> bool:
+            task = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
             if task is None:
                 return False
-            records = await read_records(self._connection, task_id, session)
+            records = await read_records(self._connection, task_id)
             scored = [record for record in records if record.score is not None]
             failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
             decided = {"outcome": FAILED, "problem": problem, "rules": rules}
             summary = {**summarize(scored, failed, 0, rules), **decided}
-            await self._collection(TASK).update_one({"_id": task_id}, _complete(summary), session=session)
+            await self._collection(TASK).update_one({"_id": task_id}, _complete(summary))
             because = f"the group could not be finalized: {problem}"
             await self._collection(RECORD).update_many(
                 {"task": task_id, "status": RecordStatus.SCORED.value},
                 {"$set": {"status": RecordStatus.ABANDONED.value, "abandoned_because": because}},
-                session=session,
             )
             return True
 
@@ -227,9 +222,7 @@ async def read_group(connection: Connection, task: Task, records: Sequence[Recor
     )
 
 
-async def settle_records(
-    connection: Connection, outcomes: Sequence[RecordOutcome], session: AsyncClientSession
-) -> None:
+async def settle_records(connection: Connection, outcomes: Sequence[RecordOutcome]) -> None:
     """Move scored Records to READY or ABANDONED. Raises StoreError if one of them is not scored."""
     updates = [
         UpdateOne(
@@ -246,7 +239,7 @@ async def settle_records(
     ]  # fmt: skip
     if not updates:
         return
-    result = await connection.collection(RECORD).bulk_write(updates, session=session)
+    result = await connection.collection(RECORD).bulk_write(updates)
     if result.matched_count != len(updates):
         raise StoreError(
             f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"

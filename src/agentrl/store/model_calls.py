@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.batches import weighed_batches
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
@@ -17,9 +16,11 @@ from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
 from agentrl.store.gateways import answering
 from agentrl.store.mechanics.blobs import Blobs, sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, is_outage
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.driver_errors import is_outage
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.mechanics.slots import lease_lost, lost_claims
+from agentrl.store.mechanics.transaction import abort, use_session
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.records import running_record
@@ -122,28 +123,31 @@ class ModelCalls(Repository):
     async def _add(self, addition: _Addition) -> None:
         call = addition.call
 
-        async def write(session: AsyncClientSession) -> None:
-            before = await self._count(addition.claim, call, literal(call.id), session)
+        async def write() -> None:
+            before = await self._count(addition.claim, call, literal(call.id))
             if before is None:
                 raise lease_lost(addition.claim)
             if call.id in before:
-                await session.abort_transaction()
+                await abort()
                 return
-            await self._collection(MODEL_CALL).insert_one(addition.document, session=session)
+            await self._collection(MODEL_CALL).insert_one(addition.document)
 
         await self._connection.transaction(write)
 
-    async def _count(
-        self, claim: Claim, call: DispatchedSamplingTask, call_id: Json, session: AsyncClientSession
-    ) -> Sequence[str] | None:
+    async def _count(self, claim: Claim, call: DispatchedSamplingTask, call_id: Json) -> Sequence[str] | None:
         """Count a call in its Record; return the calls that it had before, None if the claim is lost."""
         lost, before = await asyncio.gather(
-            lost_claims(self._connection, [claim]),
+            self._lost([claim]),
             self._collection(RECORD).find_one_and_update(
-                running_record(claim), count_call(call, call_id), {"traj": 1}, session=session
+                running_record(claim), count_call(call, call_id), {"traj": 1}
             ),
         )
         return None if lost or before is None else before["traj"]
+
+    async def _lost(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims that are lost, outside the transaction, which makes another call meanwhile."""
+        with use_session(None):
+            return await lost_claims(self._connection, claims)
 
     async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
         """Store the additions of several trajectories; return None if some must be stored on their own."""
@@ -157,15 +161,15 @@ class ModelCalls(Repository):
         ]
         documents = [each.document for each in additions]
 
-        async def write(session: AsyncClientSession) -> bool:
+        async def write() -> bool:
             lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [group[0].claim for group in groups]),
-                self._collection(RECORD).bulk_write(counts, session=session),
+                self._lost([group[0].claim for group in groups]),
+                self._collection(RECORD).bulk_write(counts),
             )
             if lost or counted.matched_count < len(counts):
-                await session.abort_transaction()
+                await abort()
                 return False
-            await self._collection(MODEL_CALL).insert_many(documents, session=session)
+            await self._collection(MODEL_CALL).insert_many(documents)
             return True
 
         return [None] * len(groups) if await self._connection.transaction(write) else None
@@ -189,34 +193,33 @@ class ModelCalls(Repository):
         record = answer.claim.record_id
         next_id: Json = {"$concat": [literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
 
-        async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
-            before = await self._count(answer.claim, answer.call, next_id, session)
+        async def write() -> DispatchedSamplingTask:
+            before = await self._count(answer.claim, answer.call, next_id)
             if before is None:
-                return await self._stored_before(answer, session)
+                return await self._stored_before(answer)
             call = answer.numbered(len(before))
             ended = await self._collection(GATEWAY_CALL).update_one(
-                answering(answer.request), answer.end(call), session=session
+                answering(answer.request), answer.end(call)
             )
             if ended.matched_count == 0:
-                return await self._stored_before(answer, session)
-            await self._collection(MODEL_CALL).insert_one(await encoded(self._blobs, call), session=session)
+                return await self._stored_before(answer)
+            await self._collection(MODEL_CALL).insert_one(await encoded(self._blobs, call))
             return call
 
         return await self._connection.transaction(write)
 
-    async def _stored_before(self, answer: _Answer, session: AsyncClientSession) -> DispatchedSamplingTask:
+    async def _stored_before(self, answer: _Answer) -> DispatchedSamplingTask:
         """Return the call that an earlier transaction wrote, whose answer an outage lost.
 
         Raises LeaseLostError if there is none.
         """
         done = await self._collection(GATEWAY_CALL).find_one(
-            {"_id": answer.request.id, "gateway": answer.request.gateway, "call": {"$ne": None}},
-            session=session,
+            {"_id": answer.request.id, "gateway": answer.request.gateway, "call": {"$ne": None}}
         )
         if done is None:
             raise lease_lost(answer.claim)
-        stored = await self._collection(MODEL_CALL).find_one({"_id": done["call"]}, session=session)
-        await session.abort_transaction()
+        stored = await self._collection(MODEL_CALL).find_one({"_id": done["call"]})
+        await abort()
         assert stored is not None  # the same transaction wrote it
         return DispatchedSamplingTask.from_document(await self._blobs.restore(stored))
 
@@ -226,9 +229,9 @@ class ModelCalls(Repository):
         if len(set(records)) < len(records):
             return None
 
-        async def write(session: AsyncClientSession) -> list[DispatchedSamplingTask] | None:
+        async def write() -> list[DispatchedSamplingTask] | None:
             query = {"_id": {"$in": records}}
-            cursor = self._collection(RECORD).find(query, {"size": {"$size": "$traj"}}, session=session)
+            cursor = self._collection(RECORD).find(query, {"size": {"$size": "$traj"}})
             sizes = {record["_id"]: record["size"] async for record in cursor}
             if len(sizes) < len(records):
                 return None
@@ -242,15 +245,15 @@ class ModelCalls(Repository):
                 for answer, call in zip(answers, calls, strict=True)
             ]
             lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [answer.claim for answer in answers]),
-                self._collection(RECORD).bulk_write(counts, session=session),
+                self._lost([answer.claim for answer in answers]),
+                self._collection(RECORD).bulk_write(counts),
             )
-            ended = await self._collection(GATEWAY_CALL).bulk_write(ends, session=session)
+            ended = await self._collection(GATEWAY_CALL).bulk_write(ends)
             if lost or counted.matched_count < len(calls) or ended.matched_count < len(calls):
-                await session.abort_transaction()
+                await abort()
                 return None
             documents = [await encoded(self._blobs, call) for call in calls]
-            await self._collection(MODEL_CALL).insert_many(documents, session=session)
+            await self._collection(MODEL_CALL).insert_many(documents)
             return calls
 
         return await self._connection.transaction(write)

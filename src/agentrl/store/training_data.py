@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Literal
 
 from pymongo import ReplaceOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.batches import batches
 from agentrl.documents.status import DataStatus
@@ -158,8 +157,8 @@ class Training(Repository):
     async def _update(self, query: Json, change: Json, attempt: int | None) -> int:
         """Update data in one transaction that the trainer's lease fences; return how many."""
 
-        async def write(session: AsyncClientSession) -> int:
-            return (await self._collection(DATA).update_many(query, change, session=session)).modified_count
+        async def write() -> int:
+            return (await self._collection(DATA).update_many(query, change)).modified_count
 
         return await fenced(self._connection, attempt, write)
 

@@ -131,7 +131,7 @@ class Rescoring(Repository):
             records=[_new_record(record, scores[record.id]) for record in earlier],
             outcome=outcome,
         )
-        await self._connection.transaction(lambda session: regroup(self._connection, task, change, session))
+        await self._connection.transaction(lambda: regroup(self._connection, task, change))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
         notes = []

@@ -9,8 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pymongo.asynchronous.client_session import AsyncClientSession
-
 from agentrl.batches import batches
 from agentrl.documents.base import now, plain
 from agentrl.documents.retraction import Rebuilt, Retraction, Tombstone, Withdrawn
@@ -186,19 +184,17 @@ class Retractions(Repository):
     ) -> Retraction:
         """Store the retraction with its tombstones, in one transaction."""
 
-        async def write(session: AsyncClientSession) -> Retraction:
-            newest = await self._collection(RETRACTION).find_one({}, sort=[("_id", -1)], session=session)
+        async def write() -> Retraction:
+            newest = await self._collection(RETRACTION).find_one({}, sort=[("_id", -1)])
             retraction = Retraction(
                 id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
                 records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
                 first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
                 family=family,
             )  # fmt: skip
-            await self._collection(RETRACTION).insert_one(retraction.to_document(), session=session)
+            await self._collection(RETRACTION).insert_one(retraction.to_document())
             stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
-            await self._collection(TOMBSTONE).insert_many(
-                [stone.to_document() for stone in stones], session=session
-            )
+            await self._collection(TOMBSTONE).insert_many([stone.to_document() for stone in stones])
             return retraction
 
         return await self._connection.transaction(write)

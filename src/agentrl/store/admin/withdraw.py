@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pymongo import UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.batches import batches
 from agentrl.documents.record import Record
@@ -109,16 +108,16 @@ class Withdrawing(Repository):
             others = [slot for slot in task["slots"] if slot["traj_id"] not in traj_ids]
             outcome = await self._decide({**task, "slots": others}, left, decide_by)
 
-        async def write(session: AsyncClientSession) -> None:
-            await self._keep_images(task if is_whole else None, ids, stones[0].retraction, session)
-            await delete_records(self._connection, ids, session)
+        async def write() -> None:
+            await self._keep_images(task if is_whole else None, ids, stones[0].retraction)
+            await delete_records(self._connection, ids)
             if task is not None and is_whole:
-                await self._delete_task(task, session)
+                await self._delete_task(task)
             elif task is not None:
-                await self._regroup(task, traj_ids, left, outcome, session)
+                await self._regroup(task, traj_ids, left, outcome)
             if task is not None:
-                await self._reopen_evaluation(task["split"], session)
-            await self._mark_deleted(stones, gone, session)
+                await self._reopen_evaluation(task["split"])
+            await self._mark_deleted(stones, gone)
 
         await fenced(self._connection, attempt, write)
 
@@ -130,16 +129,15 @@ class Withdrawing(Repository):
         return None if isinstance(outcome, Blocker) else outcome
 
     async def _regroup(
-        self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
-        session: AsyncClientSession,
-    ) -> None:  # fmt: skip
+        self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None
+    ) -> None:
         """Remove the slots, and write the group as ``outcome`` decides it, or else its new summary."""
         is_completed = task["status"] == TaskStatus.COMPLETED.value
         change = slots.remove_slots(sorted(traj_ids), is_completed=is_completed)
         if not is_completed or outcome is not None:
             if outcome is not None:
                 change = [*change, {"$set": decided(task, outcome)}]
-            await regroup(self._connection, task, GroupChange(task=change, outcome=outcome), session)
+            await regroup(self._connection, task, GroupChange(task=change, outcome=outcome))
             return
         trained = sum(each.status is RecordStatus.READY and each.advantage is not None for each in left)
         failed = sum(
@@ -151,13 +149,13 @@ class Withdrawing(Repository):
         names = {record.id for record in left}
         if earlier.get("filtered"):
             group["filtered"] = [item for item in earlier["filtered"] if item["record"] in names]
-        await change_task(self._connection, task, [*change, {"$set": {"group": literal(group)}}], session)
+        await change_task(self._connection, task, [*change, {"$set": {"group": literal(group)}}])
         quarantined = {
             "status": DataStatus.QUARANTINED.value,
             "problem": "trajectories of its group were withdrawn after a step trained it",
         }
         ready = {"task": task["_id"], "status": DataStatus.READY.value}
-        await self._collection(DATA).update_many(ready, {"$set": quarantined}, session=session)
+        await self._collection(DATA).update_many(ready, {"$set": quarantined})
 
     @database_call
     async def decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
@@ -175,34 +173,28 @@ class Withdrawing(Repository):
         outcome = await self._decide(task, records, decide_by)
         if outcome is not None:
             change = GroupChange(task=[{"$set": decided(task, outcome)}], outcome=outcome)
-            await fenced(
-                self._connection, attempt, lambda session: regroup(self._connection, task, change, session)
-            )
+            await fenced(self._connection, attempt, lambda: regroup(self._connection, task, change))
 
-    async def _delete_task(self, task: Json, session: AsyncClientSession) -> None:
+    async def _delete_task(self, task: Json) -> None:
         unchanged = {"_id": task["_id"], "updated_at": task["updated_at"]}
-        if not (await self._collection(TASK).delete_one(unchanged, session=session)).deleted_count:
+        if not (await self._collection(TASK).delete_one(unchanged)).deleted_count:
             raise GroupChangedError
         epoch = {"_id": f"{task['split']}/{task['epoch']}", "tasks": {"$gt": 0}}
-        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}}, session=session)
+        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}})
 
-    async def _reopen_evaluation(self, split: str, session: AsyncClientSession) -> None:
+    async def _reopen_evaluation(self, split: str) -> None:
         """Take the results of an evaluation back: the same command computes them from what is left."""
         stopped = {"status": EvaluationStatus.STOPPED.value, "results": None, "finished_at": None}
         finished = {"_id": split, "status": EvaluationStatus.FINISHED.value}
-        await self._collection(EVALUATION).update_one(finished, {"$set": stopped}, session=session)
+        await self._collection(EVALUATION).update_one(finished, {"$set": stopped})
 
-    async def _keep_images(
-        self, task: Json | None, ids: Sequence[str], retraction: int, session: AsyncClientSession
-    ) -> None:
+    async def _keep_images(self, task: Json | None, ids: Sequence[str], retraction: int) -> None:
         """Note which images the documents name, before they are deleted."""
         named = {image["sha256"] for image in (task or {}).get("images") or ()}
         for collection in (MODEL_CALL, DATA):
             fields = {"images.sha256": 1, "tool_executions.images.sha256": 1}
             shows = {"$or": [{name: {"$exists": True}} for name in fields]}
-            cursor = self._collection(collection).find(
-                {OF_RECORD[collection]: {"$in": ids}, **shows}, fields, session=session
-            )
+            cursor = self._collection(collection).find({OF_RECORD[collection]: {"$in": ids}, **shows}, fields)
             async for document in cursor:
                 shown = [*document.get("images", ())]
                 for execution in document.get("tool_executions", ()):
@@ -210,12 +202,10 @@ class Withdrawing(Repository):
                 named |= {image["sha256"] for image in shown}
         if named:
             await self._collection(RETRACTION).update_one(
-                {"_id": retraction}, {"$addToSet": {"images": {"$each": sorted(named)}}}, session=session
+                {"_id": retraction}, {"$addToSet": {"images": {"$each": sorted(named)}}}
             )
 
-    async def _mark_deleted(
-        self, stones: Sequence[Tombstone], gone: Sequence[Record], session: AsyncClientSession
-    ) -> None:
+    async def _mark_deleted(self, stones: Sequence[Tombstone], gone: Sequence[Record]) -> None:
         """Date the tombstones, and add those of attempts that began after the selection."""
         listed = {stone.id for stone in stones}
         later = [
@@ -227,11 +217,9 @@ class Withdrawing(Repository):
             if record.id not in listed
         ]  # fmt: skip
         if later:
-            await self._collection(TOMBSTONE).insert_many(later, session=session)
+            await self._collection(TOMBSTONE).insert_many(later)
         pending = {"task": stones[0].task, "deleted_at": None}
-        await self._collection(TOMBSTONE).update_many(
-            pending, {"$currentDate": {"deleted_at": True}}, session=session
-        )
+        await self._collection(TOMBSTONE).update_many(pending, {"$currentDate": {"deleted_at": True}})
 
     @database_call
     async def rewrite_steps(self, attempt: int | None) -> None:
@@ -251,8 +239,8 @@ class Withdrawing(Repository):
                 updates.append(UpdateOne(same, {"$set": {"data": data}}))
         for batch in batches(updates, BATCH):
 
-            async def write(session: AsyncClientSession, batch: list[UpdateOne] = batch) -> None:
-                await self._collection(STEP).bulk_write(batch, session=session)
+            async def write(batch: list[UpdateOne] = batch) -> None:
+                await self._collection(STEP).bulk_write(batch)
 
             await fenced(self._connection, attempt, write)
 
@@ -274,9 +262,9 @@ class Withdrawing(Repository):
         """Delete what writers left of the withdrawn after it was deleted: files, late Records and Tasks."""
         for batch in batches(await self._ids(TOMBSTONE, {}), BATCH):
 
-            async def write(session: AsyncClientSession, batch: list[str] = batch) -> None:
-                await delete_records(self._connection, batch, session)
-                await self._collection(TASK).delete_many({"_id": {"$in": batch}}, session=session)
+            async def write(batch: list[str] = batch) -> None:
+                await delete_records(self._connection, batch)
+                await self._collection(TASK).delete_many({"_id": {"$in": batch}})
 
             await self._connection.transaction(write)
 
