@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from agentrl.documents.status import (
     sources,
     values,
 )
-from agentrl.documents.task import Claim, Task
+from agentrl.documents.task import FEEDBACK, Claim, Task
 from agentrl.errors import LeaseLostError, StoreError
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import seal
@@ -126,9 +126,7 @@ class Attempts(Repository):
             await end_records(self._connection, [claim], failure)
             return task
 
-        task = await self._connection.transaction(write)
-        self.completed.note(task.split, task.id, task.status)
-        return slot_status(task, claim)
+        return await self._end(claim, write)
 
     @database_call
     async def postpone(
@@ -149,12 +147,37 @@ class Attempts(Repository):
 
         async def write() -> Task:
             task = await slots.update_slot(self._connection, claim, fields)
-            await self._hand_back(claim, why, slot_status(task, claim))
+            await self._hand_back(claim, slot_status(task, claim), why, unscored_because=plain(why))
             return task
 
-        task = await self._connection.transaction(write)
-        self.completed.note(task.split, task.id, task.status)
-        return slot_status(task, claim)
+        return await self._end(claim, write)
+
+    @database_call
+    async def await_feedback(self, claim: Claim, hours: float) -> SlotStatus:
+        """Hand a sampled slot back without a score, until feedback comes or ``hours`` after it was sampled.
+
+        Return the slot's status: SAMPLED, or FAILED if the time is over; its Record then fails with a failure
+        of kind ``feedback``.
+        """
+        late = Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h")
+
+        async def write() -> Task:
+            record = await self._collection(RECORD).find_one(_sampled(claim))
+            if record is None:
+                raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for feedback")
+            has_feedback = record.get("reported_reward") is not None
+            until: Json = {"$add": [record["completed_at"], round(hours * 3_600_000)]}
+            is_over: Json = {"$and": [not has_feedback, {"$lte": [until, "$$NOW"]}]}
+            fields = {
+                **FREE,
+                "status": {"$cond": [is_over, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
+                "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
+            }
+            task = await slots.update_slot(self._connection, claim, fields)
+            await self._hand_back(claim, slot_status(task, claim), late)
+            return task
+
+        return await self._end(claim, write)
 
     async def release(self, claim: Claim) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
@@ -259,13 +282,22 @@ class Attempts(Repository):
 
         return await self._connection.transaction(write)
 
-    async def _hand_back(self, claim: Claim, why: Failure, status: SlotStatus) -> None:
-        changes: Json = {"unscored_because": plain(why)}
-        if status is SlotStatus.FAILED:
-            changes |= {"status": RecordStatus.FAILED.value, "failure": plain(why)}
-        else:
-            changes |= {"status": RecordStatus.COMPLETED.value}
-        sampled = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
-        result = await self._collection(RECORD).update_one(sampled, {"$set": changes})
+    async def _end(self, claim: Claim, write: Callable[[], Coroutine[Any, Any, Task]]) -> SlotStatus:
+        """Run the transaction that ends a claim; return the status of its slot."""
+        task = await self._connection.transaction(write)
+        self.completed.note(task.split, task.id, task.status)
+        return slot_status(task, claim)
+
+    async def _hand_back(self, claim: Claim, slot: SlotStatus, failure: Failure, **fields: Json) -> None:
+        """Let the sampled Record of a claim wait for a score, or fail as its slot has failed."""
+        changes: Json = {**fields, "status": RecordStatus.COMPLETED.value}
+        if slot is SlotStatus.FAILED:
+            changes |= {"status": RecordStatus.FAILED.value, "failure": plain(failure)}
+        result = await self._collection(RECORD).update_one(_sampled(claim), {"$set": changes})
         if result.matched_count != 1:
             raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for a score")
+
+
+def _sampled(claim: Claim) -> Json:
+    """Return a filter for the claim's Record, if it is sampled and has no score."""
+    return {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}

@@ -1,4 +1,4 @@
-"""Store conversations that no task asked for, and the feedback that trajectories wait for."""
+"""Store conversations that no task asked for, and the feedback that people give to trajectories."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from pymongo import ReturnDocument
 
 from agentrl.documents.base import plain
 from agentrl.documents.gateway import GatewaySession, ReportedReward
-from agentrl.documents.record import Failure
 from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task, task_key
 from agentrl.errors import StoreError
-from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import FREE, after
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import after
 from agentrl.store.names import GATEWAY_SESSION, RECORD, TASK
 from agentrl.store.records import new_record
 
@@ -33,10 +31,6 @@ class Conversations(Repository):
     conversation is: its owner is the conversation itself, not a process, and its lease is the time that a
     user may be silent. So any gateway serves it, and none has to live as long. Samplers leave it alone.
     """
-
-    def __init__(self, connection: Connection, completed: CompletedGroups) -> None:
-        super().__init__(connection)
-        self._completed = completed
 
     @database_call
     async def open(
@@ -86,39 +80,6 @@ class Conversations(Repository):
             query, update, return_document=ReturnDocument.AFTER
         )
         return None if found is None else _running(Task.from_document(found))
-
-    @database_call
-    async def await_feedback(self, claim: Claim, hours: float) -> SlotStatus:
-        """Hand a sampled slot back without a score, until feedback comes or ``hours`` after it was sampled.
-
-        Return the slot's status: SAMPLED, or FAILED if the time is over; its Record then fails with a failure
-        of kind ``feedback``. Raises LeaseLostError if the claim is lost.
-        """
-        query = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
-
-        async def write() -> Task:
-            record = await self._collection(RECORD).find_one(query)
-            if record is None:
-                raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for feedback")
-            has_feedback = record.get("reported_reward") is not None
-            until: Json = {"$add": [record["completed_at"], round(hours * 3_600_000)]}
-            is_over: Json = {"$and": [not has_feedback, {"$lte": [until, "$$NOW"]}]}
-            fields = {
-                **FREE,
-                "status": {"$cond": [is_over, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
-                "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
-            }
-            task = await slots.update_slot(self._connection, claim, fields)
-            changes: Json = {"status": RecordStatus.COMPLETED.value}
-            if slots.slot_status(task, claim) is SlotStatus.FAILED:
-                why = plain(Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h"))
-                changes = {"status": RecordStatus.FAILED.value, "failure": why}
-            await self._collection(RECORD).update_one(query, {"$set": changes})
-            return task
-
-        task = await self._connection.transaction(write)
-        self._completed.note(task.split, task.id, task.status)
-        return slots.slot_status(task, claim)
 
     @database_call
     async def give_feedback(self, record_id: str, reward: ReportedReward) -> RecordStatus | None:
