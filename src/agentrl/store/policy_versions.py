@@ -149,7 +149,6 @@ class PolicyVersions(Repository):
         return withdrawn
 
     async def _withdraw_some(self, later: Json, attempt: int | None) -> int:
-
         async def write() -> int:
             oldest = [("_id", ASCENDING)]
             ids = await self._ids(VERSION, later, sort=oldest, limit=_VERSIONS_PER_UPDATE)
@@ -172,25 +171,18 @@ class PolicyVersions(Repository):
         again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
             name: content[name] for name in fields
         }
-
-        async def write() -> None:
-            result = await self._collection(VERSION).update_one(
-                {"_id": version.id, "status": {"$in": allowed}}, {"$set": again}
-            )
-            if result.matched_count == 0:
-                raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
-
-        await fenced(self._connection, attempt, write)
+        query = {"_id": version.id, "status": {"$in": allowed}}
+        versions = self._collection(VERSION)
+        result = await fenced(self._connection, attempt, lambda: versions.update_one(query, {"$set": again}))
+        if result.matched_count == 0:
+            raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
 
     @database_call
     async def mark_pruned(self, versions: Sequence[int], *, attempt: int | None = None) -> None:
         """Record that the folders of ``versions`` are pruned; delete the folders after this call."""
         query = {"_id": {"$in": list(versions)}, "pruned_at": None}
-
-        async def write() -> None:
-            await self._collection(VERSION).update_many(query, {"$currentDate": {"pruned_at": True}})
-
-        await fenced(self._connection, attempt, write)
+        pruned = {"$currentDate": {"pruned_at": True}}
+        await fenced(self._connection, attempt, lambda: self._collection(VERSION).update_many(query, pruned))
 
     @database_call
     async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:

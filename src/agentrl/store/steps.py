@@ -65,15 +65,10 @@ class Steps(Repository):
 
     async def _give_up_plan(self, step: TrainStep, attempt: int | None) -> None:
         """Undo the chunks of a plan that are already marked."""
-
-        async def decide() -> bool:
-            result = await self._collection(STEP).update_one(
-                {"_id": step.id, "status": StepStatus.PLANNING.value},
-                {"$set": {"status": StepStatus.REVERTING.value}},
-            )
-            return result.matched_count > 0
-
-        if await fenced(self._connection, attempt, decide):
+        steps, begun = self._collection(STEP), {"_id": step.id, "status": StepStatus.PLANNING.value}
+        undone = {"$set": {"status": StepStatus.REVERTING.value}}
+        decided = await fenced(self._connection, attempt, lambda: steps.update_one(begun, undone))
+        if decided.matched_count:
             await self._revert(step, step.step - 1, attempt)
 
     @database_call

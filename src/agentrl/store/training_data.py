@@ -156,11 +156,9 @@ class Training(Repository):
 
     async def _update(self, query: Json, change: Json, attempt: int | None) -> int:
         """Update data in one transaction that the trainer's lease fences; return how many."""
-
-        async def write() -> int:
-            return (await self._collection(DATA).update_many(query, change)).modified_count
-
-        return await fenced(self._connection, attempt, write)
+        data = self._collection(DATA)
+        updated = await fenced(self._connection, attempt, lambda: data.update_many(query, change))
+        return updated.modified_count
 
     @database_call
     async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:

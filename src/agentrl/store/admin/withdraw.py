@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from pymongo import UpdateOne
 
@@ -238,11 +239,7 @@ class Withdrawing(Repository):
                 same = {"_id": step["_id"], "data": step["data"]}
                 updates.append(UpdateOne(same, {"$set": {"data": data}}))
         for batch in batches(updates, BATCH):
-
-            async def write(batch: list[UpdateOne] = batch) -> None:
-                await self._collection(STEP).bulk_write(batch)
-
-            await fenced(self._connection, attempt, write)
+            await fenced(self._connection, attempt, partial(self._collection(STEP).bulk_write, batch))
 
     async def _with_groups(self, data: Sequence[str], groups: set[str]) -> list[str]:
         """Return ``data`` with the present data of each group among ``groups`` in place of the earlier."""
