@@ -22,7 +22,7 @@ _CALLS = (
 class Collection(AsyncCollection[dict[str, Any]]):
     """A collection whose reads and writes belong to the transaction around them, unless given a session.
 
-    Other calls, such as those that make an index, belong to none.
+    Other calls, such as those that make an index, belong to none, and so do those of a copy ``with_options``.
     """
 
 

@@ -24,7 +24,7 @@ from agentrl.store.admin.check.trajectories import (
     CallParents,
     RecordParents,
     call_problems,
-    read_model_calls,
+    read_call_sizes,
     slot_problems,
 )
 from agentrl.store.admin.check.versions import Epochs, Versions, token_problems
@@ -142,7 +142,7 @@ class Tasks(Section):
         for record in await moment.find(RECORD, {"task": {"$in": ids}}, RECORD_FIELDS, by="task"):
             of_task[record["task"]].append(record)
         record_ids = [record["_id"] for records in of_task.values() for record in records]
-        of_record = await read_model_calls(moment, record_ids)
+        of_record = await read_call_sizes(moment, record_ids)
         trained = await moment.ids(DATA, record_ids)
         for task in page:
             records = sorted(of_task[task["_id"]], key=itemgetter("traj_id", "attempt"))
