@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ReturnDocument, UpdateOne
+from pymongo import UpdateOne
 
 from agentrl.batches import batches
 from agentrl.documents.base import plain
@@ -22,7 +22,7 @@ from agentrl.documents.status import (
     values,
 )
 from agentrl.documents.task import FEEDBACK, Claim, Task
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.errors import StoreError
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
@@ -199,27 +199,14 @@ class Attempts(Repository):
 
     async def _score(self, score: _Score) -> TaskStatus:
         claim = score.claim
-
-        async def write() -> TaskStatus:
-            task = await self._collection(TASK).find_one_and_update(
-                slots.held(claim), score.slot_update, {"status": 1}, return_document=ReturnDocument.AFTER
-            )
-            if task is None:
-                raise lease_lost(claim)
-            result = await self._collection(RECORD).bulk_write([score.record])
-            if result.matched_count != 1:
-                raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
-            return TaskStatus(task["status"])
-
-        try:
-            status = await self._connection.transaction(write)
-        except LeaseLostError:
-            stored = await self._status_if_scored(claim)
-            if stored is None:
-                raise
-            status = stored
-        self.completed.note(claim.task.split, claim.task.id, status)
-        return status
+        if (scored := await self._score_batch([score])) is not None:
+            return scored[0]
+        if (stored := await self._status_if_scored(claim)) is not None:
+            self.completed.note(claim.task.split, claim.task.id, stored)
+            return stored
+        if await lost_claims(self._connection, [claim]):
+            raise lease_lost(claim)
+        raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
 
     async def _score_batch(self, scores: Sequence[_Score]) -> list[TaskStatus] | None:
         slot_updates, record_updates = [score.slot for score in scores], [score.record for score in scores]

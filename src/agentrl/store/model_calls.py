@@ -121,28 +121,13 @@ class ModelCalls(Repository):
             await self._add(addition)
 
     async def _add(self, addition: _Addition) -> None:
-        call = addition.call
-
-        async def write() -> None:
-            before = await self._count(addition.claim, call, literal(call.id))
-            if before is None:
-                raise lease_lost(addition.claim)
-            if call.id in before:
-                await abort()
-                return
-            await self._collection(MODEL_CALL).insert_one(addition.document)
-
-        await self._connection.transaction(write)
-
-    async def _count(self, claim: Claim, call: DispatchedSamplingTask, call_id: Json) -> Sequence[str] | None:
-        """Count a call in its Record; return the calls that it had before, None if the claim is lost."""
-        lost, before = await asyncio.gather(
-            self._lost([claim]),
-            self._collection(RECORD).find_one_and_update(
-                running_record(claim), count_call(call, call_id), {"traj": 1}
-            ),
-        )
-        return None if lost or before is None else before["traj"]
+        claim = addition.claim
+        if await self._add_batch([[addition]]) is not None:
+            return
+        counted = {**running_record(claim), "traj": addition.call.id}  # by an earlier call
+        is_counted = await self._collection(RECORD).find_one(counted, {"_id": 1}) is not None
+        if not is_counted or await lost_claims(self._connection, [claim]):
+            raise lease_lost(claim)
 
     async def _lost(self, claims: Sequence[Claim]) -> list[Claim]:
         """Return the claims that are lost, outside the transaction, which makes another call meanwhile."""
@@ -155,7 +140,7 @@ class ModelCalls(Repository):
         counts = [
             UpdateOne(
                 {**running_record(each.claim), "traj": {"$ne": each.call.id}},
-                count_call(each.call, literal(each.call.id)),
+                count_call(each.call),
             )
             for each in additions
         ]
@@ -190,38 +175,16 @@ class ModelCalls(Repository):
         return await (self._answer(answer) if is_large else self._answering.write(answer))
 
     async def _answer(self, answer: _Answer) -> DispatchedSamplingTask:
-        record = answer.claim.record_id
-        next_id: Json = {"$concat": [literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
-
-        async def write() -> DispatchedSamplingTask:
-            before = await self._count(answer.claim, answer.call, next_id)
-            if before is None:
-                return await self._stored_before(answer)
-            call = answer.numbered(len(before))
-            ended = await self._collection(GATEWAY_CALL).update_one(
-                answering(answer.request), answer.end(call)
-            )
-            if ended.matched_count == 0:
-                return await self._stored_before(answer)
-            await self._collection(MODEL_CALL).insert_one(await encoded(self._blobs, call))
-            return call
-
-        return await self._connection.transaction(write)
-
-    async def _stored_before(self, answer: _Answer) -> DispatchedSamplingTask:
-        """Return the call that an earlier transaction wrote, whose answer an outage lost.
-
-        Raises LeaseLostError if there is none.
-        """
+        """Store one answer, or return the call of an earlier one of it, whose confirmation an outage lost."""
+        if (stored := await self._answer_batch([answer])) is not None:
+            return stored[0]
         done = await self._collection(GATEWAY_CALL).find_one(
             {"_id": answer.request.id, "gateway": answer.request.gateway, "call": {"$ne": None}}
         )
-        if done is None:
+        earlier = None if done is None else await self.by_id(done["call"])
+        if earlier is None:
             raise lease_lost(answer.claim)
-        stored = await self._collection(MODEL_CALL).find_one({"_id": done["call"]})
-        await abort()
-        assert stored is not None  # the same transaction wrote it
-        return DispatchedSamplingTask.from_document(await self._blobs.restore(stored))
+        return earlier
 
     async def _answer_batch(self, answers: Sequence[_Answer]) -> Sequence[DispatchedSamplingTask] | None:
         """Store the answers of several trajectories; return None if some must be stored on their own."""
@@ -237,7 +200,7 @@ class ModelCalls(Repository):
                 return None
             calls = [answer.numbered(sizes[answer.claim.record_id]) for answer in answers]
             counts = [
-                UpdateOne(running_record(answer.claim), count_call(call, literal(call.id)))
+                UpdateOne(running_record(answer.claim), count_call(call))
                 for answer, call in zip(answers, calls, strict=True)
             ]
             ends = [
@@ -279,15 +242,15 @@ async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument
     return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
 
 
-def count_call(call: DispatchedSamplingTask, call_id: Json) -> list[Json]:
-    """Return the update of a Record that counts a model call, whose id is the expression ``call_id``."""
+def count_call(call: DispatchedSamplingTask) -> list[Json]:
+    """Return the update of a Record that counts a model call."""
     versions = [span.version for span in call.versions]
     later = replace(call, index=1)
     is_reset = {"$cond": [{"$gt": [{"$size": "$traj"}, 0]}, int(later.is_context_reset), 0]}
     return [
         {
             "$set": {
-                "traj": {"$concatArrays": ["$traj", [call_id]]},
+                "traj": {"$concatArrays": ["$traj", [literal(call.id)]]},
                 "turns": {"$add": ["$turns", 1]},
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
                 "context_resets": {"$add": ["$context_resets", is_reset]},
