@@ -46,7 +46,7 @@ class Claims(Repository):
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
         self._expired = expired
-        self._claiming = WriteCoalescer(self._claim_batch, self._claim)
+        self._claiming = WriteCoalescer(self._claim_batch)
 
     @database_call
     async def claim(
@@ -147,10 +147,6 @@ class Claims(Repository):
         }
         result = await self._collection(TASK).update_many(query, slots.change_slots(failed, slots.REOPENED))
         return result.modified_count
-
-    async def _claim(self, request: ClaimRequest) -> Claim | None:
-        claims = await self._claim_from_one_group(request, [request.owner])
-        return claims[0] if claims else None
 
     async def _claim_batch(
         self, requests: Sequence[ClaimRequest]
