@@ -46,7 +46,7 @@ class Claims(Repository):
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
         self._expired = expired
-        self._claiming = WriteCoalescer(self._claim_batch)
+        self._claiming = WriteCoalescer[ClaimRequest, Claim | None](self._claim_batch)
 
     @database_call
     async def claim(
