@@ -18,9 +18,8 @@ def as_is(*names: str) -> Json:
 
 def row_of(row: type[Root], **computed: Any) -> Json:
     """Return the $project of the fields of ``row``: the ``computed`` ones, and the others as they are."""
-    return {
-        "$project": {field.name: computed.get(field.name, 1) for field in fields(row) if field.name != "id"}
-    }
+    names = [field.name for field in fields(row) if field.name != "id"]  # type: ignore[arg-type]
+    return {"$project": {name: computed.get(name, 1) for name in names}}
 
 
 def fields_of(part: str, *names: str) -> Json:
