@@ -65,11 +65,17 @@ async def test_an_untrained_group_is_decided_again_without_it(
 ) -> None:
     await run.build(store, tmp_path / "weights")
     await store.labels.put(FIRST, by="ann", label="bad")
+    printed = tmp_path / "logs" / f"{store.run_name}_sampler-0.out"
+    printed.parent.mkdir()
+    printed.write_text(f"12:00:00 WARNING {FIRST} failed\n")
+    flags = {"log_dir": str(printed.parent)}
+    await store.settings.join("sample", flags, given=flags, packages={})
     assert await agentrl_retract(run_config, "--record", FIRST, "--dry_run") == 0
     assert f"Records      1: {FIRST}" in capsys.readouterr().out
     assert len(await mentions(store, FIRST)) > 3
     assert await agentrl_retract(run_config, "--record", FIRST, "--because", "a licence") == 0
     assert await mentions(store, FIRST) == {"Tombstone": 1}
+    assert printed.read_text() == "", "the samplers' --log_dir is searched too"
     task = await stored_task(store, run.READY)
     assert [slot["traj_id"] for slot in task["slots"]] == [1]
     assert (task["retracted"], task["group"]["scored"], task["group"]["outcome"]) == (1, 1, "abandoned")
