@@ -8,7 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-import httpx
+import httpx2
 
 GATEWAY = "http://127.0.0.1:8790"
 SECONDS = 300.0
@@ -25,7 +25,7 @@ class Product:
 
     def __init__(self, gateway: str, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=gateway, headers=headers, timeout=SECONDS)
+        self._client = httpx2.Client(base_url=gateway, headers=headers, timeout=SECONDS)
 
     def open(self, first: str) -> dict[str, str]:
         """Open a conversation; ``first`` is what people see of it in lists."""
@@ -50,8 +50,8 @@ class Product:
         self._client.post(f"/conversations/{conversation['id']}/end").raise_for_status()
 
 
-def chat(product: Product, ask: Ask, rate: Rate) -> None:
-    """Answer one question, and pass on what the user thinks of the answer."""
+def chat(product: Product, ask: Ask, rate: Rate) -> float | None:
+    """Answer one question, pass on what the user thinks of the answer, and return it."""
     question = ask()
     conversation = product.open(question)
     answer = product.say(conversation, [{"role": "user", "content": question}])
@@ -60,6 +60,7 @@ def chat(product: Product, ask: Ask, rate: Rate) -> None:
         product.leave(conversation)
     else:
         product.rate(conversation, score)
+    return score
 
 
 def person(answer: str) -> float | None:
@@ -80,14 +81,24 @@ def main() -> None:
     parser.add_argument("--simulated", type=int, default=0, help="conversations of a simulated user")
     given = parser.parse_args()
     product = Product(given.gateway, os.environ.get("AGENTRL_GATEWAY_KEY", ""))
-    for number in range(given.simulated):
-        question = QUESTIONS[number % len(QUESTIONS)]
-        chat(product, lambda question=question: question, simulated)
+    liked = 0.0
     try:
+        for number in range(given.simulated):
+            question = QUESTIONS[number % len(QUESTIONS)]
+            liked += chat(product, lambda question=question: question, simulated) or 0.0
+            print(f"conversation {number + 1} of {given.simulated}: {liked:.0f} liked", flush=True)
         while not given.simulated:
             chat(product, lambda: input("you > "), person)
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print()
+    except httpx2.HTTPStatusError as error:
+        raise SystemExit(
+            f"{error.request.url} answers {error.response.status_code}: {error.response.text}"
+        ) from None
+    except httpx2.TransportError as error:
+        raise SystemExit(
+            f"{given.gateway} does not answer: {error}\n  → start agentrl gateway --gateway_train feedback"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import logging
+import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType
@@ -25,7 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _WIDTH = 110
-_FLAG_COLUMN = 36
+"""Columns of a help text at most; a narrower terminal shows fewer."""
 
 
 class Configs:
@@ -112,11 +113,9 @@ def _parser(command: str, description: str, shown: Sequence[type], extra: Sequen
         " accepted too, so that one set of flags, or one file, serves every process of a run."
     )
     parser = CommandParser(
-        prog=command, usage=f"{command} [--config FILE.yaml] [--flag VALUE …]",
-        description=textwrap.fill(description, _WIDTH),
+        prog=command, usage=f"{command} [--config FILE.yaml] [--flag VALUE …]", description=description
     )  # fmt: skip
-    parser.formatter_class = _WideHelp
-    parser.epilog = f"{textwrap.fill(end, _WIDTH)}\n\n{parser.epilog}"
+    parser.epilog = f"{textwrap.fill(end, _columns())}\n\n{parser.epilog}"
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags")
     known = set[str]()
     for groups, is_shown in (((*extra, *shown), True), (GROUPS, False)):
@@ -130,9 +129,14 @@ def _parser(command: str, description: str, shown: Sequence[type], extra: Sequen
     return parser
 
 
-class _WideHelp(argparse.RawDescriptionHelpFormatter):
+def _columns() -> int:
+    """Return the columns of a help text."""
+    return min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=_FLAG_COLUMN, width=_WIDTH)
+        super().__init__(prog, max_help_position=_columns() // 3, width=_columns())
 
 
 def _underscored(word: str, known: Sequence[str]) -> str:
@@ -257,8 +261,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self.description = textwrap.fill(self.description or "", _columns())
         self.epilog = examples_text(self.prog)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.formatter_class = _Help
 
     def add_flags(self, group: type, *names: str, **changes: Any) -> None:
         """Add flags of a dataclass, all without ``names``; ``changes`` are arguments of ``add_argument``."""

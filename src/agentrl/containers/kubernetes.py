@@ -1,6 +1,6 @@
 """Define the back end ``kubernetes``: a Job of one pod per container, by the API server's HTTP interface.
 
-httpx and websockets, not the client ``kubernetes``: that one blocks, and cannot close a command's input.
+httpx2 and websockets, not the client ``kubernetes``: that one blocks, and cannot close a command's input.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import urlencode
 
-import httpx
+import httpx2
 
+from agentrl.batches import batches
 from agentrl.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
@@ -67,11 +68,11 @@ class KubernetesContainer(Container):
         options = options_of(spec, where)
         cluster = open_cluster(options.kubeconfig, options.context, options.namespace, where)
         try:
-            answer = httpx.get(
+            answer = httpx2.get(
                 f"{cluster.url}{_jobs(cluster)}?limit=1", headers=cluster.headers(), verify=cluster.ssl,
                 timeout=_SECONDS, trust_env=False,
             )  # fmt: skip
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise ConfigError(
                 f"{where}: the API server {cluster.url} does not answer: {error}",
                 hint="try `kubectl get jobs`",
@@ -253,11 +254,11 @@ class KubernetesContainer(Container):
         if cluster is None:
             raise ToolServerError(f"the container of {self.spec.name} does not run")
         try:
-            async with httpx.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
+            async with httpx2.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
                 answer = await client.request(
                     method, cluster.url + path, json=body, headers=cluster.headers()
                 )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise back_end_away(
                 "kubernetes", f"the API server {cluster.url} does not answer: {error}"
             ) from error
@@ -302,8 +303,8 @@ class KubernetesContainer(Container):
                 async def feed() -> None:
                     if stdin is not None:
                         async for part in stdin:
-                            for begin in range(0, len(part), _CHUNK):
-                                await socket.send(_STDIN + part[begin : begin + _CHUNK])
+                            for piece in batches(part, _CHUNK):
+                                await socket.send(_STDIN + piece)
                     await socket.send(_CLOSE + _STDIN)
 
                 feeding = asyncio.create_task(feed())
@@ -340,7 +341,7 @@ def _exit_code(content: bytes) -> int:
     return next((int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"), 1)
 
 
-def _said(answer: httpx.Response) -> str:
+def _said(answer: httpx2.Response) -> str:
     with contextlib.suppress(ValueError, AttributeError):
         return f"{answer.status_code} {answer.json().get('message', '')}"[:300]
     return str(answer.status_code)

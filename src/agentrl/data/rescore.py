@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from agentrl.batches import batches
 from agentrl.data.finalize_group import decide_stored
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
@@ -122,8 +123,8 @@ async def rescore_run(store: Store, options: RescoreOptions) -> RescoreReport:
             hint="`agentrl audit records --status ready` lists Records",
         )
     rescorer = _Rescorer(rescoring, options, asyncio.Semaphore(max(1, options.concurrency)), labelled, report)
-    for start in range(0, len(tasks), _GROUPS_AT_A_TIME):
-        await asyncio.gather(*map(rescorer.rescore_group, tasks[start : start + _GROUPS_AT_A_TIME]))
+    for batch in batches(tasks, _GROUPS_AT_A_TIME):
+        await asyncio.gather(*map(rescorer.rescore_group, batch))
     return report
 
 

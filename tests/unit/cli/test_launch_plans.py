@@ -15,7 +15,6 @@ from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.launch import before_start, processes
 from agentrl.launch.processes import RunPlan
-from agentrl.supervise import SupervisedProcess
 
 
 @pytest.fixture
@@ -67,11 +66,12 @@ def test_versions_are_evaluated_beside_training_on_request(
 
 
 def test_a_teacher_is_started_with_the_recipe_that_distils(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task_file = given[given.index("--eval_file") + 1]
     words = [*given, "--train_file", task_file, "--recipe", "opd"]
     assert not plan_of(monkeypatch, "train", *words).teaches
+    assert "groups wait for teacher, and no --teacher is given" in capsys.readouterr().out
     plan = plan_of(monkeypatch, "train", *words, "--teacher", "http://127.0.0.1:9")
     assert plan.teaches
     assert "teacher" in plan.flags[plan.flags.index("--columns") + 1]
@@ -206,21 +206,11 @@ def test_tasks_may_name_python_tools_by_the_end_of_their_paths(
 def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: dict[str, str] = {}
-
-    class NoSupervisor(processes.Supervisor):
-        def start(self, member: SupervisedProcess) -> None:
-            started[member.name] = member.env["OMP_NUM_THREADS"]
-
-        def run_main(self, member: SupervisedProcess, deadline: object) -> int:
-            self.start(member)
-            return 0
-
-    run = processes.run_processes
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
     plan = plan_of(monkeypatch, "train", *given)
-    monkeypatch.setattr(processes, "Supervisor", NoSupervisor)
     monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
-    assert run(plan) == 0
-    assert started == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}
+    helpers, main = processes.processes_of(plan)
+    assert main is not None
+    threads = {member.name: member.env["OMP_NUM_THREADS"] for member in (*helpers, main)}
+    assert threads == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from pymongo import DESCENDING, UpdateOne
 
+from agentrl.documents.checkpoint import Checkpoint, is_checkpoint, read_checkpoint, read_checkpoints
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
-from agentrl.store.ancestry import Ancestry
+from agentrl.store.ancestry import Ancestry, copy_into
 from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import literal
@@ -69,7 +69,7 @@ class Fork(Repository):
                 f"the output folder of run {name!r} is not here: {output}",
                 hint="give --output_dir, or start this command on the trainer's machine, in its folder",
             )
-        found = {item.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
+        found = {item.state.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
@@ -91,8 +91,9 @@ class Fork(Repository):
         return found[step]
 
     async def _is_committed(self, item: Checkpoint) -> bool:
-        query = {"_id": {"$in": list(item.train_steps)}, "status": StepStatus.COMMITTED.value}
-        return await self._collection(STEP).count_documents(query) == len(item.train_steps) == item.step
+        query = {"_id": {"$in": list(item.state.train_steps)}, "status": StepStatus.COMMITTED.value}
+        committed = await self._collection(STEP).count_documents(query)
+        return committed == len(item.state.train_steps) == item.state.step
 
     @database_call
     async def begin(
@@ -112,14 +113,14 @@ class Fork(Repository):
         """
         child = self._connection.beside(name)
         await Transfer(child).require_vacant()
-        steps = read_checkpoint(begun).train_steps
+        steps = _steps_in(begun)
         runs = child.collection(RUN)
         await runs.insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION, "importing": True})
         try:
             await runs.insert_one(replace(begun, id=PARENT, run=self._connection.database.name).to_document())
             await prepare(child.database)
             await Ancestry(self._connection).adopt(name, begun)
-            read_checkpoint(begun)  # from here on the parent keeps it
+            _steps_in(begun)  # from here on the parent keeps it
             await self._copy_run(child, steps)
             version = await self._copy_versions(child, weights, begun.step, steps)
             inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
@@ -143,7 +144,7 @@ class Fork(Repository):
             (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
         ):  # fmt: skip
             stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
-            await self._merge(collection, stages, child)
+            await copy_into(child, self._connection, collection, *stages)
 
     async def _copy_versions(
         self, child: Connection, weights: PolicyVersion, step: int, steps: Sequence[str]
@@ -160,11 +161,9 @@ class Fork(Repository):
             number, digest = newest.id, newest.digest if weights.encoding == "full" else None
         else:
             number, digest = newest.id + 1, None
-        earlier: list[Json] = [
-            {"$match": {"_id": {"$lt": number}}},
-            {"$set": {"pruned_at": {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}}},
-        ]
-        await self._merge(VERSION, earlier, child)
+        pruned_at = {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}
+        earlier = {"$match": {"_id": {"$lt": number}}}
+        await copy_into(child, self._connection, VERSION, earlier, {"$set": {"pruned_at": pruned_at}})
         first = replace(weights, id=number, step=step, digest=digest, train_step=steps[-1])
         await child.collection(VERSION).insert_one(first.to_document())
         return number
@@ -178,8 +177,6 @@ class Fork(Repository):
         stay with the parent, and so do unused conversations: nobody would have them again.
         """
         inherited = await self._used_tasks(step, steps)
-        fresh = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$slot.traj_id"}]}
-        slots = {"$map": {"input": "$slots", "as": "slot", "in": fresh}}
         counted = {
             "$mergeObjects": ["$group", {"counted_at_step": {"$min": ["$group.counted_at_step", step]}}]
         }
@@ -188,9 +185,9 @@ class Fork(Repository):
         async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, {"_id": 1, "epoch": 1}):
             page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
-            chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
-            of_page: Json = {"_id": {"$in": [task["_id"] for task in page]}}
-            await self._merge(TASK, [{"$match": of_page}, {"$replaceWith": chosen}], child)
+            chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun("$slots.traj_id")]}
+            of_page = {"$match": {"_id": {"$in": [task["_id"] for task in page]}}}
+            await copy_into(child, self._connection, TASK, of_page, {"$replaceWith": chosen})
             total += len(page)
             on_documents(len(page))
         for opening in await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{_SPLIT}/")}):
@@ -226,18 +223,13 @@ class Fork(Repository):
             await tasks.bulk_write(updates)
         await child.collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"begun": last}})
 
-    async def _merge(self, collection: str, stages: Sequence[Json], child: Connection) -> None:
-        """Write what the stages yield into the child's collection, inside the server."""
-        into = {"db": child.database.name, "coll": collection}
-        await self._aggregate(collection, *stages, {"$merge": {"into": into, "whenMatched": "replace"}})
 
-
-def read_checkpoint(begun: Relative) -> Checkpoint:
-    """Return the parent's checkpoint. Raises StoreError if it is not there, or not whole."""
+def _steps_in(begun: Relative) -> tuple[str, ...]:
+    """Return the steps in the parent's checkpoint. Raises StoreError if it is not there, or not whole."""
     folder = Path(begun.checkpoint)
-    for item in read_checkpoints(folder.parent) if folder.parent.is_dir() else ():
-        if item.name == folder.name and item.step == begun.step:
-            return item
+    state = read_checkpoint(folder).state if is_checkpoint(folder) else None
+    if state is not None and state.step == begun.step:
+        return state.train_steps
     raise StoreError(
         f"there is no checkpoint of step {begun.step} in {folder}",
         hint="a child begins from its parent's checkpoint: bring the folder back, or share it",

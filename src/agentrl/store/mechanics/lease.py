@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
@@ -95,13 +94,10 @@ class DocumentLease:
         changes = {**(fields or {}), "lease_expires_at": after(seconds)}
         await self.write(attempt, [{"$set": changes}], {"owner": {"$ne": None}})
 
-    async def write(
-        self, attempt: int, update: Json | list[Json], only_if: Json | None = None,
-        session: AsyncClientSession | None = None,
-    ) -> None:  # fmt: skip
+    async def write(self, attempt: int, update: Json | list[Json], only_if: Json | None = None) -> None:
         """Update the document as ``attempt``. Raises LeaseLostError, and writes nothing, if it is lost."""
         query = {"_id": self.key, "attempt": attempt, **(only_if or {})}
-        result = await self.collection.update_one(query, update, session=session)
+        result = await self.collection.update_one(query, update)
         if not result.matched_count:
             raise self.lost(attempt)
 
