@@ -54,12 +54,12 @@ async def fork(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--from_step is {step}", hint="give a step with a checkpoint, 1 or more")
     if new == arguments.run_name:
         raise ConfigError(f"{new} is the parent and cannot be the new run", hint="give another name")
-    run = group_of(RunConfig, argparse.Namespace(**vars(arguments) | {"output_dir": None}))
+    run = replace(group_of(RunConfig, arguments), output_dir=None)
     named = await open_connection(replace(run, run_name=new))  # refuses a name that differs in case only
     await named.close()
     await asyncio.to_thread(_require_empty, Path(replace(run, run_name=new).output))
     async with await open_existing(run) as store:
-        flags = {each.role: each for each in await store.settings.resolved()}
+        flags = await store.settings.resolved()
         stored = flags["train"].values.get("output_dir") if "train" in flags else None
         parent_output = Path(arguments.output_dir or stored or run.output)
         work = Fork(store.connection)

@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 import httpx2
 
+from agentrl.batches import batches
 from agentrl.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
@@ -302,8 +303,8 @@ class KubernetesContainer(Container):
                 async def feed() -> None:
                     if stdin is not None:
                         async for part in stdin:
-                            for begin in range(0, len(part), _CHUNK):
-                                await socket.send(_STDIN + part[begin : begin + _CHUNK])
+                            for piece in batches(part, _CHUNK):
+                                await socket.send(_STDIN + piece)
                     await socket.send(_CLOSE + _STDIN)
 
                 feeding = asyncio.create_task(feed())

@@ -34,7 +34,8 @@ from agentrl.documents.task import Claim
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
-from agentrl.inference.router import EngineRouter, LiveEngines
+from agentrl.inference.engine_list import LiveEngines
+from agentrl.inference.router import EngineRouter
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
@@ -239,8 +240,8 @@ async def open_worker(
     engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     try:
-        await router.refresh()
-        problem = context_problem(agent, sampling, router.context_length)
+        await router.engines.refresh()
+        problem = context_problem(agent, sampling, router.engines.context_length)
         if problem is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()

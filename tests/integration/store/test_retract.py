@@ -13,7 +13,6 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.cli import retract
-from agentrl.config.load import group_of
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.family import PARENT, Kinship, Relative
@@ -21,7 +20,9 @@ from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.admin import withdraw
 from agentrl.store.admin.dataset import FILE
+from agentrl.store.admin.regroup import decide_anew
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
@@ -37,7 +38,7 @@ async def agentrl_retract(config: RunConfig, *words: str) -> int:
     """Run ``agentrl retract`` inside a running event loop."""
     where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
     arguments = retract.parser().parse_args([*where, *words])
-    return await retract.retract(group_of(RunConfig, arguments), arguments)
+    return await retract.retract(arguments)
 
 
 async def mentions(store: Store, text: str) -> dict[str, int]:
@@ -123,7 +124,19 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     assert any("an unfinished one" in problem for problem in await violations(store))
+    changed: set[str] = set()
+
+    async def decide_late(*given: Any) -> Any:
+        """Another process changes each group once while it is decided again."""
+        outcome = await decide_anew(*given)
+        if (key := given[1]["_id"]) not in changed:
+            await store.database["Task"].update_one({"_id": key}, {"$currentDate": {"updated_at": True}})
+            changed.add(key)
+        return outcome
+
+    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
+    assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out
     assert sorted(path.name for path in weights.iterdir()) == ["v000000"]
     assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
-RENEWALS_PER_LEASE = 3
+_RENEWALS_PER_LEASE = 3
 
 _MAX_DOUBLINGS = 9
 
@@ -94,15 +94,23 @@ class DocumentLease:
         changes = {**(fields or {}), "lease_expires_at": after(seconds)}
         await self.write(attempt, [{"$set": changes}], {"owner": {"$ne": None}})
 
-    async def write(
-        self, attempt: int, update: Json | list[Json], only_if: Json | None = None,
-        session: AsyncClientSession | None = None,
-    ) -> None:  # fmt: skip
+    async def write(self, attempt: int, update: Json | list[Json], only_if: Json | None = None) -> None:
         """Update the document as ``attempt``. Raises LeaseLostError, and writes nothing, if it is lost."""
         query = {"_id": self.key, "attempt": attempt, **(only_if or {})}
-        result = await self.collection.update_one(query, update, session=session)
+        result = await self.collection.update_one(query, update)
         if not result.matched_count:
             raise self.lost(attempt)
+
+
+@asynccontextmanager
+async def renewed(renew: Callable[[], Awaitable[None]], seconds: float, what: str) -> AsyncIterator[None]:
+    """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
+    task = asyncio.create_task(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what), name=what)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def keep_renewed(
