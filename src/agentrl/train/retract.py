@@ -14,6 +14,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
+from agentrl.errors import ConfigError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.observe.progress import progress
 from agentrl.processes import user_name
@@ -55,6 +56,12 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
             print(line)
         if call.rebuilds:
             require_possible(call.influence)
+            if call.influence.first is not None and not call.roots[0].is_dir():
+                raise ConfigError(
+                    f"the output folder of run {run.run_name} is not here: {call.roots[0]}",
+                    hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
+                    " machine, in its folder",
+                )
         if flags.dry_run:
             return 0
         if not flags.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
@@ -102,6 +109,11 @@ class _Call:
     async def of(cls, store: Store, configs: Configs) -> _Call:
         """Read what the flags select, and what earlier calls have left to do."""
         retractions, flags = Retractions(store.connection), configs[RetractFlags]
+        if not [*flags.scorer, *flags.task, *flags.record, *await retractions.withdrawn()]:
+            raise ConfigError(
+                f"nothing is selected, and nothing was withdrawn from run {store.run_name} before",
+                hint="give --record ID, --task ID or --scorer NAME, and --dry_run to see what would go",
+            )
         selection = await _select(retractions, flags)
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
