@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 
 import httpx
 
+from agentrl.concurrency import background
 from agentrl.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
@@ -306,12 +307,8 @@ class KubernetesContainer(Container):
                                 await socket.send(_STDIN + part[begin : begin + _CHUNK])
                     await socket.send(_CLOSE + _STDIN)
 
-                feeding = asyncio.create_task(feed())
-                try:
+                async with background(feed()):
                     yield messages()
-                finally:
-                    feeding.cancel()
-                    await asyncio.gather(feeding, return_exceptions=True)
         except (OSError, WebSocketException) as error:
             if isinstance(error, TimeoutError):
                 raise

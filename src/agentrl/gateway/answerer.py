@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.concurrency import background
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image
@@ -77,8 +78,12 @@ class Answerer:
         It is stored when ``checking`` has ended without an exception. Raises GatewayError; the request is
         then marked as failed.
         """
+        renewing = keep_renewed(
+            lambda: self.store.gateways.renew(ask.call, self.lease_seconds),
+            self.lease_seconds / RENEWALS_PER_LEASE, f"the lease of {ask.call.id}",
+        )  # fmt: skip
         try:
-            async with self._renewing(ask.call):
+            async with background(renewing):
                 return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
             raise dead_url() from error
@@ -173,16 +178,3 @@ class Answerer:
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.prompts.chains.add(chain, (claim.record_id, after))
         return stored
-
-    @contextlib.asynccontextmanager
-    async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
-        what = f"the lease of {call.id}"
-        renewing = keep_renewed(
-            lambda: self.store.gateways.renew(call, self.lease_seconds),
-            self.lease_seconds / RENEWALS_PER_LEASE, what,
-        )  # fmt: skip
-        task = asyncio.create_task(renewing, name=what)
-        try:
-            yield
-        finally:
-            task.cancel()

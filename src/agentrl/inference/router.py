@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 
 from agentrl.chat.chat_format import ChatFormat
+from agentrl.concurrency import end_tasks
 from agentrl.documents.model_call import PartialGeneration
 from agentrl.documents.routing import ExpertShape
 from agentrl.documents.run import InferenceService
@@ -161,7 +162,7 @@ class EngineRouter:
     async def close(self) -> None:
         """Close every engine's connections."""
         if self._refresh_task is not None:
-            self._refresh_task.cancel()
+            await end_tasks(self._refresh_task)
         clients, self._clients = list(self._clients.values()), {}
         for client in (*clients, *([self._front] if self._front is not None else [])):
             await client.close()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import wait_for_any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
@@ -186,17 +187,7 @@ async def bounded(work: Coroutine[Any, Any, None]) -> bool:
         await asyncio.wait([task], timeout=1.0)
         logger.warning("the database does not answer; leases that are still held run out")
         return False
-    return task.exception() is None
-
-
-async def wait_for_any(
-    *events: asyncio.Event, tasks: Collection[asyncio.Task[bool]] = (), timeout: float
-) -> None:
-    """Wait until an event is set, a task ends, or ``timeout`` seconds have passed."""
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait([*waits, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+    error = task.exception()
+    if error is not None and not isinstance(error, StoreError):
+        logger.error("leases could not be handed back; those that are still held run out", exc_info=error)
+    return error is None

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.environments.session import environment_of, full_environments
@@ -135,9 +136,7 @@ class Sampler:
             if await self._held.release(self._config.grace_seconds):
                 await bounded(self._housekeeping.finalize_completed())
             self._outages.changed = lambda: None
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await end_tasks(*background)
         logger.info("sampler ends", extra={"scored": self.scored})
 
     def _outage_changed(self) -> None:

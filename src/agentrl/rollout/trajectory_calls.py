@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.base import ParsedMessage
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.sampling import SamplingParams
@@ -217,7 +218,7 @@ class CallWriter:
             return
         writer = self._start()
         await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        writer.cancel()
+        await end_tasks(writer)
 
     async def write(self, call: PendingCall) -> None:
         """Queue one model call. Waits while too many are queued; raises the error of an earlier write."""

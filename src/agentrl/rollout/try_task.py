@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.chat_format import unseen_problem
+from agentrl.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -283,8 +284,7 @@ async def _work(worker: Worker, claim: Claim, shown: _FirstPrompt | None) -> Non
         if running.done():
             running.result()
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_tasks(running)
 
 
 def _offered(worker: Worker, task: Task) -> Sequence[Schema]:

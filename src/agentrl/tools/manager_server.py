@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from agentrl.concurrency import background
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
@@ -146,12 +147,10 @@ def manager_app(nodes: Nodes, token: str | None) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(nodes.watch())
         try:
-            yield
+            async with background(nodes.watch()):
+                yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
             await nodes.close()
 
     routes = _Routes(nodes, token)

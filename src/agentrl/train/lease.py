@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.concurrency import background
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
@@ -106,16 +107,10 @@ async def hold_lease(
         stop or asyncio.Event(),
     )
     lease = TrainerLease(store, attempt, seconds, owner)
-    every = seconds / RENEWALS_PER_LEASE
-    keeper = asyncio.create_task(
-        keep_renewed(lease.check, every, "the trainer's lease"), name="trainer-lease"
-    )
     try:
-        yield lease
+        async with background(keep_renewed(lease.check, seconds / RENEWALS_PER_LEASE, "the trainer's lease")):
+            yield lease
     finally:
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
         with contextlib.suppress(StoreError), retry_outages(0):
             await store.trainer_lease.release(attempt, lease.ended)
 

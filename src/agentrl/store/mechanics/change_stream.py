@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
+from agentrl.concurrency import background
 from agentrl.documents.status import DataStatus, TaskStatus, VersionStatus
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.mechanics.connection import Connection, Json
@@ -201,17 +202,16 @@ class HostFeed:
     async def _lead(self, path: Path) -> None:
         _remove(path)
         server = await asyncio.start_unix_server(self._accept, path, backlog=_BACKLOG)
-        sending = asyncio.create_task(self._send_pending(), name="agentrl-changes-feed")
         try:
-            await self._follow(self._publish)
+            async with background(self._send_pending()):
+                await self._follow(self._publish)
         finally:
-            sending.cancel()
             server.close()
             _remove(path)
             handlers = list(self._listeners.values())
             for writer in list(self._listeners):
                 writer.close()
-            await asyncio.gather(sending, *handlers, return_exceptions=True)
+            await asyncio.gather(*handlers, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handler = asyncio.current_task()
