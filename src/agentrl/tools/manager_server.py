@@ -117,7 +117,9 @@ class Nodes:
             idle = [key for key, node in self._nodes.items() if not node.running and node.used_at < limit]
             for name, trajectory in idle:
                 logger.info("node is idle", extra={"server": name, "trajectory": trajectory})
-            await asyncio.gather(*(self.end(*key) for key in idle))
+            for error in await asyncio.gather(*(self.end(*key) for key in idle), return_exceptions=True):
+                if error is not None:
+                    logger.warning("an idle node did not end cleanly", exc_info=error)
 
     async def close(self) -> None:
         """End every node and every server. Idempotent."""
