@@ -30,7 +30,8 @@ from agentrl.observe.logging import describe_process_id
 from agentrl.observe.terminal import excerpt
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, probe
+from agentrl.rollout.load_tasks import load_read_tasks
+from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, sampler_config
 from agentrl.scoring.evaluation import Prices

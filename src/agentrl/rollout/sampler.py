@@ -19,8 +19,8 @@ from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping, Tails, collect_while_idle
-from agentrl.rollout.load_tasks import require_tools
 from agentrl.rollout.outages import LateServers
+from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit, Needs
