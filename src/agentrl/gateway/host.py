@@ -73,10 +73,10 @@ class GatewayServer:
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
         await wait_for_any(self._server.is_up, tasks=[self._task], timeout=_START_SECONDS)
         if not self._server.is_up.is_set():
-            if self._task.done():
-                self._task.result()
+            error = self._task.exception() if self._task.done() else None
             await self.close()
-            raise AgentRLError(
+            listener.close()
+            raise error or AgentRLError(
                 f"the HTTP server of the gateway has not started within {_START_SECONDS:g} s",
                 hint="its log says why; a machine that is overloaded may only need another attempt",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker, report_outages
 from agentrl.rollout.held_claims import bounded, owner_name
 from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.store.names import COLUMN
 
 if TYPE_CHECKING:
@@ -167,7 +169,6 @@ class Filler:
 
     async def _release(self, claims: list[ColumnClaim]) -> None:
         for claim in claims:
-            try:
+            message = "a column could not be handed back; its lease runs out"
+            with log_store_errors(logger, message, outages=True), suppress(LeaseLostError):
                 await self.store.columns.release(claim)
-            except LeaseLostError:
-                continue
