@@ -87,7 +87,7 @@ class Changes:
         unknown = set(collections) - set(WATCHED)
         if unknown:
             raise ValueError(f"these collections are not watched: {sorted(unknown)}")
-        if not self._watched.issuperset(collections):
+        if not self._watched.issuperset(collections) or self._has_failed():
             self._watched |= set(collections)
             await self._restart()
         caller = asyncio.current_task()
@@ -107,6 +107,14 @@ class Changes:
             self._seen[caller] = self._counts.copy()
             self._returned[caller] = time.monotonic()
         return changed
+
+    def _has_failed(self) -> bool:
+        """Return whether the stream has ended by an error, which is logged; then it is begun again."""
+        follower = self._follower
+        if follower is None or not follower.done() or follower.cancelled():
+            return False
+        _log.error("the change stream failed and is begun again", exc_info=follower.exception())
+        return True
 
     async def _restart(self) -> None:
         async with self._restarting:
