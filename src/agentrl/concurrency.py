@@ -56,13 +56,13 @@ async def background(*jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     is_open = False
     is_interrupted = bool(failures) and owner.uncancel() <= earlier_cancellations
     await _end(tasks)
-    failures += [error for error in map(_error_of, tasks) if error is not None and error not in failures]
+    failures += [each for each in map(_error_of, tasks) if each is not None and each not in failures]
     if failures and (raised is None or (is_interrupted and isinstance(raised, _REPLACED))):
         if isinstance(raised, Exception):
             failures.append(raised)
         raised, *failures = failures
-    for error in failures:
-        _log_failure(error)
+    for failure in failures:
+        _log_failure(failure)
     if raised is not None:
         raise raised
 

@@ -108,7 +108,7 @@ class Histories:
             pending.settled = not parsed.tool_calls
         if not (parsed.content or parsed.tool_calls or parsed.reasoning):
             pending.response["content"] = text.strip()  # a malformed call stays readable
-        self._keep(pending, prompt, [*prompt.messages, pending.response], known, tools)
+        self._keep(pending, prompt, known, tools)
         return pending, self._calls.turn(pending, parsed, text)
 
     def _extended(self, messages: Sequence[Message], tools: Sequence[Schema]) -> tuple[_Known | None, int]:
@@ -141,13 +141,9 @@ class Histories:
         return execution.text, execution.error
 
     def _keep(
-        self,
-        pending: PendingCall,
-        prompt: Prompt,
-        messages: list[Message],
-        before: _Known | None,
-        tools: Sequence[Schema],
+        self, pending: PendingCall, prompt: Prompt, before: _Known | None, tools: Sequence[Schema]
     ) -> None:
+        messages = [*prompt.messages, pending.response]
         depth = 1 if before is None else before.depth + 1
         known = _Known(pending, prompt.ids, messages, depth, prompt.images)
         self._known[prefix_digests(messages, tools)[-1]] = known
