@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agentrl.concurrency import end_tasks
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.environments.session import environment_of, full_environments
@@ -116,7 +115,7 @@ class Sampler:
         self._outages.changed = self._outage_changed
         self._late.begin()
         jobs = [
-            self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
+            self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
             self._queue.run(stop),
             report_outages(self._store, lambda: self._outages.open, self._config.owner), collect_while_idle(),
@@ -127,16 +126,13 @@ class Sampler:
         ]  # fmt: skip
         if self._tails is not None:
             jobs.append(self._tails.run(self._freed))
-        background = [asyncio.create_task(job) for job in jobs]
-        for task in background:
-            self._held.watch(task)
-        try:
-            await self._claim_and_start(stop)
-        finally:
-            if await self._held.release(self._config.grace_seconds):
-                await bounded(self._housekeeping.finalize_completed())
-            self._outages.changed = lambda: None
-            await end_tasks(*background)
+        async with self._held.renewing(*jobs):
+            try:
+                await self._claim_and_start(stop)
+            finally:
+                if await self._held.release(self._config.grace_seconds):
+                    await bounded(self._housekeeping.finalize_completed())
+                self._outages.changed = lambda: None
         logger.info("sampler ends", extra={"scored": self.scored})
 
     def _outage_changed(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from agentrl.concurrency import background, end_tasks, wait_for_any
+from agentrl.concurrency import background, wait_for_any
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
@@ -146,20 +146,18 @@ class ScoringQueue:
 
         Raises the error of a trajectory that this process cannot score, after its claims are released.
         """
-        heartbeats = asyncio.create_task(self._held.heartbeats())
-        self._held.watch(heartbeats)
-        try:
-            while not stop.is_set():
-                if self._held.error is not None:
-                    raise self._held.error
-                if await self._claim():
-                    continue
-                if until_empty and not self._held and not await self._store.claims.unscored(self._split):
-                    return
-                await self._wait(stop)
-        finally:
-            await end_tasks(heartbeats)
-            await self._held.release()
+        async with self._held.renewing():
+            try:
+                while not stop.is_set():
+                    if self._held.error is not None:
+                        raise self._held.error
+                    if await self._claim():
+                        continue
+                    if until_empty and not self._held and not await self._store.claims.unscored(self._split):
+                        return
+                    await self._wait(stop)
+            finally:
+                await self._held.release()
 
     async def _claim(self) -> bool:
         """Claim what one group has to score; return whether there was anything."""
