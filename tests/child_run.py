@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from small_run import STEP, build
+from small_run import STEP, build, write_checkpoint
 
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import PolicyVersion
@@ -20,8 +19,8 @@ async def forked_small_run(store: Store, folder: Path) -> AsyncIterator[tuple[St
     """Fill ``store`` and yield the store of its child, whose database is dropped at the end."""
     await build(store, folder / "weights")
     checkpoint = folder / "output" / "checkpoint-000001"
-    (checkpoint / "model").mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"step": 1, "train_steps": [STEP]}))
+    write_checkpoint(checkpoint, 1, (STEP,))
+    (checkpoint / "model").mkdir()
     begun = Relative(id=PARENT, run=store.run_name, kind="fork", step=1, checkpoint=str(checkpoint))
     model = PolicyVersion(id=0, step=0, location=str(checkpoint / "model"), files=(), train_step=None)
     name = f"{store.run_name}_child"

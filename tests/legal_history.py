@@ -15,6 +15,7 @@ from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.finalize_group import decide_stored
+from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.documents.record import Failure
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import RecordStatus, StopReason, TaskStatus
@@ -24,7 +25,7 @@ from agentrl.errors import LeaseLostError
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin.reopen import Reopening
 from agentrl.store.admin.rescore import NewScore, Rescoring
-from agentrl.store.admin.retention import Checkpoint, Retention
+from agentrl.store.admin.retention import Retention
 from agentrl.store.client import Store
 from agentrl.store.selection import Selection
 from agentrl.store.training_data import StaleVersions
@@ -249,8 +250,8 @@ class History:
         self.attempt = await self.store.trainer_lease.acquire("trainer", "host", 1, 600.0)
         if await self.store.policy_versions.latest() is None:
             await self._publish(0, step=0, train_step=None)
-        self.step = self.checkpoint.step if self.checkpoint else 0
-        self.contained = list(self.checkpoint.train_steps) if self.checkpoint else []
+        self.step = self.checkpoint.state.step if self.checkpoint else 0
+        self.contained = list(self.checkpoint.state.train_steps) if self.checkpoint else []
         await self.store.policy_versions.withdraw_after(self.step, attempt=self.attempt)
         await self.store.steps.revert_after(self.step, attempt=self.attempt)
 
@@ -318,8 +319,11 @@ class History:
     async def save(self) -> None:
         """The trainer saves a checkpoint."""
         if self.attempt:
-            name = f"checkpoint-{self.step:06d}"
-            self.checkpoint = Checkpoint(name, self.step, tuple(self.contained))
+            state = CheckpointState(
+                run_name="run", step=self.step, policy_version=self.step, architecture={},
+                train_steps=tuple(self.contained),
+            )  # fmt: skip
+            self.checkpoint = Checkpoint(Path(state.folder_name), state)
 
     async def update_engines(self) -> None:
         """Engines load the newest version; what they hold stays until then, withdrawn or not."""
@@ -356,7 +360,7 @@ class History:
 
     async def prune(self) -> None:
         """An operator deletes what nothing needs."""
-        last_step = self.checkpoint.step if self.checkpoint else 0
+        last_step = self.checkpoint.state.step if self.checkpoint else 0
         await Retention(self.store.connection).prune(last_step=last_step)
 
     async def _call(self, claim: Claim, index: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from ready_data import ready_data
 
 from agentrl.config.schema import GroupConfig
+from agentrl.documents.checkpoint import STATE, Checkpoint, CheckpointState
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
@@ -29,6 +32,16 @@ LEASE = 60.0
 TRAINED, READY, ABANDONED = (task_key("train", 0, name) for name in ("trained", "ready", "abandoned"))
 RUNNING, UNTOUCHED = (task_key("train", 0, name) for name in ("running", "untouched"))
 STEP = "1/1"
+
+
+def write_checkpoint(folder: Path, step: int, train_steps: tuple[str, ...]) -> Checkpoint:
+    """Make a checkpoint without weights."""
+    state = CheckpointState(
+        run_name="run", step=step, policy_version=step, train_steps=train_steps, architecture={}
+    )
+    folder.mkdir(parents=True)
+    (folder / STATE).write_text(json.dumps(asdict(state)))
+    return Checkpoint(folder, state)
 
 
 async def add_task(store: Store, key: str, order: int, generations: int = 2) -> None:

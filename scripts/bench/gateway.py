@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 from commands import database
 from harness import Row, bench_parser, finish
@@ -73,7 +73,7 @@ class Bench:
     gateway: psutil.Process
     relay_url: str
     relay: psutil.Process
-    client: httpx.AsyncClient
+    client: httpx2.AsyncClient
 
     def cpu(self, process: psutil.Process | None = None) -> float:
         """Return the CPU seconds of a process, by default the gateway."""
@@ -241,7 +241,7 @@ async def opened(uri: str, model: str, gap_ms: float) -> AsyncIterator[Bench]:
         )
         stack.push_async_callback(_end, relay)
         client = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=512))
+            httpx2.AsyncClient(timeout=300, limits=httpx2.Limits(max_connections=512))
         )
         for _ in range(600):
             if await _is_up(client, url) and await _is_up(client, relay_url):
@@ -256,10 +256,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-async def _is_up(client: httpx.AsyncClient, url: str) -> bool:
+async def _is_up(client: httpx2.AsyncClient, url: str) -> bool:
     try:
         return (await client.get(f"{url}/health")).status_code == 200
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
 
 

@@ -1,4 +1,4 @@
-"""Make folders that appear complete or not at all, and scratch folders, removed after their process."""
+"""Make folders and files that appear complete or not at all, and scratch folders that end with a process."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def finish_folder(temporary: Path, target: Path) -> None:
 def discard_folder(temporary: Path) -> None:
     """Delete a temporary folder, if it exists."""
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write ``path``, so that a reader finds the old content or all of the new one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def remove_leftovers(root: Path) -> list[str]:

@@ -21,7 +21,7 @@ _EXTRAS = {
     "transformers": "trainer",
 }
 _SAMPLER = (
-    "PIL", "fsspec", "httptools", "httpx", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
+    "PIL", "fsspec", "httptools", "httpx2", "huggingface_hub", "jsonschema", "mcp", "opentelemetry",
     "referencing", "renderers", "tokenizers", "websockets", "zstandard",
 )  # fmt: skip
 """What the plain installation has and a machine that shows the dashboard alone lacks (docs/install.md)."""

@@ -125,7 +125,7 @@ class Supervisor:
         deadline = time.monotonic() + seconds
         tree = _ProcessTree(members, self._mark)
         try:
-            with stop_on_signals(after=_REPEATED_SECONDS):
+            with raise_on_signals(after=_REPEATED_SECONDS):
                 clients = [member for member in members if not member.is_server]
                 _terminate(clients)
                 helpers = [member for member in clients if member.log is not None]
@@ -197,8 +197,8 @@ class _ProcessTree:
 
 
 @contextlib.contextmanager
-def stop_on_signals(after: float = 0.0) -> Iterator[None]:
-    """Raise StoppedBySignalError on SIGTERM and SIGINT; ignore them for the first ``after`` seconds."""
+def raise_on_signals(after: float = 0.0) -> Iterator[None]:
+    """Raise StoppedBySignalError on SIGTERM and SIGINT; for ``after`` seconds they are ignored."""
     began = time.monotonic()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     """Run, print the report, and return 0 if there is no violation."""
     options = _parse(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s chaos  %(message)s")
-    for name in ("pymongo", "httpx"):
+    for name in ("pymongo", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="agentrl-chaos-"))
     folder = folder.resolve()

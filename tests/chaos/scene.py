@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
@@ -88,7 +88,7 @@ class Scene:
 
     async def set_mode(self, name: str, mode: str) -> None:
         """Make the judge or the manager answer, refuse everybody, or answer with a page."""
-        async with httpx.AsyncClient(timeout=5) as client:
+        async with httpx2.AsyncClient(timeout=5) as client:
             await client.post(f"http://{HOST}:{self._ports[name]}/mode", content=mode)
 
     async def start(self, name: str) -> None:

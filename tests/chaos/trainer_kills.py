@@ -28,7 +28,7 @@ from agentrl.errors import AgentRLError
 from agentrl.processes import signal_session, start_child, stop_children, tail
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import StoppedBySignalError, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, raise_on_signals
 from chaos.actors import environment
 
 GROUPS_PER_STEP = 2
@@ -244,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan(kills=options.kills, steps=options.steps, seed=options.seed, folder=folder)
     started = time.monotonic()
     try:
-        with stop_on_signals():
+        with raise_on_signals():
             undisturbed, killed, kills = compare(plan)
     except StoppedBySignalError as stopped:
         return stopped.exit_code

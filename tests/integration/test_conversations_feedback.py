@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from db_command import agentrl_db, violations
@@ -48,7 +48,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 @asynccontextmanager
 async def gateway(
     store: Store, *script: str, idle_minutes: float = 10.0, hours: float = 1.0
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[httpx2.AsyncClient]:
     """A gateway process with conversations; yield a product's client of it."""
     engine = ScriptedEngine(format_of(), *script)
     engine.version = 0
@@ -64,7 +64,7 @@ async def gateway(
     await server.start()
     running = asyncio.create_task(conversations.run(stop))
     try:
-        async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=10.0) as client:
+        async with httpx2.AsyncClient(base_url=server.url, headers=HEADERS, timeout=10.0) as client:
             yield client
     finally:
         stop.set()
@@ -74,7 +74,7 @@ async def gateway(
         await server.close()
 
 
-async def opened(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+async def opened(client: httpx2.AsyncClient, **body: Any) -> dict[str, Any]:
     response = await client.post("/conversations", json=body)
     assert response.status_code == 201, response.text
     return dict(response.json())
@@ -93,7 +93,7 @@ async def said(conversation: dict[str, Any], *messages: str) -> str:
     return answer.id
 
 
-async def feedback(client: httpx.AsyncClient, conversation: dict[str, Any], **body: Any) -> httpx.Response:
+async def feedback(client: httpx2.AsyncClient, conversation: dict[str, Any], **body: Any) -> httpx2.Response:
     return await client.post("/feedback", json={"id": conversation["id"], **body})
 
 

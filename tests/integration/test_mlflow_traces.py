@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from gateway_run import ADD, gateway_task
 from otlp_collector import trace_flags
@@ -62,9 +62,9 @@ def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     while time.monotonic() < deadline:
         assert server.poll() is None, log.read_text()
         try:
-            if httpx.get(url, timeout=5).is_success:
+            if httpx2.get(url, timeout=5).is_success:
                 return
-        except httpx.TransportError:
+        except httpx2.TransportError:
             time.sleep(0.2)
     raise AssertionError(log.read_text())
 
@@ -129,14 +129,14 @@ async def trajectory(store: Store, address: str) -> tuple[str, str]:
 
 
 async def read(url: str, trace: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.get("/api/3.0/mlflow/traces/get", params={"trace_id": trace})
         found: dict[str, Any] = answer.raise_for_status().json()["trace"]
         return found
 
 
 async def experiment(url: str, name: str) -> str:
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
         path = "/api/2.0/mlflow/experiments/get-by-name"
         answer = await client.get(path, params={"experiment_name": name})
         return str(answer.raise_for_status().json()["experiment"]["experiment_id"])

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import small_run as run
 
@@ -48,10 +48,10 @@ async def test_the_terminal_json_and_the_browser_say_the_same(
     assert await asyncio.to_thread(cli.main, ["status", *where]) == 0
     screen = " ".join(capsys.readouterr().out.split())
     app = create_app(DashboardOptions(run=run_config))
-    transport = httpx.ASGITransport(app)
+    transport = httpx2.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         page = html.unescape((await client.get(f"/runs/{store.run_name}")).text)
     for item in found:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import yaml
 from tiny_vision import drawn
@@ -169,7 +169,7 @@ async def test_only_who_has_the_token_is_served(start: Callable[..., str], folde
     with pytest.raises(ToolServerConfigError, match="401"):
         await of(url).open()
     headers = {"Authorization": "Bearer a-long-secret"}
-    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+    async with httpx2.AsyncClient(base_url=url, headers=headers) as client:
         assert (await client.get("/servers")).json()["servers"] == ["notes"]
         assert (await client.post("/tool/keep", json={"text": "x"})).json() == {
             "status": "success", "content": "x",

@@ -146,7 +146,7 @@ import sys
 before = set(sys.modules)
 import agentrl
 print(sorted(name for name in set(sys.modules) - before if name.startswith("agentrl")))
-heavy = {"torch", "transformers", "pymongo", "pydantic", "numpy", "httpx", "mcp"}
+heavy = {"torch", "transformers", "pymongo", "pydantic", "numpy", "httpx2", "mcp"}
 print(sorted(heavy & set(sys.modules)))
 agentrl.agent, agentrl.scorer, agentrl.advantage, agentrl.tool, agentrl.context_manager, agentrl.loss
 agentrl.Rollout, agentrl.Outcome, agentrl.group_filter, agentrl.tool_call_parser, agentrl.Store

@@ -162,11 +162,12 @@ def test_engines_and_tools_stop_after_the_processes_that_use_them(supervisor, tm
 def test_a_second_signal_kills_the_remaining_processes(tmp_path):
     script = (
         "import sys, time\n"
-        "from agentrl.supervise import SupervisedProcess, Supervisor, stop_on_signals, StoppedBySignalError\n"
+        "from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor\n"
+        "from agentrl.supervise import raise_on_signals\n"
         "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)'\n"
         "supervisor = Supervisor(print)\n"
         "try:\n"
-        "    with stop_on_signals():\n"
+        "    with raise_on_signals():\n"
         "        try:\n"
         "            main = SupervisedProcess('main', [sys.executable, '-c', code], None, {})\n"
         "            supervisor.start(main)\n"

@@ -8,7 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-import httpx
+import httpx2
 
 GATEWAY = "http://127.0.0.1:8790"
 SECONDS = 300.0
@@ -25,7 +25,7 @@ class Product:
 
     def __init__(self, gateway: str, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(base_url=gateway, headers=headers, timeout=SECONDS)
+        self._client = httpx2.Client(base_url=gateway, headers=headers, timeout=SECONDS)
 
     def open(self, first: str) -> dict[str, str]:
         """Open a conversation; ``first`` is what people see of it in lists."""

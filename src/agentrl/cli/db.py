@@ -104,8 +104,8 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
 def check_options(arguments: argparse.Namespace) -> CheckOptions:
     """Return the options that the flags of ``check`` name."""
     from agentrl.data.finalize_group import explain_difference
+    from agentrl.documents.checkpoint import read_checkpoints
     from agentrl.store.admin.check.reading import CheckOptions
-    from agentrl.store.admin.retention import read_checkpoints
 
     checkpoints = [] if arguments.output_dir is None else read_checkpoints(Path(arguments.output_dir))
     return CheckOptions(
@@ -222,7 +222,8 @@ def _prune(subparsers: Any) -> None:
 
 async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Delete what nothing needs any more, and print what was freed."""
-    from agentrl.store.admin.retention import Retention, read_checkpoints
+    from agentrl.documents.checkpoint import read_checkpoints
+    from agentrl.store.admin.retention import Retention
     from agentrl.store.client import open_existing
 
     days, step = arguments.older_than_days, arguments.before_step
@@ -234,7 +235,7 @@ async def prune(run: RunConfig, arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--older_than_days is {days:g}", hint="give --older_than_days 0 or more")
     output = Path(run.output)
     # a resume from the oldest checkpoint trains all later steps again
-    last_step = min((checkpoint.step for checkpoint in read_checkpoints(output)), default=None)
+    last_step = min((checkpoint.state.step for checkpoint in read_checkpoints(output)), default=None)
     if last_step is None:
         print(f"there is no checkpoint under {output}: nothing that was trained is deleted")
     async with await open_existing(run) as store:

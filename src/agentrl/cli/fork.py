@@ -62,13 +62,13 @@ async def fork(arguments: argparse.Namespace) -> int:
         parent_output = Path(arguments.output_dir or stored or run.output)
         work = Fork(store.connection)
         found = await work.checkpoint(parent_output, step)
-        folder = (parent_output / found.name).resolve()
+        step, folder = found.state.step, found.folder.resolve()
         weights = await asyncio.to_thread(_weights_of, folder / "model")
-        begun = Relative(id=PARENT, run=run.run_name, kind="fork", step=found.step, checkpoint=str(folder))
+        begun = Relative(id=PARENT, run=run.run_name, kind="fork", step=step, checkpoint=str(folder))
         with progress(f"forking run {run.run_name}, tasks") as bar:
             result = await work.begin(new, begun, weights, on_documents=bar.advance)
     print(
-        f"{new} begins after step {found.step} of {run.run_name}, with policy version {result.version} from"
+        f"{new} begins after step {step} of {run.run_name}, with policy version {result.version} from"
         f" {folder}\n{result.inherited:,} tasks are trained, {result.waiting:,} wait to be sampled"
     )
     for role in ("serve", "sample", "train"):

@@ -39,7 +39,7 @@ from agentrl.launch.recipe import (
     read_accelerate_config,
     read_recipe,
 )
-from agentrl.supervise import StoppedBySignalError, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, raise_on_signals
 
 if TYPE_CHECKING:
     from agentrl.cli.placement import Placement
@@ -52,7 +52,7 @@ _COMMANDS = ("train", "eval")
 def main(argv: list[str]) -> int:
     """Prepare the model and the database, then run the processes until the main one ends."""
     try:
-        with stop_on_signals():
+        with raise_on_signals():
             plan = _plan(argv, os.environ)
             from agentrl.launch.processes import run_processes
 
@@ -82,7 +82,7 @@ def quickstart(argv: list[str]) -> int:
 
     run = RunConfig(seed=arguments.seed)
     try:
-        with stop_on_signals():
+        with raise_on_signals():
             return run_quickstart(
                 flags,
                 run,

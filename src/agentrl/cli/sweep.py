@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.atomic_folder import replace_file
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
@@ -192,9 +193,7 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
     """Replace the file. Raises ConfigError for one that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(value, indent=2), encoding="utf-8")
-        partial.replace(path)
+        replace_file(path, json.dumps(value, indent=2).encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}", hint="give another --output_dir"

@@ -1,6 +1,6 @@
 """Define the back end ``kubernetes``: a Job of one pod per container, by the API server's HTTP interface.
 
-httpx and websockets, not the client ``kubernetes``: that one blocks, and cannot close a command's input.
+httpx2 and websockets, not the client ``kubernetes``: that one blocks, and cannot close a command's input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import urlencode
 
-import httpx
+import httpx2
 
 from agentrl.containers.base import (
     COPY_BYTES,
@@ -64,11 +64,11 @@ class KubernetesContainer(Container):
         options = options_of(spec, where)
         cluster = open_cluster(options.kubeconfig, options.context, options.namespace, where)
         try:
-            answer = httpx.get(
+            answer = httpx2.get(
                 f"{cluster.url}{_jobs(cluster)}?limit=1", headers=cluster.headers(), verify=cluster.ssl,
                 timeout=_SECONDS, trust_env=False,
             )  # fmt: skip
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise ConfigError(
                 f"{where}: the API server {cluster.url} does not answer: {error}",
                 hint="try `kubectl get jobs`",
@@ -233,11 +233,11 @@ class KubernetesContainer(Container):
         if cluster is None:
             raise ToolServerError(f"the container of {self.spec.name} does not run")
         try:
-            async with httpx.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
+            async with httpx2.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
                 answer = await client.request(
                     method, cluster.url + path, json=body, headers=cluster.headers()
                 )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise back_end_away(
                 "kubernetes", f"the API server {cluster.url} does not answer: {error}"
             ) from error
@@ -274,7 +274,7 @@ def _pods(cluster: Cluster | None) -> str:
     return f"/api/v1/namespaces/{'' if cluster is None else cluster.namespace}/pods"
 
 
-def _said(answer: httpx.Response) -> str:
+def _said(answer: httpx2.Response) -> str:
     with contextlib.suppress(ValueError, AttributeError):
         return f"{answer.status_code} {answer.json().get('message', '')}"[:300]
     return str(answer.status_code)

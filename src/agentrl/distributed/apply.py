@@ -20,7 +20,13 @@ from torch.distributed import ProcessGroup
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel import check_context
 from agentrl.distributed.expert_parallel import check_experts, shard_experts
-from agentrl.distributed.fsdp import GradientReduction, choose_reduction, shard_layers, shard_root
+from agentrl.distributed.fsdp import (
+    GradientReduction,
+    choose_reduction,
+    set_reduction,
+    shard_layers,
+    shard_root,
+)
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.parallel_model import ForestLoss, ParallelModel
 from agentrl.distributed.pipeline_stages import assign_model_layers, check_stages, keep_stage
@@ -159,7 +165,7 @@ class PipelineModel(ParallelModel):
     ) -> Tensor | None:
         """Add up this stage's gradients; return the gradient of the hidden states that it received."""
         set_attention(self.model, item.attention)
-        self._before_backward(is_last=is_last)
+        set_reduction(self, self._reduction, is_last=is_last)
         torch.autograd.backward(item.output, gradient)
         watch.lap("backward")
         return None if item.received is None else item.received.grad

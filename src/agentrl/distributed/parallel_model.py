@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest
 from agentrl.distributed.context_parallel import ContextParallel
-from agentrl.distributed.fsdp import GradientReduction, clip_gradients, set_reduction, sum_partial_gradients
+from agentrl.distributed.fsdp import (
+    GradientReduction,
+    clip_gradients,
+    local_part,
+    set_reduction,
+    sum_partial_gradients,
+)
 from agentrl.distributed.mesh import Mesh
 from agentrl.distributed.pipeline_stages import run_stage, sum_tied_gradients
 from agentrl.errors import ModelError
@@ -86,7 +92,7 @@ class ParallelModel(nn.Module):
         for number, forest in enumerate(forests, 1):
             part = loss(forest, *self(forest, options))
             watch.lap("forward")
-            self._before_backward(is_last=number == len(forests))
+            set_reduction(self, self._reduction, is_last=number == len(forests))
             torch.autograd.backward(part)
             watch.lap("backward")
 
@@ -136,14 +142,11 @@ class ParallelModel(nn.Module):
         """Return how many tokens of ``forest`` this rank computes, padding included."""
         return forest.tokens if self._context is None else self._context.tokens(forest)
 
-    def _before_backward(self, *, is_last: bool) -> None:
-        set_reduction(self, self._reduction, is_last=is_last)
-
     def _head(self) -> OutputHead:
         """Return the output head, or this rank's rows of it."""
         head = output_head(self.model)
         if not isinstance(head.weight, DTensor):
             return head
         weight, group = head.weight.to_local(), self.mesh.group("tp")
-        bias = head.bias.to_local() if isinstance(head.bias, DTensor) else head.bias
+        bias = None if head.bias is None else local_part(head.bias)
         return replace(head, weight=weight, bias=bias, group=group, first=dist.get_rank(group) * len(weight))

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from agentrl.data.forest import TokenForest, forest_from_sequences
+from agentrl.distributed.fsdp import local_part
 from agentrl.errors import ConfigError, ModelError
 from agentrl.model.attention.executor import ForestExecutor, build_executor
 from agentrl.model.flops import ModelShape
@@ -251,4 +252,4 @@ def _placed_gradient(weight: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor) and isinstance(weight, DTensor):
         gradient = gradient.redistribute(weight.device_mesh, weight.placements)
     weight.grad = gradient
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)

@@ -84,11 +84,11 @@ class NemoGym(Environment):
 
     async def setup(self) -> None:
         """Begin the session. Raises OutageError."""
-        import httpx
+        import httpx2
 
         secure = self._url.startswith("https:")
-        timeout = httpx.Timeout(_CALL_SECONDS, connect=CONNECT_SECONDS)
-        self._client = httpx.AsyncClient(
+        timeout = httpx2.Timeout(_CALL_SECONDS, connect=CONNECT_SECONDS)
+        self._client = httpx2.AsyncClient(
             base_url=self._url, timeout=timeout, verify=secure, trust_env=not is_local(self._url)
         )
         await self._seed()
@@ -143,14 +143,14 @@ class NemoGym(Environment):
 
     async def _post(self, path: str, body: Json) -> Any:
         """Return the answer. Raises OutageError, and SessionLostError once a tool has been called."""
-        import httpx
+        import httpx2
 
         try:
             answer = await self._client.post(f"/{path}", json=body)
             if answer.status_code not in _AWAY:
                 return answer
             cause, why = None, f"it answered {answer.status_code}"
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             cause, why = error, f"{type(error).__name__}: {error}"
         self._seeded = False
         problem = f"NeMo-Gym server {self._url} cannot be reached: POST /{path}: {why}"

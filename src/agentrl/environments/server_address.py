@@ -30,19 +30,19 @@ def server_url(given: str, name: str) -> str:
 
 def get_json(url: str, what: str, token: Mapping[str, str] | None = None) -> Any:
     """Return the JSON of a page of ``what``. Raises TaskFileError if there is none."""
-    import httpx
+    import httpx2
 
     try:
-        answer = httpx.get(
+        answer = httpx2.get(
             url, timeout=CONNECT_SECONDS, follow_redirects=True, headers=token, trust_env=not is_local(url)
         )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise TaskFileError(
             f"{what} cannot be reached: GET {url}: {type(error).__name__}: {error}",
             hint="start the server, or correct url=",
         ) from error
     try:
-        found = answer.json() if answer.status_code == httpx.codes.OK else None
+        found = answer.json() if answer.status_code == httpx2.codes.OK else None
     except ValueError:
         found = None
     if not isinstance(found, dict):

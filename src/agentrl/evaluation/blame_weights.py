@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import AdapterConfig, ModelConfig, RunConfig, TrainConfig
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.documents.training import TrainStep
 from agentrl.evaluation.policy import of_published
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
-from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
 from agentrl.weights.local_copy import LocalCopy

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
 from agentrl.documents.base import plain
+from agentrl.documents.checkpoint import is_checkpoint
 from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError, PublishError
@@ -119,7 +120,7 @@ async def find_model(store: Store, named: str, base: str | None) -> Policy:
     Raises ModelError if it has no weights or no tokenizer, or another tokenizer than the run's model.
     """
     given = Path(named)
-    adapter = given / "model" if (given / "state.json").is_file() else given
+    adapter = given / "model" if is_checkpoint(given) else given
     if is_adapter(adapter):
         given = await merged_model(adapter, base)
     folder = await asyncio.to_thread(model_of, given)
@@ -132,7 +133,7 @@ def model_of(folder: Path) -> Path:
     """Return the model folder of ``folder``, which may be a checkpoint. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(f"--eval_model is {folder}, which is not a folder", hint="give a model folder")
-    model = folder / "model" if (folder / "state.json").is_file() else folder
+    model = folder / "model" if is_checkpoint(folder) else folder
     for name, pattern in (
         ("config.json", "config.json"), ("weights", "*.safetensors"), ("tokenizer.json", "tokenizer.json"),
     ):  # fmt: skip

@@ -18,13 +18,13 @@ from agentrl.config.whatif import parent_configs
 from agentrl.data.recorded import RecordedSettings, RecordedStream
 from agentrl.data.regroup import Regrouping, regrouping_of
 from agentrl.data.step_source import StepData
+from agentrl.documents.checkpoint import readable_checkpoints
 from agentrl.documents.family import Relative
 from agentrl.documents.model_call import unpack_ids
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.losses.settings import LossSettings
 from agentrl.store.client import Store, open_existing
-from agentrl.train.checkpoint import complete
 from agentrl.train.source import freshness_of
 from agentrl.train.token_weights import Floats, token_weights
 from agentrl.train.whatif import stored_flags
@@ -172,7 +172,7 @@ async def _weights(store: Store, configs: Configs, step: int) -> Path | None:
             folder = Path(version.location)
             if await asyncio.to_thread(folder.is_dir):
                 return folder
-    found = await asyncio.to_thread(complete, Path(configs[RunConfig].output))
+    found = await asyncio.to_thread(readable_checkpoints, Path(configs[RunConfig].output))
     own = {item.id for item in await store.steps.find()}
     alive = [item for item in found if own.issuperset(item.state.train_steps)]
     return next((item.model for item in alive if item.state.step == step), None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import httpx
+import httpx2
 
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
 from agentrl.documents.status import StopReason
@@ -117,11 +117,11 @@ async def is_up(url: str) -> bool:
 async def _answers(url: str) -> bool | None:
     """Return whether a gateway is up, whatever it says of the token. None: no answer in time."""
     try:
-        async with httpx.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
+        async with httpx2.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
             return (await client.get(f"{url}/models")).status_code < 500
-    except httpx.TimeoutException:
+    except httpx2.TimeoutException:
         return None
-    except httpx.HTTPError:
+    except httpx2.HTTPError:
         return False
 
 

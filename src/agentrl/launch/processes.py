@@ -68,6 +68,26 @@ def run_processes(
     as it is configured, and AgentRLError for one that has crashed too often.
     """
     supervisor = Supervisor(plan.report)
+    helpers, main = processes_of(plan)
+    try:
+        for member in helpers:
+            supervisor.start(member)
+            plan.report(f"{member.name} started (pid {member.pid}, {member.log})")
+        if main is None:
+            supervisor.run_helpers()
+            return 0
+        if serving is not None and plan.placement is None and half_of_cores() == 1:
+            supervisor.wait(serving, _SERVING_SECONDS)
+        return supervisor.run_main(main, deadline=deadline)
+    except StoppedBySignalError:
+        plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
+        raise
+    finally:
+        supervisor.stop()
+
+
+def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProcess | None]:
+    """Return the helpers of ``plan`` in the order of their start, and its main process. Starts nothing."""
     placement = plan.placement
     others: Numbers = placement.others if placement is not None else ()
     engines: Sequence[Numbers] = placement.engines if placement is not None else [()] * plan.engines
@@ -75,6 +95,7 @@ def run_processes(
     beside_last = plan.follows and placement is not None and not others and bool(engines)
     tool_server, variables = units_server() if plan.has_demo_tools else ([], {})
     variables |= plan.variables
+    helpers: list[SupervisedProcess] = []
 
     def environment(numbers: Numbers, *, computes: bool = False) -> dict[str, str]:
         """Return the environment of a process that sees the GPUs ``numbers`` of the placement.
@@ -85,47 +106,33 @@ def run_processes(
         seen = placement.gpus.environment(numbers) if placement is not None else {}
         return {**environment_of_children(threads), **variables, **seen}
 
-    def start(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
-        log = plan.logs / f"{name}.out"
-        member = SupervisedProcess(name, command, log, env, is_server=is_server)
-        supervisor.start(member)
-        plan.report(f"{name} started (pid {member.pid}, {log})")
+    def add(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
+        helpers.append(SupervisedProcess(name, command, plan.logs / f"{name}.out", env, is_server=is_server))
 
     def share(fraction: float) -> list[str]:
         return ["--inf_mem_ratio", str(fraction)] if plan.inf_mem_ratio is None else []
 
-    try:
-        if tool_server:
-            start("units-server", tool_server, without_uri(environment(others)), is_server=True)
-        for index, numbers in enumerate(engines):
-            flags = [*plan.flags, *(["--port", str(plan.port + index)] if plan.port else [])]
-            if placement is not None and set(numbers) & set(placement.shared):
-                flags += ["--colocate", "true"] if placement.is_colocated else share(SHARED_MEMORY)
-            elif beside_last and index == len(engines) - 1:
-                flags += share(_BESIDE_ENGINE)
-            name = f"engine-{index}" if len(engines) > 1 else "engine"
-            start(name, agentrl_command("serve", flags), environment(numbers, computes=True), is_server=True)
-        for index in range(plan.samplers):
-            start(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
-        if plan.teaches:
-            start("teacher", agentrl_command("teach", plan.flags), environment(others, computes=True))
-        if plan.follows:
-            flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
-            seen = engines[-1] if beside_last else others
-            start("evaluation", agentrl_command("eval", flags), environment(seen))
-        if plan.main is not None:
-            trainer = placement.trainer if placement is not None else ()
-            main = SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
-            if serving is not None and placement is None and half_of_cores() == 1:
-                supervisor.wait(serving, _SERVING_SECONDS)
-            return supervisor.run_main(main, deadline=deadline)
-        supervisor.run_helpers()
-        return 0
-    except StoppedBySignalError:
-        plan.report("stopping: a trainer finishes its step and saves; the same command resumes")
-        raise
-    finally:
-        supervisor.stop()
+    if tool_server:
+        add("units-server", tool_server, without_uri(environment(others)), is_server=True)
+    for index, numbers in enumerate(engines):
+        flags = [*plan.flags, *(["--port", str(plan.port + index)] if plan.port else [])]
+        if placement is not None and set(numbers) & set(placement.shared):
+            flags += ["--colocate", "true"] if placement.is_colocated else share(SHARED_MEMORY)
+        elif beside_last and index == len(engines) - 1:
+            flags += share(_BESIDE_ENGINE)
+        name = f"engine-{index}" if len(engines) > 1 else "engine"
+        add(name, agentrl_command("serve", flags), environment(numbers, computes=True), is_server=True)
+    for index in range(plan.samplers):
+        add(f"sampler-{index}", agentrl_command("sample", plan.flags), environment(others))
+    if plan.teaches:
+        add("teacher", agentrl_command("teach", plan.flags), environment(others, computes=True))
+    if plan.follows:
+        flags = [*plan.flags, *(share(_BESIDE_ENGINE) if beside_last else [])]
+        add("evaluation", agentrl_command("eval", flags), environment(engines[-1] if beside_last else others))
+    if plan.main is None:
+        return helpers, None
+    trainer = placement.trainer if placement is not None else ()
+    return helpers, SupervisedProcess("main", plan.main, None, environment(trainer or others, computes=True))
 
 
 def agentrl_command(command: str, flags: Sequence[str]) -> list[str]:

@@ -227,7 +227,8 @@ class StartLines:
     def line(self, state: Start, seconds: float) -> str | None:
         """Return the line for ``state`` after ``seconds``; None if nothing new is worth one."""
         shown = self._shown
-        if state == shown or (self._is_late(state) and seconds - self._last_line < LINE_SECONDS):
+        only_counts = shown is not None and shown.is_serving == state.is_serving
+        if state == shown or (only_counts and seconds - self._last_line < LINE_SECONDS):
             return None
         self._shown, self._last_line = state, seconds
         if not state.is_serving:
@@ -240,10 +241,6 @@ class StartLines:
             f" {state.finished} trajectories have a score, {state.right} of them are right;"
             f" {ready} of {self._groups} groups are ready ({seconds:.0f} s)"
         )
-
-    def _is_late(self, state: Start) -> bool:
-        """Return whether only counts changed since the last line."""
-        return self._shown is not None and self._shown.is_serving == state.is_serving
 
 
 async def _tell(

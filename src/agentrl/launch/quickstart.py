@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from agentrl.atomic_folder import replace_file
 from agentrl.config.arguments import flag_words
 from agentrl.config.launch import QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
@@ -30,7 +31,7 @@ from agentrl.observe import logging as run_logging
 from agentrl.processes import free_port
 from agentrl.shipped_files import shipped_files
 from agentrl.store.embedded.server import EmbeddedMongo, disk_problem
-from agentrl.supervise import StoppedBySignalError, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, raise_on_signals
 
 STATE_DIR = Path(".agentrl/quickstart")
 _MONGO_DIR = RunConfig.mongo_dir
@@ -208,9 +209,7 @@ def _write_state(run: QuickstartRun, *, finished: bool) -> QuickstartRun:
     path = _state_file(run.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = {**dataclasses.asdict(run), "finished": finished}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(state, indent=2), encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, json.dumps(state, indent=2).encode())
     return run
 
 
@@ -247,7 +246,7 @@ def dashboard(run_name: str, log: Path) -> Iterator[str]:
 
 def wait_for_signal() -> None:
     """Return at SIGINT, which Ctrl-C sends, or SIGTERM."""
-    with contextlib.suppress(StoppedBySignalError), stop_on_signals():
+    with contextlib.suppress(StoppedBySignalError), raise_on_signals():
         while True:
             signal.pause()
 

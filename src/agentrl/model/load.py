@@ -201,7 +201,7 @@ def _explained(folder: Path) -> Iterator[None]:
     """Raise a ModelError for an exception in the block, which loads the model in ``folder``."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError) as error:
         raise ModelError(
             f"the model in {folder} cannot be loaded: {first_line(error)}",
             hint="check its config.json and weights; code of its own needs --trust_remote_code true",

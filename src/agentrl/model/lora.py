@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -14,12 +13,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter
+from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter, read_adapter_config
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -127,24 +128,18 @@ class Adapter:
 
     def load(self, folder: Path) -> None:
         """Load what a checkpoint holds; ConfigError for another adapter, or for none."""
-        from safetensors.torch import load_file
-
         if not is_adapter(folder):
             raise ConfigError(
                 f"{folder} holds whole weights, and --lora_rank {self.settings.r} trains an adapter",
                 hint="leave --lora_rank out, or start another run from these weights",
             )
-        found = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        differing = [key for key in _SIZES if found.get(key) != getattr(self.settings, key)]
+        found, weights = read_adapter(folder)
+        differing = [key for key in _SIZES if found[key] != getattr(self.settings, key)]
         if differing:
-            listed = ", ".join(
-                f"{key} {found.get(key)}, not {getattr(self.settings, key)}" for key in differing
-            )
+            listed = ", ".join(f"{key} {found[key]}, not {getattr(self.settings, key)}" for key in differing)
             raise ConfigError(
                 f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
             )
-        stored = load_file(folder / ADAPTER_WEIGHTS)
-        weights = {name.removeprefix(PEFT_PREFIX): value for name, value in stored.items()}
         expected = self.weights()
         # A published adapter of these layers lacks those that were never trained: they add nothing.
         lacks = weights.keys() < expected.keys() and set(found["target_modules"]) == set(
@@ -227,6 +222,22 @@ class ServedAdapter:
     def configuration(self) -> dict[str, bytes]:
         """Return the content of ``adapter_config.json``."""
         return self.adapter.configuration()
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return peft's settings of the adapter in ``folder``, and its weights on the CPU, by module.
+
+    Raises ModelError if a file cannot be read, or describes no LoRA.
+    """
+    config = read_adapter_config(folder)
+    try:
+        weights = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder} holds no adapter that can be read: {ADAPTER_WEIGHTS}: {error}",
+            hint="give another checkpoint",
+        ) from error
+    return config, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()}
 
 
 def _peft() -> ModuleType:

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from agentrl.config.run import ModelConfig
 from agentrl.config.training import AdapterConfig
-from agentrl.errors import AgentRLError, ModelError
+from agentrl.errors import AgentRLError
 from agentrl.model.load import load_policy
-from agentrl.weights.folder import ADAPTER_CONFIG
+from agentrl.weights.folder import read_adapter_config
 from agentrl.weights.model_folder import atomic_model_folder, complete_folder
 from agentrl.weights.sharded_writer import write_alone
 
@@ -33,19 +32,13 @@ def merge_adapter(adapter: Path, base: Path, target: Path) -> None:
 
 def adapter_settings(adapter: Path) -> AdapterConfig:
     """Return the flags that an adapter was trained with. Raises ModelError if its file cannot be read."""
-    file = adapter / ADAPTER_CONFIG
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        targets = found["target_modules"]
-        return AdapterConfig(
-            lora_rank=found["r"],
-            lora_alpha=found["lora_alpha"],
-            lora_target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{file} does not describe a LoRA adapter: {error}", hint="give a checkpoint of `agentrl train`"
-        ) from error
+    found = read_adapter_config(adapter)
+    targets = found["target_modules"]
+    return AdapterConfig(
+        lora_rank=found["r"],
+        lora_alpha=found["lora_alpha"],
+        lora_target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -57,6 +57,7 @@ _QUIET = {
     "asyncio": logging.WARNING,
     "filelock": logging.WARNING,
     "httpcore": logging.WARNING,
+    "httpcore2": logging.WARNING,
     "httpx": logging.WARNING,
     "httpx2": logging.WARNING,
     "matplotlib": logging.WARNING,

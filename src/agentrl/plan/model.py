@@ -19,7 +19,8 @@ from agentrl.errors import ConfigError, ModelError
 from agentrl.losses.settings import LossSettings
 from agentrl.model.attention.executor import MaskLimits, check_compatibility
 from agentrl.model.flops import ModelShape
-from agentrl.model.load import disable_dropout
+from agentrl.model.load import disable_dropout, empty_model
+from agentrl.weights.folder import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,8 @@ def open_model(folder: Path, context: int, *, trust_remote_code: bool = False) -
     Raises ModelError for a folder without a model and for a model that cannot be trained, ConfigError for a
     context beyond the model's.
     """
-    config = _read_config(folder, trust_remote_code)
-    module = _build(folder, config)
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    module = _empty(folder, trust_remote_code)
+    limit = getattr(module.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and context > limit:
         raise ConfigError(
             f"--context {context} is longer than the model's context, max_position_embeddings {limit}",
@@ -59,9 +59,9 @@ def open_model(folder: Path, context: int, *, trust_remote_code: bool = False) -
     experts = sum(p.numel() for found in find_experts(module).values() for p in found.parameters())
     return PlannedModel(
         folder=folder,
-        config=config,
+        config=module.config,
         module=module,
-        shape=ModelShape.of(config),
+        shape=ModelShape.of(module.config),
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         expert_parameters=experts,
         context=limit,
@@ -80,13 +80,12 @@ def reference_parameters(configs: Configs, model: PlannedModel) -> int:
     if config.reference_model is None:
         return 0 if configs[AdapterConfig].lora_rank else model.parameters
     folder = Path(config.reference_model)
-    module = _build(folder, _read_config(folder, config.trust_remote_code, flag="--reference_model"))
+    module = _empty(folder, config.trust_remote_code, flag="--reference_model")
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _read_config(folder: Path, trust_remote_code: bool, flag: str = "--model") -> Any:
-    from transformers import AutoConfig
-
+def _empty(folder: Path, trust_remote_code: bool, flag: str = "--model") -> Any:
+    """Return the model in ``folder`` on the meta device. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(
             f"{flag} {folder} is not a folder",
@@ -94,33 +93,13 @@ def _read_config(folder: Path, trust_remote_code: bool, flag: str = "--model") -
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json", hint="give a folder that save_pretrained wrote")
-    try:
-        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    config = read_config(folder)
+    if config.get("vision_config") is not None:
         raise ModelError(
-            f"{folder}/config.json cannot be read: {str(error).splitlines()[0]}",
-            hint="check the file; code of its own needs --trust_remote_code true",
-        ) from error
-    if getattr(config, "vision_config", None) is not None:
-        raise ModelError(
-            f"{folder} holds a vision-language model ({config.model_type}), which cannot be planned",
+            f"{folder} holds a vision-language model ({config.get('model_type')}), which cannot be planned",
             hint="images are trained in one process (docs/vision.md): measure a step there",
         )
-    return config
-
-
-def _build(folder: Path, config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model_class: Any = AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            return model_class.from_config(config, attn_implementation="sdpa")
-    except (ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        raise ModelError(
-            f"no causal language model can be built from {folder}/config.json: {str(error).split('. ')[0]}",
-            hint="use an architecture that transformers has with sdpa attention",
-        ) from error
+    return empty_model(folder, ModelConfig(trust_remote_code=trust_remote_code), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,12 +214,12 @@ def _refusal(problems: Sequence[str], split: str) -> ConfigError:
 
 async def _reach(endpoint: ModelEndpoint) -> None:
     """Send an endpoint one request; log a warning if it does not answer."""
-    import httpx
+    import httpx2
 
     try:
-        async with httpx.AsyncClient(timeout=_REACH_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=_REACH_SECONDS) as client:
             await client.get(f"{endpoint.base_url.rstrip('/')}/models")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         logger.warning(
             "the judge cannot be reached now", extra={"model": endpoint.model, "why": type(error).__name__}
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import httpx2
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
@@ -43,7 +43,7 @@ _EXCERPT = 300
 _LOGIN, _BUSY = (401, 403), (429, 503)
 TRAJECTORY_HEADER = "X-AgentRL-Trajectory"
 """The header with the id of the trajectory that a request belongs to."""
-_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.UnsupportedProtocol)
+_NOT_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
 _LOGIN_HINT = "check --mcp_manager_url and the token in the variable that --mcp_auth_token_env names"
 
 
@@ -181,11 +181,11 @@ class ManagerClient:
     def __init__(self, spec: ManagerSpec, *, connections: int) -> None:
         """``connections`` calls may be in flight at a time."""
         self._spec = spec
-        limits = httpx.Limits(
+        limits = httpx2.Limits(
             max_connections=connections + _SPARE_CONNECTIONS, max_keepalive_connections=connections
         )
         self._slots = asyncio.Semaphore(connections)
-        self._http = httpx.AsyncClient(
+        self._http = httpx2.AsyncClient(
             base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS, limits=limits
         )
         self._suspect = False
@@ -198,7 +198,7 @@ class ManagerClient:
         except TimeoutError as error:
             late = f"did not answer {path} within {_CONTROL_SECONDS:g} s"
             raise self.error(late, server=server) from error
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise self._unreachable(error, server) from error
         if answer.status != 200 or not isinstance(answer.body, dict):
             shown = str(answer.body)[:_EXCERPT]
@@ -220,7 +220,7 @@ class ManagerClient:
                 answer = await self._send("POST", path, server, dict(arguments), seconds, headers)
             except _NOT_SENT as error:
                 raise self._unreachable(error, server) from error
-            except httpx.HTTPError as error:
+            except httpx2.HTTPError as error:
                 self._suspect = True
                 lost = f"{tool} failed: the connection to its server broke ({type(error).__name__})"
                 return ManagerAnswer(500, f"{lost}; it may have taken effect")
@@ -235,7 +235,7 @@ class ManagerClient:
         path = f"/server/{server}/node"
         try:
             await self._send("DELETE", path, server, None, _END_SECONDS, {TRAJECTORY_HEADER: trajectory})
-        except (httpx.HTTPError, TimeoutError, ToolServerError) as error:
+        except (httpx2.HTTPError, TimeoutError, ToolServerError) as error:
             logger.warning(
                 "a node of the MCP manager is not ended", extra={"server": server, "why": str(error)}
             )
@@ -269,8 +269,8 @@ class ManagerClient:
     async def _send(
         self, method: str, path: str, server: str, body: Any, seconds: float, headers: Mapping[str, str]
     ) -> ManagerAnswer:
-        """Return the answer. Raises httpx.HTTPError, TimeoutError and ToolServerError."""
-        limits = httpx.Timeout(_CONTROL_SECONDS, read=seconds)
+        """Return the answer. Raises httpx2.HTTPError, TimeoutError and ToolServerError."""
+        limits = httpx2.Timeout(_CONTROL_SECONDS, read=seconds)
         async with (
             asyncio.timeout(seconds),
             self._http.stream(method, path, json=body, timeout=limits, headers=dict(headers)) as response,
@@ -283,7 +283,7 @@ class ManagerClient:
                     return ManagerAnswer(500, {"detail": text})
         return self._answer(response, bytes(content), path, server)
 
-    def _answer(self, response: httpx.Response, content: bytes, path: str, server: str) -> ManagerAnswer:
+    def _answer(self, response: httpx2.Response, content: bytes, path: str, server: str) -> ManagerAnswer:
         """Read the body. Raises ToolServerError for a login, an overload, and a page instead of JSON."""
         text = content.decode("utf-8", "replace")
         status = response.status_code
@@ -303,7 +303,7 @@ class ManagerClient:
                 raise self.error(f"answered no JSON: {shown}", hint=_LOGIN_HINT, server=server) from error
             return ManagerAnswer(status, text)
 
-    def _unreachable(self, error: httpx.HTTPError, server: str = "all") -> ToolServerError:
+    def _unreachable(self, error: httpx2.HTTPError, server: str = "all") -> ToolServerError:
         return self.error(
             f"cannot be reached: {type(error).__name__}: {error}",
             hint="start it, or correct --mcp_manager_url",

@@ -12,18 +12,26 @@ import contextlib
 import json
 import logging
 import pickle
-import re
 import shutil
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from agentrl.atomic_folder import begin_folder, discard_folder, finish_folder
+from agentrl.documents.checkpoint import (
+    STATE,
+    Checkpoint,
+    CheckpointState,
+    checkpoint_folders,
+    is_checkpoint,
+    read_checkpoint,
+    readable_checkpoints,
+)
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, ModelError
@@ -43,44 +51,13 @@ from agentrl.weights.model_folder import (
 
 logger = logging.getLogger(__name__)
 
-STATE = "state.json"
 _TRAINER = "trainer.pt"
 _OPTIMIZER = "optimizer"
-_PREFIX = "checkpoint-"
-_NAME = re.compile(rf"{_PREFIX}(\d+)(?:-(\d+))?")
 _MOMENTS = 2
 _UNREADABLE = (
     OSError, KeyError, ValueError, RuntimeError, EOFError, struct.error, pickle.UnpicklingError,
 )  # fmt: skip
 """What torch.load and load_state_dict raise for a file that is damaged or has other content."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointState:
-    """The content of ``state.json``."""
-
-    run_name: str
-    step: int
-    policy_version: int
-    """The newest published version at that time; the checkpoint's own weights are published later."""
-    train_steps: tuple[str, ...]
-    """``_id`` of every TrainStep in the weights."""
-    architecture: dict[str, Any]
-    attempt: int = 1
-    """Attempt of the lease of the trainer that wrote it."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    folder: Path
-    state: CheckpointState
-
-    @property
-    def model(self) -> Path:
-        """A Hugging Face folder, or peft's adapter folder."""
-        return self.folder / "model"
 
 
 @dataclass(frozen=True)
@@ -145,12 +122,11 @@ def begin(
 ) -> Unfinished:
     """Copy what ``root/checkpoint-000010`` will hold, and write it in the background.
 
-    From attempt 2 on, the name is ``checkpoint-000010-ATTEMPT``: two trainers never write one folder.
     Checkpoints with reverted steps are neither counted nor deleted. Without ``writes_model`` the caller calls
     ``link_model`` before ``finish``. Raises PublishError, leaving nothing behind, if the disk is full.
     """
     policy, of_model = controller.policy, controller.writer.checkpoint_bytes
-    target = root / (f"{_PREFIX}{state.step:06d}" + (f"-{state.attempt}" if state.attempt > 1 else ""))
+    target = root / state.folder_name
     width = max(item.element_size() for item in policy.model.parameters() if item.requires_grad)
     own = width if policy.adapter is not None else (policy.own_dtype or policy.model.dtype).itemsize
     needed = of_model + (_MOMENTS + bool(policy.rounded_weights())) * of_model * width // own
@@ -191,12 +167,12 @@ def find(
         newest = next(usable(root, steps, run_name=run_name, discarded=discarded), None)
         return newest and _checked(newest, base)
     folder = Path(str(choice))
-    if not (folder / STATE).is_file():
+    if not is_checkpoint(folder):
         raise ConfigError(
             f"--resume_from_checkpoint {folder} is not a checkpoint: it has no {STATE}",
             hint="give 'auto', 'none' or a folder checkpoint-…",
         )
-    named = _read(folder)
+    named = read_checkpoint(folder)
     reverted = _reverted(named, run_name, steps)
     if reverted:
         raise ConfigError(
@@ -211,13 +187,14 @@ def usable(
     root: Path, steps: Sequence[TrainStep], *, run_name: str, discarded: Collection[str] = ()
 ) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints without reverted steps, newest first. Raises as ``find``."""
-    found = (_read(folder) for folder in reversed(_folders(root)) if folder.name not in discarded)
+    folders = reversed(checkpoint_folders(root))
+    found = (read_checkpoint(folder) for folder in folders if folder.name not in discarded)
     return (item for item in found if not _reverted(item, run_name, steps))
 
 
 def of_parent(folder: Path, base: Path) -> Checkpoint:
     """Return the checkpoint of another run from which this run begins. Raises as ``find``."""
-    return _checked(_read(folder), base)
+    return _checked(read_checkpoint(folder), base)
 
 
 def rename_reverted(
@@ -230,8 +207,8 @@ def rename_reverted(
     """
     moved = []
     kept = {item.folder for item in _lineage(root, train_steps, attempt)}
-    for folder in _folders(root):
-        if folder not in kept and folder.name not in needed and _step_and_attempt(folder)[1] <= attempt:
+    for folder in checkpoint_folders(root, attempt=attempt):
+        if folder not in kept and folder.name not in needed:
             renamed = folder.with_name(f"undone-{folder.name}")
             shutil.rmtree(renamed, ignore_errors=True)
             folder.rename(renamed)
@@ -259,49 +236,12 @@ def restore(checkpoint: Checkpoint, trainer: PolicyTrainer) -> None:
         ) from error
 
 
-def complete(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints in ``root``, oldest first, without those that cannot be read."""
-    found = []
-    for folder in _folders(root):
-        try:
-            found.append(_read(folder))
-        except ConfigError as error:
-            logger.warning("%s", error.message)
-    return found
-
-
-def _folders(root: Path) -> list[Path]:
-    """Return complete checkpoints, oldest first; a folder has another name until it is complete."""
-    if not root.is_dir():
-        return []
-    found = (path for path in root.iterdir() if _NAME.fullmatch(path.name))
-    return sorted((path for path in found if (path / STATE).is_file()), key=_step_and_attempt)
-
-
-def _step_and_attempt(folder: Path) -> tuple[int, int]:
-    found = _NAME.fullmatch(folder.name)
-    assert found is not None
-    return int(found[1]), int(found[2] or 1)
-
-
 def _lineage(root: Path, train_steps: Collection[str], attempt: int) -> list[Checkpoint]:
     """Return checkpoints of trainers up to ``attempt`` with no other steps, oldest first."""
     contained = set(train_steps)
-    found = (item for item in complete(root) if item.state.attempt <= attempt)
-    return [item for item in found if contained.issuperset(item.state.train_steps)]
-
-
-def _read(folder: Path) -> Checkpoint:
-    try:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        content.setdefault("attempt", 1)
-        values = {item.name: content[item.name] for item in fields(CheckpointState)}
-        state = CheckpointState(**{**values, "train_steps": tuple(content["train_steps"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{folder / STATE} cannot be read: {error}", hint="use another checkpoint"
-        ) from error
-    return Checkpoint(folder, state)
+    return [
+        item for item in readable_checkpoints(root, attempt) if contained.issuperset(item.state.train_steps)
+    ]
 
 
 def _reverted(checkpoint: Checkpoint, run_name: str, steps: Sequence[TrainStep]) -> list[str]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.training import TrainStep
-from agentrl.train.checkpoint import Checkpoint
 from agentrl.weights.publish import publish_base
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.documents.checkpoint import Checkpoint, read_checkpoints
 from agentrl.documents.family import Relative
 from agentrl.documents.retraction import Rebuilt
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import StoreError
-from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.weights import storage
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Influence:
     @property
     def step(self) -> int:
         """The step that the run goes back to."""
-        return 0 if self.clean is None else self.clean.step
+        return 0 if self.clean is None else self.clean.state.step
 
 
 async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequence[Path]) -> Influence:
@@ -54,10 +54,10 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
     """
     committed = await store.steps.find()
     applied = {step.id for step in committed}
-    found = [(root, item) for root in roots for item in read_checkpoints(root, undone=True)]
-    usable = [item for _, item in found if applied.issuperset(item.train_steps)]
-    clean = [item for item in usable if steps.keys().isdisjoint(item.train_steps)]
-    tainted = [root / item.name for root, item in found if not steps.keys().isdisjoint(item.train_steps)]
+    found = [item for root in roots for item in read_checkpoints(root, undone=True)]
+    usable = [item for item in found if applied.issuperset(item.state.train_steps)]
+    clean = [item for item in usable if steps.keys().isdisjoint(item.state.train_steps)]
+    tainted = [item.folder for item in found if not steps.keys().isdisjoint(item.state.train_steps)]
     least = min((int(key.split("/")[1]) for key in steps), default=0)
     versions = [
         version
@@ -69,8 +69,8 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
     ]
     first = min((number for number in steps.values() if number is not None), default=None)
     family = await store.ancestry.living_children()
-    newest = max(clean, key=lambda item: item.step, default=None)
-    repeated = [step for step in committed if step.step > (0 if newest is None else newest.step)]
+    newest = max(clean, key=lambda item: item.state.step, default=None)
+    repeated = [step for step in committed if step.step > (0 if newest is None else newest.state.step)]
     gone = (step.step for step in repeated if first is not None and step.pruned_at is not None)
     return Influence(
         first=first,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import TrainConfig
+from agentrl.documents.checkpoint import CheckpointState
 from agentrl.errors import AgentRLError, PublishError
 from agentrl.spans import tracer
 from agentrl.train import checkpoint
@@ -147,7 +148,7 @@ class Saver:
 
     async def _copy_checkpoint(self, roots: Sequence[Path], links: bool) -> Unfinished:
         progress, policy = self.progress, self.controller.policy
-        state = checkpoint.CheckpointState(
+        state = CheckpointState(
             run_name=self.run_name,
             step=progress.step,
             policy_version=progress.version,

@@ -31,7 +31,8 @@ from agentrl.config.schema import (
 from agentrl.config.training import SFTConfig
 from agentrl.data.forest import chain
 from agentrl.data.trajectory_tree import to_training_data
-from agentrl.distributed.world import World, launched_world, with_launch_settings
+from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.distributed.world import World, launched_world
 from agentrl.documents.images import Image
 from agentrl.documents.record import Record
 from agentrl.documents.task import Task

@@ -32,7 +32,9 @@ from agentrl.config.schema import (
 )
 from agentrl.data.recorded import RecordedStream
 from agentrl.device_lease import DeviceLease, leased_devices
-from agentrl.distributed.world import World, launched_world, with_launch_settings
+from agentrl.distributed.accelerate_config import with_launch_settings
+from agentrl.distributed.world import World, launched_world
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.family import Relative
 from agentrl.documents.status import TrainerEnd
 from agentrl.losses.settings import LossSettings
@@ -46,7 +48,6 @@ from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer, step_precision
-from agentrl.train.checkpoint import Checkpoint
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.disk_space import check_output, retention

@@ -18,6 +18,7 @@ from agentrl.config.schema import ModelConfig, RunConfig
 from agentrl.config.whatif import changes, child_configs, parent_configs
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
+from agentrl.documents.checkpoint import Checkpoint, readable_checkpoints
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
@@ -176,11 +177,11 @@ async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
 
 def _newest_below(
     roots: Sequence[Path], steps: Sequence[TrainStep], step: int, configs: Configs
-) -> checkpoint.Checkpoint | None:
+) -> Checkpoint | None:
     """Return the newest checkpoint up to ``step`` with none but ``steps``; None: the base model."""
     base = base_folder(configs[ModelConfig])
     known = {item.id for item in steps}
-    found = [item for root in roots for item in checkpoint.complete(root) if item.state.step <= step]
+    found = [item for root in roots for item in readable_checkpoints(root) if item.state.step <= step]
     alive = [item for item in found if known.issuperset(item.state.train_steps)]
     newest = max(alive, key=lambda item: item.state.step, default=None)
     return None if newest is None else checkpoint.of_parent(newest.folder, base)

@@ -45,6 +45,23 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file()
 
 
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Return the content of peft's ``adapter_config.json``: r, lora_alpha and target_modules are in it.
+
+    Raises ModelError if it cannot be read, or describes no LoRA.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        if config["r"] < 1 or config["lora_alpha"] < 0 or not set(config["target_modules"]):
+            raise ValueError("it describes no LoRA")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{folder} holds no adapter that can be read: {ADAPTER_CONFIG}: {error}",
+            hint="give a checkpoint of `agentrl train`",
+        ) from error
+    return config
+
+
 def stored_dtype(folder: Path) -> str:
     """Return the dtype of the model in ``folder``: float32, bfloat16 or float16.
 

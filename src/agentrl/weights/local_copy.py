@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agentrl.atomic_folder import replace_file
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
@@ -221,7 +222,7 @@ class LocalCopy:
             before, own = await _read_manifest(whole[0])
             self._write_state(CopyState())
             await self._replace(whole[0])
-            _write(self.folder / MANIFEST, own)
+            replace_file(self.folder / MANIFEST, own)
             state = CopyState.of(whole[0])
         else:
             before = _tensors((self.folder / MANIFEST).read_bytes())
@@ -232,7 +233,7 @@ class LocalCopy:
             other = next((n for n in wanted.keys() - set(changed) if before.get(n) != wanted[n]), None)
             if other is not None or before.keys() != wanted.keys():
                 raise PublishError(f"the deltas up to version {last.id} do not change tensor {other}")
-        _write(self.folder / MANIFEST, content)
+        replace_file(self.folder / MANIFEST, content)
         self._write_state(CopyState.of(last))
         shutil.rmtree(self._deltas, ignore_errors=True)
         return last
@@ -262,13 +263,7 @@ class LocalCopy:
             return CopyState()
 
     def _write_state(self, state: CopyState) -> None:
-        _write(self._root / "state.json", json.dumps(asdict(state)).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+        replace_file(self._root / "state.json", json.dumps(asdict(state)).encode())
 
 
 def _missing(folder: Path, files: Sequence[FileChecksum]) -> list[FileChecksum]:

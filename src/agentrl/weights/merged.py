@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from agentrl.errors import ModelError
-from agentrl.weights.folder import ADAPTER_CONFIG
+from agentrl.weights.folder import read_adapter_config
 from agentrl.weights.model_folder import checksums
 
 MERGED = Path(".agentrl/merged")
@@ -34,13 +34,7 @@ async def merged_model(adapter: Path, base: str | None, root: Path = MERGED) -> 
 
 
 def _base_of(adapter: Path, base: str | None) -> Path:
-    try:
-        named = (
-            base
-            or json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        named = None
+    named = base or read_adapter_config(adapter).get("base_model_name_or_path")
     folder = Path(str(named))
     if named is None or not folder.is_dir():
         raise ModelError(

@@ -34,7 +34,6 @@ _FICLONE = 0x40049409
 """ioctl of Linux: share the blocks of two files until one of them is written (btrfs, XFS)."""
 MANIFEST = "manifest.json"
 _PARALLEL_FILES = 4
-_CHUNK_BYTES = 1 << 20
 
 
 def complete_folder(base: Path, folder: Path, chat_template: str | None = None) -> None:
@@ -201,13 +200,9 @@ def verify(folder: str | Path, files: Sequence[FileChecksum]) -> None:
 
 
 def _checksum(path: Path) -> FileChecksum:
-    digest = hashlib.sha256()
-    size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileChecksum(name=path.name, bytes=size, sha256=digest.hexdigest())
+    with path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileChecksum(name=path.name, bytes=file.tell(), sha256=digest.hexdigest())
 
 
 def _mismatch(folder: Path, name: str, expected: str, actual: str) -> PublishError:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import small_run as run
 
@@ -23,17 +23,17 @@ OWN = {"Origin": "http://127.0.0.1"}
 
 
 @pytest.fixture
-async def client(run_config: RunConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def client(run_config: RunConfig) -> AsyncIterator[httpx2.AsyncClient]:
     app = create_app(DashboardOptions(run=run_config))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         yield client
 
 
-async def _token(client: httpx.AsyncClient, page: str) -> str:
+async def _token(client: httpx2.AsyncClient, page: str) -> str:
     answer = await client.get(page)
     found = re.search(r'name="csrf" value="(\w+)"', answer.text)
     assert answer.status_code == 200
@@ -42,7 +42,7 @@ async def _token(client: httpx.AsyncClient, page: str) -> str:
 
 
 async def test_tags_and_note_are_those_of_the_form(
-    client: httpx.AsyncClient, store: Store, run_config: RunConfig, tmp_path: Path
+    client: httpx2.AsyncClient, store: Store, run_config: RunConfig, tmp_path: Path
 ) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
     page = f"/runs/{run_config.run_name}/manage"
@@ -61,7 +61,7 @@ async def test_tags_and_note_are_those_of_the_form(
 
 
 async def test_a_live_run_is_neither_renamed_nor_deleted(
-    client: httpx.AsyncClient,
+    client: httpx2.AsyncClient,
     store: Store,
     run_config: RunConfig,
     tmp_path: Path,
@@ -80,7 +80,7 @@ async def test_a_live_run_is_neither_renamed_nor_deleted(
 
 
 async def test_an_ended_run_is_renamed_and_then_deleted(
-    client: httpx.AsyncClient,
+    client: httpx2.AsyncClient,
     store: Store,
     run_config: RunConfig,
     tmp_path: Path,

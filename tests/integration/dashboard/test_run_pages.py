@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import small_run as run
 from starlette.applications import Starlette
@@ -43,19 +43,19 @@ PROCESS_SECONDS = 60.0
 
 
 @asynccontextmanager
-async def opened(config: RunConfig) -> AsyncIterator[tuple[Starlette, httpx.AsyncClient]]:
+async def opened(config: RunConfig) -> AsyncIterator[tuple[Starlette, httpx2.AsyncClient]]:
     """The application for the server of ``config``, and a client of it."""
     app = create_app(DashboardOptions(run=config))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
+        httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client,
     ):
         yield app, client
 
 
 @pytest.fixture
-async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the dashboard of a small run whose texts are hostile."""
     await run.build(store, tmp_path / "weights")
     await store.database["TrainStep"].update_one({"_id": run.STEP}, {"$set": {"metrics": METRICS}})
@@ -84,7 +84,7 @@ async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIt
         yield client
 
 
-async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+async def page(client: httpx2.AsyncClient, path: str, status: int = 200) -> str:
     """The HTML of a page, in which no stored text is HTML or an unseen character."""
     answer = await client.get(path)
     assert answer.status_code == status, answer.text[:2000]
@@ -93,7 +93,7 @@ async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
     return answer.text
 
 
-async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> None:
+async def test_every_page_of_a_run(client: httpx2.AsyncClient, store: Store) -> None:
     at = f"/runs/{store.run_name}"
     await RunAdmin(store.connection).tag(["v2.1"], [])
     await RunAdmin(store.connection).note(f"{SCRIPT} twice the rate")
@@ -135,7 +135,7 @@ async def test_every_page_of_a_run(client: httpx.AsyncClient, store: Store) -> N
 
 
 async def test_more_than_two_runs_are_overlaid_and_smoothed(
-    client: httpx.AsyncClient, store: Store, run_config: RunConfig, drop_later: Callable[[str], object]
+    client: httpx2.AsyncClient, store: Store, run_config: RunConfig, drop_later: Callable[[str], object]
 ) -> None:
     names = [store.run_name]
     for letter, reward in (("b", 0.2), ("c", 0.9)):
@@ -167,7 +167,7 @@ async def test_more_than_two_runs_are_overlaid_and_smoothed(
 
 
 async def test_the_curves_are_downloaded(
-    client: httpx.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = f"/runs/{store.run_name}"
     overview = await page(client, f"{at}?smoothing=0.9")
@@ -204,12 +204,12 @@ BAD_ADDRESSES = [
 ]
 
 
-async def test_bad_addresses(client: httpx.AsyncClient, store: Store) -> None:
+async def test_bad_addresses(client: httpx2.AsyncClient, store: Store) -> None:
     for path, status, says in BAD_ADDRESSES:
         assert says in await page(client, path.format(run=store.run_name), status), path
 
 
-async def test_a_step_that_was_undone_leaves_the_curves(client: httpx.AsyncClient, store: Store) -> None:
+async def test_a_step_that_was_undone_leaves_the_curves(client: httpx2.AsyncClient, store: Store) -> None:
     at = f"/runs/{store.run_name}"
     steps = store.database["TrainStep"]
     first = await steps.find_one({"_id": run.STEP})
@@ -225,7 +225,7 @@ async def test_a_step_that_was_undone_leaves_the_curves(client: httpx.AsyncClien
 
 
 async def test_what_was_withdrawn_is_shown_without_its_content(
-    client: httpx.AsyncClient, store: Store
+    client: httpx2.AsyncClient, store: Store
 ) -> None:
     retractions = Retractions(store.connection)
     chosen = await retractions.select(records=[f"{run.TRAINED}/1/1"])
@@ -236,7 +236,7 @@ async def test_what_was_withdrawn_is_shown_without_its_content(
         assert text in shown
 
 
-async def test_a_finished_run_says_so(client: httpx.AsyncClient, store: Store) -> None:
+async def test_a_finished_run_says_so(client: httpx2.AsyncClient, store: Store) -> None:
     attempt = await store.trainer_lease.acquire("t", "h", 1, 60.0)
     await store.trainer_lease.release(attempt, TrainerEnd.FINISHED)
     running = {"$set": {"slots.$[].status": "open"}}
@@ -324,7 +324,7 @@ async def test_the_command_serves_until_it_is_interrupted(run_config: RunConfig,
             assert found is not None, line
             address, login = found[1], {"Authorization": f"Bearer {found[2]}"}
             async with (
-                httpx.AsyncClient(timeout=30) as client,
+                httpx2.AsyncClient(timeout=30) as client,
                 client.stream("GET", f"{address}runs/{store.run_name}/events", headers=login) as events,
             ):
                 assert events.status_code == 200

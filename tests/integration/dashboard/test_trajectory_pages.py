@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import quote_from_bytes
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import small_run as run
@@ -31,7 +31,7 @@ CONTROL = "\x1b[31mred \u202eabc"
 
 
 @pytest.fixture
-async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIterator[httpx2.AsyncClient]:
     """A client of the dashboard, whose run has a trajectory with hostile texts."""
     await run.build(store, tmp_path / "weights")
     hostile = f"{SCRIPT} {CONTROL} {'x' * 1_000_000} the end"
@@ -48,14 +48,14 @@ async def client(store: Store, run_config: RunConfig, tmp_path: Path) -> AsyncIt
     app = create_app(DashboardOptions(run=run_config))
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url=f"http://127.0.0.1/runs/{store.run_name}/"
+        httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url=f"http://127.0.0.1/runs/{store.run_name}/"
         ) as opened,
     ):
         yield opened
 
 
-async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
+async def page(client: httpx2.AsyncClient, path: str, status: int = 200) -> str:
     """The HTML of a page, in which no text of a model is HTML or an unseen character."""
     answer = await client.get(path)
     assert answer.status_code == status, answer.text[:2000]
@@ -65,7 +65,7 @@ async def page(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
     return answer.text
 
 
-async def test_trajectories_are_filtered_sorted_and_paged(client: httpx.AsyncClient) -> None:
+async def test_trajectories_are_filtered_sorted_and_paged(client: httpx2.AsyncClient) -> None:
     text = await page(client, "trajectories")
     assert text.count("data-row") == 10
     assert "&lt;script&gt;" in text
@@ -95,7 +95,7 @@ PATHS = (
 
 
 @pytest.mark.attack
-async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncClient) -> None:
+async def test_no_hostile_address_is_an_error_of_the_server(client: httpx2.AsyncClient) -> None:
     for path in (*(f"trajectories?{field}=" for field in (*FIELDS, "after")), *PATHS):
         for value in HOSTILE_VALUES:
             given = quote_from_bytes(value.encode(errors="surrogatepass"))
@@ -104,7 +104,7 @@ async def test_no_hostile_address_is_an_error_of_the_server(client: httpx.AsyncC
 
 
 async def test_what_a_step_trained_is_called_trained_on_every_screen(
-    client: httpx.AsyncClient, store: Store
+    client: httpx2.AsyncClient, store: Store
 ) -> None:
     counts = (await store.counts.records())["train"]
     assert (counts["trained"], counts["ready"]) == (2, 2)
@@ -118,7 +118,7 @@ async def test_what_a_step_trained_is_called_trained_on_every_screen(
         assert text.count(f"trajectories/{task}/") == 2
 
 
-async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncClient) -> None:
+async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx2.AsyncClient) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     assert len(text) < 200_000
     assert "the end" not in text
@@ -142,7 +142,7 @@ async def test_a_trajectory_is_a_chat_whose_texts_are_text(client: httpx.AsyncCl
     assert "the engine went away" in failed
 
 
-async def test_what_does_not_exist_is_not_found(client: httpx.AsyncClient) -> None:
+async def test_what_does_not_exist_is_not_found(client: httpx2.AsyncClient) -> None:
     for path in (
         "trajectories/nothing", "trajectories/%3Cscript%3Ealert(1)%3C/script%3E", "tokens/nothing",
         f"tokens/{HOSTILE}?call=99", f"text/{HOSTILE}?call=9&part=response",
@@ -159,7 +159,7 @@ async def test_what_does_not_exist_is_not_found(client: httpx.AsyncClient) -> No
         await page(client, path, 400)
 
 
-async def test_tokens_show_what_is_stored_of_them(client: httpx.AsyncClient) -> None:
+async def test_tokens_show_what_is_stored_of_them(client: httpx2.AsyncClient) -> None:
     text = await page(client, f"tokens/{TRAINED}")
     assert text.count("data-detail=") == 4
     assert "logprob -0.500 (probability 0.607) · policy version 0 · trained, advantage +1.000" in text
@@ -175,7 +175,7 @@ async def test_tokens_show_what_is_stored_of_them(client: httpx.AsyncClient) -> 
 
 
 async def test_tokens_that_drifted_and_uncertain_ones_are_coloured(
-    client: httpx.AsyncClient, store: Store
+    client: httpx2.AsyncClient, store: Store
 ) -> None:
     (data,) = await store.training.fetch([TRAINED])
     values = np.asarray([0.0, -0.2, 0.5, 2.0, 0.01, 0.02, 0.03, 0.04], np.float32)
@@ -197,7 +197,7 @@ async def test_tokens_that_drifted_and_uncertain_ones_are_coloured(
     await page(client, f"tokens/{TRAINED}?step=x", 400)
 
 
-async def test_two_trajectories_are_compared_and_rewards_looked_into(client: httpx.AsyncClient) -> None:
+async def test_two_trajectories_are_compared_and_rewards_looked_into(client: httpx2.AsyncClient) -> None:
     text = await page(client, f"pair?id={HOSTILE}&id={run.READY}/0/1")
     assert "They part at" in text
     same = await page(client, f"pair?a={TRAINED}&b={run.TRAINED}/0/2")
@@ -209,7 +209,7 @@ async def test_two_trajectories_are_compared_and_rewards_looked_into(client: htt
     assert "has a score" in await page(client, "rewards?split=%3Cscript%3E")
 
 
-async def test_a_label_is_left_from_the_page_alone(client: httpx.AsyncClient, store: Store) -> None:
+async def test_a_label_is_left_from_the_page_alone(client: httpx2.AsyncClient, store: Store) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = re.search(r'name="csrf" value="(\w+)"', text)
     assert found is not None
@@ -245,7 +245,7 @@ async def test_a_label_is_left_from_the_page_alone(client: httpx.AsyncClient, st
 
 
 async def test_without_the_right_there_is_no_form(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    client: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = re.search(r'name="csrf" value="(\w+)"', text)

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from gateway_run import ADD, ADD_TOOL, GatewayRun
 
@@ -31,7 +31,7 @@ REFUSAL = EngineRefusedError("the local engine does not support sampling paramet
 
 
 async def _answer(run: GatewayRun, **body: Any) -> Any:
-    async with run.open() as endpoint, httpx.AsyncClient(timeout=60) as client:
+    async with run.open() as endpoint, httpx2.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{endpoint.base_url}/chat/completions", json={**ASK, **body})
     if body.get("stream"):
         assert "[DONE]" in answer.text
@@ -143,7 +143,7 @@ async def test_a_field_without_effect_is_logged_once(store: Store, caplog: pytes
     run = GatewayRun(store, "Three.", "Four.")
     ignored = {"prediction": {"type": "content", "content": "x"}, "reasoning_effort": "high", "shrug": 1}
     with caplog.at_level(logging.WARNING, "agentrl.gateway.dialects.fields"):
-        async with run.open() as endpoint, httpx.AsyncClient(timeout=60) as client:
+        async with run.open() as endpoint, httpx2.AsyncClient(timeout=60) as client:
             for seed in (1, 2):
                 body = {**ASK, **ignored, "seed": seed}
                 assert (await client.post(f"{endpoint.base_url}/chat/completions", json=body)).is_success

@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from gateway_run import GatewayRun, gateway_task
@@ -33,7 +33,7 @@ async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Sto
     async with (
         run.open(train="main") as end,
         openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as api,
-        httpx.AsyncClient(timeout=60) as client,
+        httpx2.AsyncClient(timeout=60) as client,
     ):
 
         async def ask(*messages: Any) -> Any:

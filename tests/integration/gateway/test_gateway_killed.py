@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from gateway_run import GatewayRun
 from scripted_engine import Call, ScriptedEngine
@@ -40,9 +40,9 @@ async def gateway(run: RunConfig, model: Path, port: int) -> AsyncIterator[async
     words = [f"--{name}={value}" for name, value in flags.items()]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "agentrl", "gateway", *words)
     try:
-        async with asyncio.timeout(START_SECONDS), httpx.AsyncClient() as client:
+        async with asyncio.timeout(START_SECONDS), httpx2.AsyncClient() as client:
             while True:
-                with contextlib.suppress(httpx.TransportError):
+                with contextlib.suppress(httpx2.TransportError):
                     if (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
                         break
                 assert process.returncode is None
@@ -58,7 +58,7 @@ async def texts_of(url: str, seen: asyncio.Event | None = None) -> list[str]:
     """The pieces of text of a streamed answer; ``seen`` is set at the first."""
     texts: list[str] = []
     async with (
-        httpx.AsyncClient(timeout=START_SECONDS) as client,
+        httpx2.AsyncClient(timeout=START_SECONDS) as client,
         client.stream("POST", url, json=BODY) as answer,
     ):
         assert answer.status_code == 200
@@ -100,7 +100,7 @@ async def test_the_successor_of_a_killed_gateway_answers_its_call_once(
                 lost = asyncio.create_task(texts_of(url, seen))
                 await asyncio.wait_for(seen.wait(), START_SECONDS)
                 first.kill()
-                with pytest.raises(httpx.TransportError):
+                with pytest.raises(httpx2.TransportError):
                     await lost
             assert await run.calls() == []
             async with gateway(run_config, model, port):  # it waits for the end of the killed one's lease

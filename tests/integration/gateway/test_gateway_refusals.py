@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from gateway_run import GatewayRun
@@ -61,7 +61,7 @@ async def test_bad_requests_are_named_in_openais_shape(store: Store) -> None:
     async with (
         other.open() as untouched,
         run.open(max_prompt_tokens=200, prompt_reserve_tokens=10) as endpoint,
-        httpx.AsyncClient(timeout=60) as client,
+        httpx2.AsyncClient(timeout=60) as client,
     ):
         url = f"{endpoint.base_url}/chat/completions"
         await client.post(
@@ -124,7 +124,7 @@ LARGE = {
 @pytest.mark.attack
 async def test_a_large_request_does_not_hold_the_event_loop(store: Store) -> None:
     run = GatewayRun(store)
-    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx.AsyncClient(timeout=60) as client:
+    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx2.AsyncClient(timeout=60) as client:
         for name, text in LARGE.items():
             body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
             async with Holds() as holds:
@@ -143,7 +143,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     run = GatewayRun(store)
     monkeypatch.setattr(ControlTokens, "encode", lambda *_: pytest.fail("it was tokenized"))
-    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx.AsyncClient(timeout=60) as client:
+    async with run.open(max_prompt_tokens=20_000) as endpoint, httpx2.AsyncClient(timeout=60) as client:
         message = {"role": "user", "content": LARGE["words"]}
         answer = await client.post(
             f"{endpoint.base_url}/chat/completions", json={"model": "policy", "messages": [message]}
@@ -165,7 +165,7 @@ async def _documents_of(run: GatewayRun) -> list[Any]:
 async def test_models_may_be_named_by_a_pattern(store: Store) -> None:
     run = GatewayRun(store, "Hello.")
     config = GatewayConfig(gateway_port=0, gateway_models="claude-*")
-    async with run.open(config=config) as endpoint, httpx.AsyncClient(timeout=60) as client:
+    async with run.open(config=config) as endpoint, httpx2.AsyncClient(timeout=60) as client:
         assert endpoint.model == "policy"
         url = f"{endpoint.base_url}/chat/completions"
         for model, status in (("policy", 200), ("claude-sonnet-9", 200), ("gpt-9", 404)):
@@ -179,7 +179,7 @@ async def test_models_may_be_named_by_a_pattern(store: Store) -> None:
 async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) -> None:
     run = GatewayRun(store, "x")
     config = GatewayConfig(gateway_port=0, gateway_body_mb=1)
-    async with run.open(config=config) as endpoint, httpx.AsyncClient(timeout=60) as client:
+    async with run.open(config=config) as endpoint, httpx2.AsyncClient(timeout=60) as client:
         url = f"{endpoint.base_url}/chat/completions"
 
         async def parts() -> Any:
@@ -196,7 +196,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(store: Store) 
 async def test_a_token_of_another_and_a_dead_one_open_nothing(store: Store) -> None:
     run, other = GatewayRun(store, "mine"), GatewayRun(store, "other")
     body = {"model": "policy", "messages": [USER]}
-    async with run.open() as endpoint, other.open() as theirs, httpx.AsyncClient(timeout=60) as client:
+    async with run.open() as endpoint, other.open() as theirs, httpx2.AsyncClient(timeout=60) as client:
         url = f"{endpoint.base_url}/chat/completions"
         for token in (theirs.api_key, "nonsense"):
             wrong = await client.post(url, json=body, headers={"authorization": f"Bearer {token}"})
@@ -215,7 +215,7 @@ async def test_a_token_of_another_and_a_dead_one_open_nothing(store: Store) -> N
         assert (late.status_code, late.json()["error"]["code"]) == (401, "dead_token")
         fine = await client.post(url, json=body)
         assert fine.status_code == 200
-    async with run.second_gateway() as gateway, httpx.AsyncClient(timeout=60) as client:
+    async with run.second_gateway() as gateway, httpx2.AsyncClient(timeout=60) as client:
         ended = await client.post(gateway + url[url.index("/t/") :], json=body)
         assert (ended.status_code, ended.json()["error"]["code"]) == (401, "dead_token")
     assert len(await run.calls()) == 1

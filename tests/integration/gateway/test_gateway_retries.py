@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from gateway_run import GatewayRun
 from pymongo.read_concern import ReadConcern
@@ -43,7 +43,7 @@ def url_of(run: GatewayRun, gateway: str | None = None) -> str:
 
 
 async def post(url: str, body: Any = BODY, **headers: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         answer = await client.post(url, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -104,14 +104,14 @@ async def test_a_client_that_disconnects_leaves_a_call_that_its_retry_gets(store
     body = {**BODY, "stream": True}
     async with run.open():
         async with (
-            httpx.AsyncClient(timeout=60) as client,
+            httpx2.AsyncClient(timeout=60) as client,
             client.stream("POST", url_of(run), json=body) as answer,
         ):
             async for line in answer.aiter_lines():
                 if '"content":"A' in line:
                     break
         slow.may_end.set()
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx2.AsyncClient(timeout=60) as client:
             whole = (await client.post(url_of(run), json=body)).text
     assert "[DONE]" in whole
     assert len(slow.outputs) == len(await run.calls()) == 1
@@ -139,7 +139,7 @@ async def test_the_call_of_a_gateway_that_died_is_taken_over(store: Store) -> No
 async def test_a_failed_call_is_no_document_and_its_retry_starts_again(store: Store) -> None:
     run = GatewayRun(store, EngineError("the engine is gone"), "Back.")
     async with run.open():
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx2.AsyncClient(timeout=60) as client:
             down = await client.post(url_of(run), json=BODY)
         answer = await post(url_of(run))
     assert (down.status_code, down.json()["error"]["code"]) == (503, "unavailable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from db_command import violations
@@ -40,7 +40,7 @@ async def both(rollout: Rollout) -> Outcome:
         await ask(solver, [user("a title")])
         mine = await ask(solver, [*mine, user("sure?")])
         await ask(critic, [*theirs, user("why?")])
-        async with httpx.AsyncClient() as client:
+        async with httpx2.AsyncClient() as client:
             reward = {"score": 1.0, "role_rewards": {"solver": 1.0, "the critic": 0.25}}
             url = f"{endpoint.root_url}/reward"
             bad = await client.post(url, json={"score": 1.0, "role_rewards": {"a.b": 1.0}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from gateway_run import answerer_of, gateway_task, worker_of
@@ -64,7 +64,7 @@ async def rewarded(rollout: Rollout) -> Outcome:
         first = await ask(endpoint, list(rollout.first_messages))
         await ask(endpoint, [{"role": "user", "content": "another"}])
         reward = {"score": 0.75, "call_rewards": {first.id: 0.5}, "details": {"judge": "me"}}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with httpx2.AsyncClient(timeout=60) as client:
             url = f"{endpoint.root_url}/reward"
             bad = await client.post(url, json={"score": "high"})
             assert (bad.status_code, bad.json()["error"]["param"]) == (400, "score")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from docker_here import docker_problem
@@ -237,23 +237,23 @@ async def test_a_harness_that_cannot_run_is_refused_before_a_claim(
 
 
 @pytest.mark.parametrize(
-    "first", [httpx.ReadTimeout("busy"), httpx.ConnectError("refused"), httpx.Response(503)], ids=repr
+    "first", [httpx2.ReadTimeout("busy"), httpx2.ConnectError("refused"), httpx2.Response(503)], ids=repr
 )
 async def test_a_slow_gateway_does_not_hide_the_error_of_the_harness(
-    first: httpx.Response | Exception, monkeypatch: pytest.MonkeyPatch
+    first: httpx2.Response | Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway answers at the second look: one that was slow was there, one that refused was not."""
-    looks: list[Any] = [first, httpx.Response(401)]
+    looks: list[Any] = [first, httpx2.Response(401)]
 
-    async def get(client: httpx.AsyncClient, url: str) -> httpx.Response:
+    async def get(client: httpx2.AsyncClient, url: str) -> httpx2.Response:
         look = looks.pop(0)
         if isinstance(look, Exception):
             raise look
         return look
 
-    monkeypatch.setattr(httpx.AsyncClient, "get", get)
+    monkeypatch.setattr(httpx2.AsyncClient, "get", get)
     monkeypatch.setattr("agentrl.harness.agent._LOOK_SECONDS", 0.0)
-    assert await is_up("http://gateway/v1") == isinstance(first, httpx.ReadTimeout)
+    assert await is_up("http://gateway/v1") == isinstance(first, httpx2.ReadTimeout)
     assert looks == []
 
 

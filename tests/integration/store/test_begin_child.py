@@ -20,7 +20,9 @@ async def test_a_child_has_the_tasks_that_its_parent_has_not_trained(store: Stor
     """They are as new, in order; trained ones are the parent's; every invariant holds in both runs."""
     async with forked_small_run(store, tmp_path) as (child, begun):
         assert begun == Begun(version=1, inherited=1, waiting=4)
-        assert (await Fork(store.connection).checkpoint(tmp_path / "output", 1)).name == "checkpoint-000001"
+        assert (
+            await Fork(store.connection).checkpoint(tmp_path / "output", 1)
+        ).folder.name == "checkpoint-000001"
         tasks = {task.id: task for task in await child.tasks.find("train")}
         assert [*tasks] == [TRAINED, READY, ABANDONED, RUNNING, UNTOUCHED]
         assert tasks[TRAINED].inherited

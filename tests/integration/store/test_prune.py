@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -158,9 +157,7 @@ async def test_the_command_heeds_the_oldest_checkpoint(
     assert "no checkpoint under" in (out := capsys.readouterr().out)
     assert "would be deleted: 3 model calls, 0 training documents" in out
     for step in (1, 2):
-        folder = output / f"checkpoint-{step:06d}"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"step": step, "train_steps": []}))
+        run.write_checkpoint(output / f"checkpoint-{step:06d}", step, ())
     assert await agentrl_db(run_config, *words) == 0
     assert "deleted: 7 model calls, 2 training documents and 0 files" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="nothing says what may go"):

@@ -20,13 +20,13 @@ from agentrl.cli.db import check_options
 from agentrl.cli.main import main
 from agentrl.config.schema import RunConfig
 from agentrl.data.finalize_group import verifier
+from agentrl.documents.checkpoint import read_checkpoints
 from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError
 from agentrl.store.admin.check.checks import Checks
 from agentrl.store.admin.check.reading import CheckOptions
 from agentrl.store.admin.check.report import Invariant, Report
-from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.client import Store
 
 pytestmark = pytest.mark.integration
@@ -122,18 +122,17 @@ async def test_at_the_end_nothing_may_be_unfinished(store: Store, weights: Path,
 
 async def test_a_run_at_its_end_has_no_violation(store: Store, tmp_path: Path) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
-    options = replace(OPTIONS, is_final=True, checkpoint=Checkpoint("checkpoint-000001", 1, (run.STEP,)))
+    checkpoint = run.write_checkpoint(tmp_path / "checkpoint-000001", 1, (run.STEP,))
+    options = replace(OPTIONS, is_final=True, checkpoint=checkpoint)
     assert (await check(store, options)).violations == ()
 
 
 async def test_the_last_checkpoint_is_read(tmp_path: Path) -> None:
     assert read_checkpoints(tmp_path) == []
-    for step in (9, 10):
-        folder = tmp_path / f"checkpoint-{step:06d}"
-        folder.mkdir()
-        (folder / "state.json").write_text(f'{{"step": {step}, "train_steps": ["1/1"]}}', encoding="utf-8")
-    assert read_checkpoints(tmp_path)[-1] == Checkpoint("checkpoint-000010", 10, ("1/1",))
-    (folder / "state.json").write_text("{", encoding="utf-8")
+    run.write_checkpoint(tmp_path / "checkpoint-000009", 9, ("1/1",))
+    last = run.write_checkpoint(tmp_path / "checkpoint-000010", 10, ("1/1",))
+    assert read_checkpoints(tmp_path)[-1] == last
+    (last.folder / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_checkpoints(tmp_path)
 
@@ -414,7 +413,8 @@ async def test_steps_beside_the_lineage_are_found(
     store: Store, tmp_path: Path, contained: tuple[str, ...], is_final: bool
 ) -> None:
     await run.build(store, tmp_path / "weights", unfinished=False)
-    options = replace(OPTIONS, checkpoint=Checkpoint("checkpoint-000001", 1, contained), is_final=is_final)
+    checkpoint = run.write_checkpoint(tmp_path / "checkpoint-000001", 1, contained)
+    options = replace(OPTIONS, checkpoint=checkpoint, is_final=is_final)
     (violation,) = (await check(store, options)).violations
     assert violation.invariant is Invariant.TRAINING
     assert "of checkpoint-000001" in str(violation.problem)

@@ -15,7 +15,6 @@ from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.launch import before_start, processes
 from agentrl.launch.processes import RunPlan
-from agentrl.supervise import SupervisedProcess
 
 
 @pytest.fixture
@@ -206,21 +205,11 @@ def test_tasks_may_name_python_tools_by_the_end_of_their_paths(
 def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: dict[str, str] = {}
-
-    class NoSupervisor(processes.Supervisor):
-        def start(self, member: SupervisedProcess) -> None:
-            started[member.name] = member.env["OMP_NUM_THREADS"]
-
-        def run_main(self, member: SupervisedProcess, deadline: object) -> int:
-            self.start(member)
-            return 0
-
-    run = processes.run_processes
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
     plan = plan_of(monkeypatch, "train", *given)
-    monkeypatch.setattr(processes, "Supervisor", NoSupervisor)
     monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
-    assert run(plan) == 0
-    assert started == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}
+    helpers, main = processes.processes_of(plan)
+    assert main is not None
+    threads = {member.name: member.env["OMP_NUM_THREADS"] for member in (*helpers, main)}
+    assert threads == {"engine": "4", "sampler-0": "1", "sampler-1": "1", "main": "4"}

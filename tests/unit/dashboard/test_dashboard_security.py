@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 
 from agentrl.bounded_http import _Server
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.attack
 
 
 @pytest.fixture
-async def guarded() -> AsyncIterator[httpx.AsyncClient]:
+async def guarded() -> AsyncIterator[httpx2.AsyncClient]:
     app = create_app(DashboardOptions(run=RunConfig(), token=TOKEN, hosts=("board.example",)))
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8900") as client:
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8900") as client:
         yield client
 
 
-async def test_without_the_token_nothing_is_shown(guarded: httpx.AsyncClient) -> None:
+async def test_without_the_token_nothing_is_shown(guarded: httpx2.AsyncClient) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Cookie": "agentrl_token=wrong"}):
         answer = await guarded.get(asset("style.css"), headers=headers)
         assert answer.status_code == 401
@@ -38,7 +38,7 @@ async def test_without_the_token_nothing_is_shown(guarded: httpx.AsyncClient) ->
 
 
 async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(
-    guarded: httpx.AsyncClient,
+    guarded: httpx2.AsyncClient,
 ) -> None:
     first = await guarded.get(f"{asset('style.css')}?token={TOKEN}&x=1")
     assert first.status_code == 303
@@ -50,12 +50,12 @@ async def test_the_first_visit_leaves_a_cookie_and_no_token_in_the_address(
     assert (await guarded.get(asset("style.css"))).status_code == 200
 
 
-async def test_a_script_sends_the_token_as_a_bearer_token(guarded: httpx.AsyncClient) -> None:
+async def test_a_script_sends_the_token_as_a_bearer_token(guarded: httpx2.AsyncClient) -> None:
     answer = await guarded.get(asset("style.css"), headers={"Authorization": f"Bearer {TOKEN}"})
     assert answer.status_code == 200
 
 
-async def test_a_redirect_stays_on_this_host(guarded: httpx.AsyncClient) -> None:
+async def test_a_redirect_stays_on_this_host(guarded: httpx2.AsyncClient) -> None:
     answer = await guarded.get(f"http://127.0.0.1:8900//evil.example/?token={TOKEN}")
     assert answer.headers["location"] == "/evil.example/"
 
@@ -69,12 +69,12 @@ async def test_a_redirect_stays_on_this_host(guarded: httpx.AsyncClient) -> None
 )  # fmt: skip
 async def test_only_own_hosts_are_answered(host: str, status: int) -> None:
     app = create_app(DashboardOptions(run=RunConfig(), hosts=("board.example",)))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as client:
         answer = await client.get(asset("style.css"), headers={"Host": host})
     assert answer.status_code == status
 
 
-async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx.AsyncClient) -> None:
+async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx2.AsyncClient) -> None:
     for path in ("/nothing", "/?token=wrong"):
         answer = await guarded.get(path, headers={"Authorization": f"Bearer {TOKEN}"})
         policy = answer.headers["content-security-policy"]
@@ -85,7 +85,7 @@ async def test_every_response_forbids_foreign_and_inline_scripts(guarded: httpx.
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-async def test_what_draws_charts_comes_with_the_dashboard(guarded: httpx.AsyncClient) -> None:
+async def test_what_draws_charts_comes_with_the_dashboard(guarded: httpx2.AsyncClient) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Accept-Encoding": "identity"}
     answer = await guarded.get(asset("uPlot.min.js"), headers=headers)
     assert answer.status_code == 200

@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import MemoryConfig, TrainConfig
-from agentrl.distributed.world import with_launch_settings
+from agentrl.distributed.accelerate_config import with_launch_settings
 from agentrl.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "assets" / "fsdp2_dst.yml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,6 +194,10 @@ def test_adapters_are_bounded_and_checked(
         engine.model.read_adapter("bad", str(tmp_path))
     for file in trained["one@3"].folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"junk")
+    with pytest.raises(ModelError, match="holds no adapter"):
+        engine.model.read_adapter("bad", str(tmp_path))
+    shutil.copy(trained["one@3"].folder / "adapter_model.safetensors", tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
     with pytest.raises(ModelError, match="use_dora"):

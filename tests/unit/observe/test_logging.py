@@ -90,7 +90,7 @@ def test_the_level_is_the_runs_and_libraries_are_quiet(
     setup(RunConfig(run_name="demo", log_dir=run.log_dir, log_level="WARNING"), "x", "y")
     logging.getLogger("agentrl").info("chatter")
     setup(run, "x", "y")
-    logging.getLogger("httpx").info("HTTP Request")
+    logging.getLogger("httpx2").info("HTTP Request")
     logging.getLogger("agentrl").debug("detail")
     flush()
     assert capsys.readouterr().err == ""

@@ -17,13 +17,13 @@ from tiny_policy import write_tiny_policy
 from torch.optim.lr_scheduler import LRScheduler
 
 from agentrl.config.schema import ModelConfig, OptimConfig
+from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseLostError, ModelError, PublishError
 from agentrl.model.load import Policy, load_policy
 from agentrl.train import checkpoint
 from agentrl.train.background import Lane, RankWriter
-from agentrl.train.checkpoint import Checkpoint, CheckpointState
 from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import build_optimizer, build_scheduler

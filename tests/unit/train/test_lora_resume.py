@@ -15,11 +15,11 @@ from training_data import group, training_configs
 
 from agentrl.config.schema import AdapterConfig, ModelConfig, OptimConfig, TrainConfig
 from agentrl.distributed.world import single_process
+from agentrl.documents.checkpoint import Checkpoint, CheckpointState
 from agentrl.errors import ModelError
 from agentrl.model.load import load_policy
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
-from agentrl.train.checkpoint import CheckpointState
 from agentrl.train.controller import Controller, lead
 from agentrl.train.lease import ThreadFence
 from agentrl.train.publishing import Publisher
@@ -55,7 +55,7 @@ def test_training_goes_on_from_the_adapter_of_a_checkpoint(tmp_path: Path) -> No
     folder = checkpoint.begin(tmp_path, state, trained).finish(limit=2, fence=Mock(spec=ThreadFence))
     assert not (folder / "model" / "model.safetensors").exists()
     again = controller(base, folder / "model")
-    checkpoint.restore(checkpoint.Checkpoint(folder, state), again.trainer)
+    checkpoint.restore(Checkpoint(folder, state), again.trainer)
     first, second = trained.train(DATA, None, {}).metrics, again.train(DATA, None, {}).metrics
     assert [first[name] for name in COMPARED] == [second[name] for name in COMPARED]
     assert all(map(torch.equal, parameters(trained), parameters(again)))

@@ -73,12 +73,12 @@ def _engine_check(engine: InferenceService, problem: str | None) -> Check:
 
 async def _answers(url: str) -> str | None:
     """Return why ``url`` cannot be reached; None if it answers, with whatever status."""
-    import httpx
+    import httpx2
 
     try:
-        async with httpx.AsyncClient(timeout=_REACH_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=_REACH_SECONDS) as client:
             await client.get(url)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         return type(error).__name__
     return None
 

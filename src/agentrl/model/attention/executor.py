@@ -182,7 +182,7 @@ class ForestExecutor:
             return "per_sequence_padded" if self._pads else "per_sequence"
         if self.has_flex:
             return "flex"
-        return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
+        return _on_sdpa(forest)
 
     def _choose_for_images(self, forest: TokenForest) -> str:
         """Return ``varlen`` or ``sdpa``: the executors that pass images to the model."""
@@ -193,9 +193,7 @@ class ForestExecutor:
                 f"{what}, and the data hold images: they run through {' and '.join(_WITH_IMAGES)} only",
                 hint="use executor 'auto' and a model with full attention, or sample without images",
             )
-        if self.name != "auto":
-            return self.name
-        return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
+        return _on_sdpa(forest) if self.name == "auto" else self.name
 
     def choices(self, forest: TokenForest) -> list[str]:
         """Return every executor that ``auto`` may choose for forests such as ``forest``."""
@@ -217,6 +215,10 @@ def build_executor(
         raise ConfigError(f"attention executor {name!r}", hint=f"use auto, {' or '.join(EXECUTORS)}")
     check_compatibility(model, trains=trains)
     return ForestExecutor(model, name, MaskLimits.of(model), has_flex(model), equal_calls)
+
+
+def _on_sdpa(forest: TokenForest) -> str:
+    return "varlen" if forest.is_chains or forest.tokens > DENSE_TOKENS else "sdpa"
 
 
 @cache

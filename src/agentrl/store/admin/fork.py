@@ -9,13 +9,13 @@ from pathlib import Path
 
 from pymongo import DESCENDING, UpdateOne
 
+from agentrl.documents.checkpoint import Checkpoint, is_checkpoint, read_checkpoint, read_checkpoints
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.retention import Checkpoint, read_checkpoints
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.epochs import unbegun
@@ -69,7 +69,7 @@ class Fork(Repository):
                 f"the output folder of run {name!r} is not here: {output}",
                 hint="give --output_dir, or start this command on the trainer's machine, in its folder",
             )
-        found = {item.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
+        found = {item.state.step: item for item in read_checkpoints(output) if await self._is_committed(item)}
         if step is None and found:
             return found[max(found)]
         if step is None or step not in found:
@@ -91,8 +91,9 @@ class Fork(Repository):
         return found[step]
 
     async def _is_committed(self, item: Checkpoint) -> bool:
-        query = {"_id": {"$in": list(item.train_steps)}, "status": StepStatus.COMMITTED.value}
-        return await self._collection(STEP).count_documents(query) == len(item.train_steps) == item.step
+        query = {"_id": {"$in": list(item.state.train_steps)}, "status": StepStatus.COMMITTED.value}
+        committed = await self._collection(STEP).count_documents(query)
+        return committed == len(item.state.train_steps) == item.state.step
 
     @database_call
     async def begin(
@@ -112,14 +113,14 @@ class Fork(Repository):
         """
         child = self._connection.beside(name)
         await Transfer(child).require_vacant()
-        steps = read_checkpoint(begun).train_steps
+        steps = _steps_in(begun)
         runs = child.collection(RUN)
         await runs.insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION, "importing": True})
         try:
             await runs.insert_one(replace(begun, id=PARENT, run=self._connection.database.name).to_document())
             await prepare(child.database)
             await Ancestry(self._connection).adopt(name, begun)
-            read_checkpoint(begun)  # from here on the parent keeps it
+            _steps_in(begun)  # from here on the parent keeps it
             await self._copy_run(child, steps)
             version = await self._copy_versions(child, weights, begun.step, steps)
             inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
@@ -232,12 +233,12 @@ class Fork(Repository):
         await self._aggregate(collection, *stages, {"$merge": {"into": into, "whenMatched": "replace"}})
 
 
-def read_checkpoint(begun: Relative) -> Checkpoint:
-    """Return the parent's checkpoint. Raises StoreError if it is not there, or not whole."""
+def _steps_in(begun: Relative) -> tuple[str, ...]:
+    """Return the steps in the parent's checkpoint. Raises StoreError if it is not there, or not whole."""
     folder = Path(begun.checkpoint)
-    for item in read_checkpoints(folder.parent) if folder.parent.is_dir() else ():
-        if item.name == folder.name and item.step == begun.step:
-            return item
+    state = read_checkpoint(folder).state if is_checkpoint(folder) else None
+    if state is not None and state.step == begun.step:
+        return state.train_steps
     raise StoreError(
         f"there is no checkpoint of step {begun.step} in {folder}",
         hint="a child begins from its parent's checkpoint: bring the folder back, or share it",

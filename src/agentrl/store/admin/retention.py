@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from operator import attrgetter
-from pathlib import Path
 
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
-from agentrl.errors import ConfigError, StoreError
+from agentrl.errors import StoreError
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
@@ -223,34 +220,3 @@ async def delete_beside(connection: Connection, ids: Sequence[str], session: Asy
 
 def _created(bound: Json) -> Json:
     return {"created_at": bound} if bound else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint: its step, and the ids of the TrainSteps in its weights, in order."""
-
-    name: str
-    step: int
-    train_steps: tuple[str, ...]
-    attempt: int = 1
-    """The number of the trainer that wrote it: a later one may have resumed from an earlier step."""
-
-
-def read_checkpoints(output: Path, *, undone: bool = False) -> list[Checkpoint]:
-    """Return the checkpoints in ``output``, the newest of the last trainer last.
-
-    ``undone`` includes those with reverted steps, which a resume has renamed. Raises ConfigError if one is
-    unreadable.
-    """
-    checkpoints = []
-    for path in output.glob(f"{'*' if undone else ''}checkpoint-*/state.json"):
-        try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            step, train_steps = int(state["step"]), tuple(state["train_steps"])
-            checkpoints.append(Checkpoint(path.parent.name, step, train_steps, int(state.get("attempt", 1))))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error}",
-                hint="repair or delete that checkpoint, or leave --output_dir out",
-            ) from error
-    return sorted(checkpoints, key=attrgetter("attempt", "step"))

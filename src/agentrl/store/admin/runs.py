@@ -14,8 +14,10 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
+from agentrl.atomic_folder import replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
+from agentrl.documents.checkpoint import STATE, checkpoint_folders
 from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
@@ -149,7 +151,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     folder = path.resolve()
     if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
-    if not (folder / "weights").is_dir() and not any(folder.glob("checkpoint-*/state.json")):
+    if not (folder / "weights").is_dir() and not checkpoint_folders(folder):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
     if published is not None and not Path(published).resolve().is_relative_to(folder):
         raise ConfigError(
@@ -158,8 +160,6 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
         )
     return folder
 
-
-_STATES: Final = "*checkpoint-*/state.json"
 
 Moves = Sequence[tuple[Path, Path]]
 """Folders of the run: the path under the old and under the new name, which may be the same."""
@@ -309,11 +309,10 @@ def _move(moves: Moves, run_name: str) -> None:
         for before, after in moves:
             if before.exists() and before != after:
                 before.rename(after)
-            for state in after.glob(_STATES):
+            for folder in checkpoint_folders(after, undone=True):
+                state = folder / STATE
                 content = {**json.loads(state.read_text(encoding="utf-8")), "run_name": run_name}
-                written = state.with_suffix(".tmp")
-                written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-                written.replace(state)
+                replace_file(state, json.dumps(content, indent=1).encode() + b"\n")
     except (OSError, ValueError) as error:
         raise StoreError(
             f"a folder of the run cannot be renamed: {error}",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from agentrl.errors import ModelError
-from agentrl.weights.folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
+from agentrl.model.lora import read_adapter
 
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
@@ -72,7 +70,7 @@ class AdaptedLinear(nn.Module):
         return output
 
 
-def read_adapter(
+def load_adapter(
     name: str, folder: str, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> LoadedAdapter:
     """Read the adapter in ``folder``, which peft wrote, for linear layers of ``shapes`` (outputs, inputs).
@@ -80,12 +78,7 @@ def read_adapter(
     It is held in ``dtype``, that of the model's products. Raises ModelError if the files cannot be read, name
     a layer that the model lacks, or describe more than a plain LoRA.
     """
-    try:
-        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(Path(folder) / ADAPTER_WEIGHTS)
-        scale = config["lora_alpha"] / config["r"]
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"{folder} holds no adapter that can be read: {error}") from error
+    config, tensors = read_adapter(Path(folder))
     odd = [key for key, plain in _PLAIN.items() if config.get(key) not in plain]
     if odd:
         raise ModelError(
@@ -94,7 +87,7 @@ def read_adapter(
         )
     layers: dict[str, tuple[Tensor, Tensor]] = {}
     for key in tensors:
-        layer, kind, _ = key.removeprefix(PEFT_PREFIX).rpartition(".lora_A.")
+        layer, kind, _ = key.rpartition(".lora_A.")
         if not kind:
             if ".lora_B." not in key:
                 raise ModelError(
@@ -109,7 +102,7 @@ def read_adapter(
             )
         if b.any():  # as it begins, and stays in a frozen layer: it adds nothing
             layers[layer] = (_held(a, dtype, device), _held(b, dtype, device))
-    return LoadedAdapter(name, folder, scale, layers)
+    return LoadedAdapter(name, folder, config["lora_alpha"] / config["r"], layers)
 
 
 def _held(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

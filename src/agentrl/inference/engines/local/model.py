@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from agentrl.chat.vision import read_vision
 from agentrl.errors import ModelError
-from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, read_adapter
+from agentrl.inference.engines.local.adapters import AdaptedLinear, AdapterRows, LoadedAdapter, load_adapter
 from agentrl.inference.engines.local.attention import ATTENTION, Segment, SlotBatch
 from agentrl.inference.engines.local.cache import KVCache, Slot
 from agentrl.inference.engines.local.linears import PackedLinear, pack_linears, round_to_fp8
@@ -184,7 +184,7 @@ class LocalModel:
         """Return the adapter in ``folder`` for this model, which is unchanged until ``adapt``."""
         if self.vision is not None:
             raise ModelError(f"{self.folder} reads images, and the local engine adapts text models only")
-        return read_adapter(name, folder, self._linears(), self.dtype, self.device)
+        return load_adapter(name, folder, self._linears(), self.dtype, self.device)
 
     def adapt(self, adapter: LoadedAdapter) -> None:
         """Let the layers of ``adapter`` add it to the rows of its sequences; between two forwards only."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pymongo.errors import OperationFailure
 
+from agentrl.documents.checkpoint import is_checkpoint
 from agentrl.documents.family import PARENT, child_key
 from agentrl.store.admin.check.reading import Snapshot, Whole
 from agentrl.store.admin.check.report import Findings, Invariant
@@ -50,7 +51,7 @@ class Family(Whole):
         if not relative["checkpoint"]:  # the base model
             return
         folder = Path(relative["checkpoint"])
-        if await asyncio.to_thread((folder / "state.json").is_file):
+        if await asyncio.to_thread(is_checkpoint, folder):
             return
         if await asyncio.to_thread(folder.parent.is_dir):
             what = f"the checkpoint from which {relative['kind']} begins"

@@ -12,12 +12,12 @@ from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.config.schema import GroupConfig
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.column import Column
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
-from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.mechanics.connection import Connection, Json
 
 Projection = Mapping[str, Any]

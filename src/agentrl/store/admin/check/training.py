@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import ClassVar
 
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.status import ACTIVE_STEPS, APPLIED_STEPS, DataStatus, RecordStatus, StepStatus, values
 from agentrl.documents.training import DBRecordData, TokenStatistics
 from agentrl.errors import ConfigError, StoreError
 from agentrl.scoring.groups import rules_of
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole, differing, only_if
 from agentrl.store.admin.check.report import Findings, Invariant, Problem
-from agentrl.store.admin.retention import Checkpoint
 from agentrl.store.columns import read_columns
 from agentrl.store.mechanics.blobs import Blobs
 from agentrl.store.mechanics.connection import Json
@@ -234,7 +234,7 @@ class Lineage(Whole):
         if checkpoint is None:
             findings.note("there is no checkpoint (--output_dir): its steps are not compared with the run's")
             return
-        findings.count(Invariant.TRAINING, "steps of a checkpoint", len(checkpoint.train_steps))
+        findings.count(Invariant.TRAINING, "steps of a checkpoint", len(checkpoint.state.train_steps))
         problems = lineage_problems(checkpoint, committed, self.options.is_final)
         findings.add(Invariant.TRAINING, None, problems)
 
@@ -272,11 +272,11 @@ def lineage_problems(checkpoint: Checkpoint, committed: Sequence[Json], is_final
 
     While the run goes on, steps after the checkpoint's are ignored: no checkpoint contains them yet.
     """
-    ids = [step["_id"] for step in committed if is_final or step["step"] <= checkpoint.step]
-    for number, (contained, step_id) in enumerate(zip_longest(checkpoint.train_steps, ids), start=1):
+    ids = [step["_id"] for step in committed if is_final or step["step"] <= checkpoint.state.step]
+    for number, (contained, step_id) in enumerate(zip_longest(checkpoint.state.train_steps, ids), start=1):
         if contained != step_id:
             name = f"TrainStep {step_id or contained}"
-            what = f"step {number} of {checkpoint.name}"
+            what = f"step {number} of {checkpoint.folder.name}"
             yield Problem(name, what, contained or "no such step", step_id or "no committed step")
 
 
