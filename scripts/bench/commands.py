@@ -15,7 +15,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.processes import run_child, start_child, stop_child, thread_limits
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, stop_on_signals
+from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
 
 COMMAND_SECONDS = 1200.0
 SERVER_SECONDS = 60.0
@@ -31,7 +31,7 @@ def database(work: Path | None = None) -> Iterator[tuple[Path, str]]:
         folder = work or Path(scratch)
         mongo = EmbeddedMongo(folder / "mongo")
         try:
-            with stop_on_signals():
+            with raise_on_signals():
                 yield folder, mongo.up().uri
         except StoppedBySignalError as stopped:
             raise SystemExit(stopped.exit_code) from None

@@ -211,8 +211,8 @@ def read_task_toml(text: str) -> TaskToml:
         raise BadTaskError(
             f"task.toml: {problem.text}" + (f" ({problem.hint})" if problem.hint else "")
         ) from error
-    for problem in _what_cannot_run(found):
-        raise BadTaskError(f"task.toml{problem}")
+    for reason in _what_cannot_run(found):
+        raise BadTaskError(f"task.toml{reason}")
     return found
 
 
