@@ -82,3 +82,12 @@ async def test_blame_says_why_it_has_nothing_to_rank(
 def test_the_command_takes_a_run_and_two_evaluations() -> None:
     with pytest.raises(ConfigError, match="takes a run and two evaluations, and 1 words are given"):
         main(["math", "--top", "3"])
+
+
+def test_files_and_labels_are_checked_before_anything_is_computed(tmp_path: Path) -> None:
+    for flags, problem in (
+        (["--out", str(tmp_path)], "it is a folder"), (["--csv", str(tmp_path)], "it is a folder"),
+        (["--label", "x" * 65], "the label has 65 characters"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            main(["nowhere", "1", "2", *flags])

@@ -287,8 +287,11 @@ async def test_the_chat_example_trains_two_steps(
     store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    from chat import QUESTIONS, SHORT, Product, chat, simulated
+    from chat import QUESTIONS, SHORT, Product, chat, main, simulated
 
+    monkeypatch.setattr("sys.argv", ["chat.py", "--gateway", "http://127.0.0.1:9", "--simulated", "1"])
+    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:9 does not answer"):
+        main()
     monkeypatch.setattr("builtins.input", lambda _: "")
     answers = ["Short.", "Long. " * SHORT, "Also short.", "Long again. " * SHORT, "Nobody rates this."]
 

@@ -61,11 +61,11 @@ from agentrl.store.mechanics import step_chunks
 step_chunks.CHUNK = 1
 count = step_chunks.train
 seen = []
-async def count_and_die(connection, number, pending, ids, session):
+async def count_and_die(connection, number, pending, ids):
     if number == 2 and len(seen) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     seen.extend(ids if number == 2 else ())
-    await count(connection, number, pending, ids, session)
+    await count(connection, number, pending, ids)
 step_chunks.train = count_and_die
 sys.exit(main(["train", *sys.argv[1:]]))
 """

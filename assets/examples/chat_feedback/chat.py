@@ -50,8 +50,8 @@ class Product:
         self._client.post(f"/conversations/{conversation['id']}/end").raise_for_status()
 
 
-def chat(product: Product, ask: Ask, rate: Rate) -> None:
-    """Answer one question, and pass on what the user thinks of the answer."""
+def chat(product: Product, ask: Ask, rate: Rate) -> float | None:
+    """Answer one question, pass on what the user thinks of the answer, and return it."""
     question = ask()
     conversation = product.open(question)
     answer = product.say(conversation, [{"role": "user", "content": question}])
@@ -60,6 +60,7 @@ def chat(product: Product, ask: Ask, rate: Rate) -> None:
         product.leave(conversation)
     else:
         product.rate(conversation, score)
+    return score
 
 
 def person(answer: str) -> float | None:
@@ -80,14 +81,24 @@ def main() -> None:
     parser.add_argument("--simulated", type=int, default=0, help="conversations of a simulated user")
     given = parser.parse_args()
     product = Product(given.gateway, os.environ.get("AGENTRL_GATEWAY_KEY", ""))
-    for number in range(given.simulated):
-        question = QUESTIONS[number % len(QUESTIONS)]
-        chat(product, lambda question=question: question, simulated)
+    liked = 0.0
     try:
+        for number in range(given.simulated):
+            question = QUESTIONS[number % len(QUESTIONS)]
+            liked += chat(product, lambda question=question: question, simulated) or 0.0
+            print(f"conversation {number + 1} of {given.simulated}: {liked:.0f} liked", flush=True)
         while not given.simulated:
             chat(product, lambda: input("you > "), person)
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         print()
+    except httpx2.HTTPStatusError as error:
+        raise SystemExit(
+            f"{error.request.url} answers {error.response.status_code}: {error.response.text}"
+        ) from None
+    except httpx2.TransportError as error:
+        raise SystemExit(
+            f"{given.gateway} does not answer: {error}\n  → start agentrl gateway --gateway_train feedback"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ PYTHON="${AGENTRL_VENV:-.venv}/bin/python"
 export PYTHONPATH="assets/examples/past_runs${PYTHONPATH:+:$PYTHONPATH}"
 run="${RUN_NAME:-past}"
 config=assets/examples/past_runs/run.yml
+[ -x "$PYTHON" ] || { echo "$PYTHON is not there: run bash scripts/setup.sh first" >&2; exit 1; }
 agentrl() {
   printf '\n$ agentrl %s\n' "$*"
   "$PYTHON" -m agentrl "$@"

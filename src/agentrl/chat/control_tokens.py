@@ -17,6 +17,7 @@ from tokenizers import Encoding, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from agentrl.batches import batches
 from agentrl.documents.base import replace_surrogates
 
 _MARK = f"mark{uuid.uuid4().hex}"
@@ -109,8 +110,7 @@ class ControlTokens:
         longest, ends_words = self._token_bounds
         if not longest:
             return 0
-        slices = (text[start : start + _SLICE] for start in range(0, len(text), _SLICE))
-        words = sum(len(_WORD_END.findall(part)) for part in slices) if ends_words else 0
+        words = sum(len(_WORD_END.findall(part)) for part in batches(text, _SLICE)) if ends_words else 0
         return max(words, len(text) // longest)
 
     @cached_property

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from agentrl.config.blame import BlameConfig
+from agentrl.config.flags import require_writable
 from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
+from agentrl.documents.record import check_label
 from agentrl.errors import ConfigError
 
 _STOPPED = 130
@@ -30,6 +32,11 @@ def main(argv: list[str]) -> int:
             f"agentrl blame takes a run and two evaluations, and {len(named)} words are given",
             hint="`agentrl eval report --run_name RUN` lists the evaluations of a run",
         )
+    flags = configs[BlameConfig]
+    require_writable("--out", flags.out)
+    require_writable("--csv", flags.csv)
+    if flags.label is not None:
+        check_label(label=flags.label, note="", by="blame", score=None)
     configs = configs.with_flags({"run_name": named[0]})
 
     from agentrl.observe.logging import setup

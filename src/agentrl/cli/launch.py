@@ -25,6 +25,7 @@ from agentrl.config.run import URI_VARIABLES
 from agentrl.config.schema import (
     EngineConfig,
     EvaluationConfig,
+    GroupConfig,
     ModelConfig,
     PlacementConfig,
     RunConfig,
@@ -113,7 +114,7 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         shown=[PlacementConfig, RunConfig, ModelConfig, EngineConfig],
     )
     from agentrl.cli.gpus import place_processes
-    from agentrl.launch.before_start import fit, require_joinable, require_usable
+    from agentrl.launch.before_start import fit, require_joinable, require_teacher, require_usable
     from agentrl.launch.demo import SERVERS_FILE, default_servers, demo_model
     from agentrl.launch.processes import RunPlan
     from agentrl.store.embedded.server import EmbeddedMongo
@@ -142,6 +143,12 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         model = {"model_name_or_path": str(demo_model())}
         flags, configs = [*flag_words(model), *flags], configs.with_flags(model)
     agreed = require_usable(configs, roles)
+    columns = configs[GroupConfig].column_names
+    teacher = configs[TeacherConfig].teacher if command == "train" and "sample" in roles else None
+    if teacher is not None:
+        require_teacher(teacher, columns)
+    elif command == "train" and columns:
+        report(f"groups wait for {', '.join(columns)}, and no --teacher is given: start agentrl teach too")
     has_database = run.db_connection_string is not None or EmbeddedMongo(run.mongo_dir).status().running
     if has_database:
         asyncio.run(require_joinable(configs, roles, agreed))
@@ -163,7 +170,7 @@ def _plan(argv: list[str], variables: Mapping[str, str]) -> RunPlan:
         samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
         main=_main_command(command, flags, accelerate, placement) if command in roles else None,
         follows=command == "train" and configs[EvaluationConfig].eval_steps is not None,
-        teaches="sample" in roles and command == "train" and configs[TeacherConfig].teacher is not None,
+        teaches=teacher is not None,
         has_demo_tools=servers is not None,
         inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
         placement=placement,

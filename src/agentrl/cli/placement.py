@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentrl.batches import batches
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, EvaluationConfig, MemoryConfig, PlacementConfig, TrainConfig
@@ -203,8 +204,7 @@ def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
         engines = engines or _whole(everything, need.engine_gpus)
     _require_trainer(gpus, trainer, need)
     _require_engines(gpus, engines, need)
-    size = need.engine_gpus
-    groups = tuple(engines[start : start + size] for start in range(0, len(engines), size))
+    groups = tuple(batches(engines, need.engine_gpus))
     return Placement(gpus=gpus, trainer=trainer, engines=groups, takes_turns=need.takes_turns)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +78,6 @@ def parser() -> CommandParser:
 async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Show what would go, ask, delete it, and say what to do next; return the exit code."""
     from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
-    from agentrl.observe.log_lines import remove_lines
     from agentrl.registry import allow_imports
     from agentrl.store.admin.retract import Retractions
     from agentrl.store.client import open_existing, open_store
@@ -143,13 +142,11 @@ async def retract(run: RunConfig, arguments: argparse.Namespace) -> int:
             await _withdraw_from_children(run, store, list(gone.values()), arguments, because, by)
             await retractions.plan_family(family=False)
             waiting = await finish_withdrawn(store.connection, is_sampled=is_sampled)
-        lines = await asyncio.to_thread(remove_lines, Path(run.log_dir), run.run_name, gone)
+        await _remove_log_lines(store, run, gone)
         for folder in exports:
             held = await withdraw_from(run, folder, gone, because=arguments.because, by=by)
             print(f"{folder}: {held:,} withdrawn documents are taken out")
     print(f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}")
-    if lines:
-        print(f"{run.log_dir}: {lines:,} log records that named it are removed")
     if waiting:
         print(
             f"{waiting} images were used within the last hour and stay until then: samplers of the run live;"
@@ -197,7 +194,18 @@ async def _withdraw_from_children(
                 await delete_withdrawn(other.connection, attempt=lease.attempt)
             count = len(selection.tombstones)
             print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
+            await _remove_log_lines(other, named, [stone.id for stone in stones])
             await _withdraw_from_children(named, other, stones, arguments, because, by)
+
+
+async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:
+    """Remove the log records that name something withdrawn, where processes of the run wrote them."""
+    from agentrl.observe.log_lines import remove_lines
+
+    stored = [each.values.get("log_dir") for each in await store.settings.resolved()]
+    for folder in sorted({run.log_dir, *(str(each) for each in stored if each)}):
+        if lines := await asyncio.to_thread(remove_lines, Path(folder), run.run_name, names):
+            print(f"{folder}: {lines:,} log records of {run.run_name} that named it are removed")
 
 
 async def _roots(store: Store, arguments: argparse.Namespace) -> list[Path]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.config.flags import names_in
+from agentrl.config.flags import names_in, require_writable
 from agentrl.config.load import Configs, leading_words, parse
 from agentrl.config.schema import (
     GroupConfig,
@@ -38,11 +38,12 @@ def main(argv: list[str]) -> int:
     names = leading_words(argv, _NAMES)
     configs = parse(
         argv[len(names) :],
-        command="agentrl whatif",
-        description="Train the stored steps of a run again, in their order, with another loss, correction,"
-        " group rule or learning rate: agentrl whatif RUN [NEW] --steps 40-60 --loss_calculater GSPO. The new"
-        " run reads the data of RUN where they lie; it needs no engine and no sampler. Without other flags it"
-        " gives RUN's own weights, bit for bit on the same machine.",
+        command="agentrl whatif RUN [NEW]",
+        description="Trains stored steps of RUN again, in their order, with another loss, advantage,"
+        " correction, group rule or learning rate, and compares the two. NEW, by default RUN_whatif_N, reads"
+        " the data of RUN where they lie, and needs no engine and no sampler. Without such flags it gives"
+        " RUN's own weights, bit for bit on the same machine. `agentrl whatif --compare NEW,NEW` trains"
+        " nothing and compares several.",
         shown=(RunConfig, LossConfig, GroupConfig, OptimConfig, MemoryConfig, TraceConfig),
         extra=(WhatIfConfig,),
     )
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
             hint="agentrl whatif RUN --loss_calculater GSPO; or agentrl whatif --compare CHILD,CHILD",
         )
     check_given(configs.given)
+    require_writable("--out", flags.out)
     from agentrl.observe.logging import setup
 
     children = names_in(flags.compare)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from agentrl.errors import ConfigError
@@ -126,3 +128,22 @@ def require(condition: bool, message: str, hint: str) -> None:
     """Raise ConfigError unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message, hint=hint)
+
+
+def require_writable(flag: str, path: str | None) -> None:
+    """Make the folder of a file that is written at the end, when a refusal would cost the work.
+
+    Raises ConfigError for a file that cannot be written.
+    """
+    if path is None:
+        return
+    file, reason = Path(path), ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            reason = "it is a folder"
+        elif not os.access(file if file.exists() else file.parent, os.W_OK):
+            reason = "Permission denied"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    require(not reason, f"{flag} {path} cannot be written: {reason}", "give the path of a file")

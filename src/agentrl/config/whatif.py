@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.flags import Flags, flag, require
-from agentrl.config.load import Configs
+from agentrl.config.load import Configs, flag_names
 from agentrl.config.loss import LOSS_PARAMETERS
 from agentrl.config.schema import (
     GROUPS,
@@ -37,14 +37,10 @@ _TRAINING = frozenset({
 })  # fmt: skip
 
 
-def _names(*groups: type) -> frozenset[str]:
-    return frozenset(item.name for group in groups for item in dataclasses.fields(group))
-
-
-GROUP_RULES = _names(GroupConfig)
-CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
+GROUP_RULES = frozenset(flag_names(GroupConfig))
+CHANGEABLE = GROUP_RULES | _TRAINING | set(flag_names(LossConfig, OptimConfig, MemoryConfig)) - {"freeze"}
 """Flags that may differ from the parent's."""
-_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}
+_OF_PROCESS = set(flag_names(RunConfig, TraceConfig)) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
 
 
@@ -91,7 +87,7 @@ class WhatIfConfig(Flags):
 
 def check_given(given: Collection[str]) -> None:
     """Raise ConfigError for a given flag that a what-if cannot change."""
-    own = _names(WhatIfConfig) | _OF_PROCESS | CHANGEABLE
+    own = CHANGEABLE.union(_OF_PROCESS, flag_names(WhatIfConfig))
     for name in sorted(set(given) - own):
         require(
             False,
@@ -108,10 +104,8 @@ def parent_configs(stored: Mapping[str, Any], given: Collection[str], here: Conf
     ``stored`` are the flags of the parent's trainer, ``given`` those that were given to it. ``here`` has the
     flags of this command: those of the process are taken from it.
     """
-    values = dict(stored) | {name: value for name, value in _flags(here).items() if name in _OF_PROCESS}
-    values |= _CHILD
-    groups = [group(**{name: values[name] for name in _names(group) if name in values}) for group in GROUPS]
-    return Configs(groups, set(given) & _names(*GROUPS))
+    of_process = {name: value for name, value in here.flags.items() if name in _OF_PROCESS}
+    return Configs.of(GROUPS, {**stored, **of_process, **_CHILD}, set(given) & set(flag_names(*GROUPS)))
 
 
 def child_configs(parent: Configs, here: Configs) -> Configs:
@@ -120,7 +114,7 @@ def child_configs(parent: Configs, here: Configs) -> Configs:
     With another ``--loss_calculater``, the flags whose defaults belong to the loss are the new loss's, unless
     they are given here.
     """
-    changed = {name: value for name, value in _flags(here).items() if name in here.given & CHANGEABLE}
+    changed = {name: value for name, value in here.flags.items() if name in here.given & CHANGEABLE}
     loss = changed.get("loss_calculater")
     if loss is not None and loss != parent[LossConfig].loss_calculater:
         of_loss = dataclasses.asdict(LossConfig())
@@ -135,10 +129,5 @@ def changes(parent: Configs, child: Configs, loss: LossConfig) -> dict[str, Any]
 
     ``loss`` are the child's flags of the loss with the defaults of the loss filled in, as the parent's are.
     """
-    old, new = _flags(parent), _flags(child)
-    new |= {item.name: getattr(loss, item.name) for item in dataclasses.fields(LossConfig)}
+    old, new = parent.flags, child.flags | Configs([loss]).flags
     return {name: [old[name], new[name]] for name in sorted(CHANGEABLE) if old[name] != new[name]}
-
-
-def _flags(configs: Configs) -> dict[str, Any]:
-    return {item.name: getattr(group, item.name) for group in configs for item in dataclasses.fields(group)}

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
+from agentrl.batches import batches
 from agentrl.concurrency import background
 from agentrl.containers.base import back_end_away
 from agentrl.containers.cluster import Cluster
@@ -67,8 +68,8 @@ async def _feed(socket: ClientConnection, stdin: AsyncIterator[bytes] | None) ->
     with contextlib.suppress(ConnectionClosed):
         if stdin is not None:
             async for part in stdin:
-                for begin in range(0, len(part), CHUNK):
-                    await socket.send(_STDIN + part[begin : begin + CHUNK])
+                for piece in batches(part, CHUNK):
+                    await socket.send(_STDIN + piece)
         await socket.send(_CLOSE + _STDIN)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from agentrl.batches import batches
 from agentrl.data.forest import TokenForest, forest_from_data, forest_from_sequences
 from agentrl.data.forest_cuts import cut, join, merge_prefixes, restrict, split_paths
 from agentrl.documents.routing import ExpertShape
@@ -180,8 +181,8 @@ def balance(sizes: Sequence[int], budget: int, ranks: int, *, padded: bool = Fal
         groups = spread
     groups += [[] for _ in range(count - len(groups))]
     groups.sort(key=lambda group: -_load(sizes, group, padded=padded))
-    rounds = [groups[start : start + ranks] for start in range(0, count, ranks)]
-    return [group for number, round_ in enumerate(rounds) for group in round_[:: -1 if number % 2 else 1]]
+    rounds = enumerate(batches(groups, ranks))
+    return [group for number, round_ in rounds for group in round_[:: -1 if number % 2 else 1]]
 
 
 def _load(sizes: Sequence[int], group: Sequence[int], *, padded: bool) -> int:

@@ -154,7 +154,7 @@ def _opened(flag: str, path: str) -> Any:
         return Path(path).open("w", encoding="utf-8", newline="")
     except OSError as error:
         raise ConfigError(
-            f"{flag} {path} cannot be written: {error.strerror}", hint="name a file in a folder that exists"
+            f"{flag} {path} cannot be written: {error.strerror}", hint="give the path of a file"
         ) from error
 
 

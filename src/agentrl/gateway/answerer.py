@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from agentrl.chat.chat_format import ChatFormat
-from agentrl.concurrency import background
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.images import Image
@@ -26,7 +25,7 @@ from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Pro
 from agentrl.rollout.model_call import PendingCall, images_of, parse
 from agentrl.rollout.prompts import Budget, Chain, Prompt, digest_after
 from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import renewed
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -78,12 +77,9 @@ class Answerer:
         It is stored when ``checking`` has ended without an exception. Raises GatewayError; the request is
         then marked as failed.
         """
-        renewing = keep_renewed(
-            lambda: self.store.gateways.renew(ask.call, self.lease_seconds),
-            self.lease_seconds / RENEWALS_PER_LEASE, f"the lease of {ask.call.id}",
-        )  # fmt: skip
         try:
-            async with background(renewing):
+            renew = partial(self.store.gateways.renew, ask.call, self.lease_seconds)
+            async with renewed(renew, self.lease_seconds, f"the lease of {ask.call.id}"):
                 return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
             raise dead_url() from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import model_context_length
@@ -22,7 +23,14 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from agentrl.errors import ConfigError, LeaseHeldError, RunMissingError, StoreUnavailableError
+from agentrl.errors import (
+    ConfigError,
+    DependencyKind,
+    LeaseHeldError,
+    ModelError,
+    RunMissingError,
+    StoreUnavailableError,
+)
 from agentrl.launch.processes import environment_of_children
 
 if TYPE_CHECKING:
@@ -120,7 +128,7 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
 
     Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss.
     """
-    from agentrl.losses.settings import LossSettings
+    from agentrl.losses.settings import LossSettings, check_loss
     from agentrl.rollout.setup import require_extensions
     from agentrl.weights.folder import require_folder
 
@@ -131,8 +139,27 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
         require_extensions(configs)
         agreed |= sampler_settings(configs)
     if "train" in roles:
+        check_loss(configs)
         agreed |= trainer_settings(configs, LossSettings.of_run(configs))
     return agreed
+
+
+def require_teacher(teacher: str, columns: Collection[str]) -> None:
+    """Check ``--teacher`` before its process starts, and that trajectories wait for it (``--columns``).
+
+    Raises ModelError for a folder that is not here, ConfigError for a teacher without its column.
+    """
+    if "://" not in teacher and not Path(teacher).is_dir():
+        raise ModelError(
+            f"--teacher is {teacher}, which is not a folder",
+            hint="give the folder of a model, or the URL of an SGLang or vLLM server",
+        )
+    if DependencyKind.TEACHER not in columns:
+        raise ConfigError(
+            f"--teacher is {teacher}, and --columns is {','.join(columns) or 'empty'}: no trajectory would"
+            " wait for it",
+            hint="--recipe opd; or --columns teacher, with --loss_calculater OPD or --distill_coef",
+        )
 
 
 async def require_joinable(configs: Configs, roles: Collection[str], agreed: AgreedSettings) -> None:

@@ -107,7 +107,8 @@ def processes_of(plan: RunPlan) -> tuple[list[SupervisedProcess], SupervisedProc
         return {**environment_of_children(threads), **variables, **seen}
 
     def add(name: str, command: Sequence[str], env: Mapping[str, str], *, is_server: bool = False) -> None:
-        helpers.append(SupervisedProcess(name, command, plan.logs / f"{name}.out", env, is_server=is_server))
+        log = plan.logs / f"{plan.name}_{name}.out"  # another run may have the same folder
+        helpers.append(SupervisedProcess(name, command, log, env, is_server=is_server))
 
     def share(fraction: float) -> list[str]:
         return ["--inf_mem_ratio", str(fraction)] if plan.inf_mem_ratio is None else []

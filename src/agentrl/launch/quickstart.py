@@ -23,6 +23,7 @@ from agentrl.config.arguments import flag_words
 from agentrl.config.launch import QuickstartFlags
 from agentrl.config.schema import EngineConfig, RunConfig, TrainConfig
 from agentrl.errors import AgentRLError, ConfigError
+from agentrl.launch.before_start import require_teacher
 from agentrl.launch.demo import SERVERS_FILE, demo_model
 from agentrl.launch.processes import RunPlan, agentrl_command, run_processes
 from agentrl.launch.progress import Pace, told_progress
@@ -99,6 +100,8 @@ def run_quickstart(
     resumed by the next call. On a terminal the dashboard stays until Ctrl-C. MongoDB is stopped at the end if
     this started it.
     """
+    if teacher is not None:
+        require_teacher(teacher, ("teacher",))
     run = open_run(flags.run_name, tiny=flags.tiny, steps=flags.steps, seed=run_flags.seed)
     run_logging.setup(RunConfig(run_name=run.name, log_dir=str(run.logs)), "quickstart")
     mongo = EmbeddedMongo(Path(_MONGO_DIR))

@@ -9,6 +9,8 @@ from pathlib import Path
 _NAME_ENDS = r"(?![A-Za-z0-9_.-])"
 _RECORD = re.compile(r"^.*\n?(?:    .*\n?)*", re.MULTILINE)
 """A line and the indented lines behind it."""
+_FILES = re.compile(r"\.(log|out)\b")
+"""Logs of processes, rotated ones too, and what processes of ``agentrl launch`` printed."""
 
 
 def remove_lines(folder: Path, run_name: str, names: Collection[str]) -> int:
@@ -20,7 +22,9 @@ def remove_lines(folder: Path, run_name: str, names: Collection[str]) -> int:
         return 0
     named = re.compile("|".join(re.escape(name) + _NAME_ENDS for name in sorted(names)))
     removed = 0
-    for path in sorted(folder.glob(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', run_name)}_*.log*")):
+    for path in sorted(folder.glob(f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', run_name)}_*")):
+        if _FILES.search(path.name) is None:
+            continue
         records = _RECORD.findall(path.read_text(encoding="utf-8", errors="replace"))
         kept = [record for record in records if named.search(record) is None]
         if len(kept) < len(records):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from agentrl.batches import batches
 from agentrl.config.schema import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.registry import Registry
@@ -144,14 +145,14 @@ class _Mlflow:
             return
         self._id = self._client.create_run(experiment, run_name=run.run_name).info.run_id
         shown = [parameter(key, str(value)[:5000]) for key, value in parameters.items()]
-        for start in range(0, len(shown), 100):
-            self._client.log_batch(self._id, params=shown[start : start + 100])
+        for batch in batches(shown, 100):
+            self._client.log_batch(self._id, params=batch)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = int(time.time() * 1000)
         values = [self._metric(key, value, now, step) for key, value in metrics.items()]
-        for start in range(0, len(values), 1000):
-            self._client.log_batch(self._id, metrics=values[start : start + 1000])
+        for batch in batches(values, 1000):
+            self._client.log_batch(self._id, metrics=batch)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -113,7 +113,7 @@ async def sample(configs: Configs) -> None:
                     worker,
                     finalizer,
                     config,
-                    lambda: admission.groups_allowed(store, router.policy_versions()),
+                    lambda: admission.groups_allowed(store, router.engines.policy_versions()),
                 )
                 await sampler.run(stop)
 

@@ -58,7 +58,7 @@ class Scoring:
         await self.store.records.advance(claim, RecordStatus.SCORING)
         scorer = claim.task.scorer
         if scorer == FEEDBACK and context.agent_score is None:
-            status = await self.store.conversations.await_feedback(claim, self.sampling.feedback_hours)
+            status = await self.store.attempts.await_feedback(claim, self.sampling.feedback_hours)
             logger.info("no feedback" if status is SlotStatus.FAILED else "waits for feedback",
                         extra={"record": claim.record_id})  # fmt: skip
             return False

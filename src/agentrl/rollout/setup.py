@@ -34,7 +34,8 @@ from agentrl.documents.task import Claim
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
-from agentrl.inference.router import EngineRouter, LiveEngines
+from agentrl.inference.engine_list import LiveEngines
+from agentrl.inference.router import EngineRouter
 from agentrl.registry import allow_imports
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
@@ -246,8 +247,8 @@ async def open_worker(
         stack.callback(outages.close)
         stack.push_async_callback(tools.close)
         stack.push_async_callback(gateway.close)
-        await router.refresh()
-        if (problem := context_problem(agent, sampling, router.context_length)) is not None:
+        await router.engines.refresh()
+        if (problem := context_problem(agent, sampling, router.engines.context_length)) is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
         load_validator()

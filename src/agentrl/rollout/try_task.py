@@ -32,6 +32,7 @@ from agentrl.documents.task_json import image_sources, make_task, parse
 from agentrl.documents.task_messages import BadTaskError, read_images
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import TaskSource
+from agentrl.documents.task_tables import kind_of_name
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.session import open_environment
@@ -198,7 +199,7 @@ def _is_json(wanted: str) -> bool:
 
 def _is_source(wanted: str) -> bool:
     """Return whether this is the path or the address of tasks, rather than the id of one."""
-    if is_address(wanted) or wanted.startswith("hf://"):
+    if is_address(wanted) or wanted.startswith("hf://") or kind_of_name(wanted) is not None:
         return True
     try:
         return Path(wanted).exists() or Path(wanted.rpartition(":")[0] or wanted).is_dir()

@@ -109,9 +109,9 @@ def seconds_since_step(run: RunSnapshot) -> float | None:
     return max(0.0, (run.at - run.steps[-1].committed_at).total_seconds())
 
 
-def mean_of_last(run: RunSnapshot, name: str) -> float | None:
-    """Return the mean of a metric over the last 5 steps; None if none has it."""
-    values = _values(run.steps[-_LAST:], name)
+def mean_of_last(steps: Sequence[StepRow], name: str) -> float | None:
+    """Return the mean of a metric over the last 5 of ``steps``; None if none has it."""
+    values = _values(steps[-_LAST:], name)
     return fmean(values) if values else None
 
 
@@ -207,7 +207,7 @@ def _late(run: RunSnapshot) -> Iterator[Finding]:
 def _means(run: RunSnapshot) -> Iterator[Finding]:
     """Yield a finding for each mean of the last steps beyond its bound."""
     for bound in _BOUNDS:
-        mean = mean_of_last(run, bound.metric)
+        mean = mean_of_last(run.steps, bound.metric)
         if mean is None or (mean >= bound.warn if bound.is_lowest else mean <= bound.warn):
             continue
         yield Finding(
@@ -224,7 +224,7 @@ def _learning(run: RunSnapshot) -> Iterator[Finding]:
         yield Finding(
             severity="bad", what="the last step's loss or gradient is not finite", hint="see its log"
         )
-    entropy, solved = _values(run.steps, "entropy"), mean_of_last(run, "pass_rate")
+    entropy, solved = _values(run.steps, "entropy"), mean_of_last(run.steps, "pass_rate")
     if (
         (solved is None or solved < _SOLVED)
         and len(entropy) >= 2 * _LAST

@@ -183,7 +183,7 @@ def _messages(
             index=index,
             role=role,
             is_given=repeats_given and index < len(given) and role != "system",
-            text=shown(_whole_message(message)),
+            text=shown(whole_message(message)),
             images=_images([message]),
             is_result="execution" in stored,
         )
@@ -323,14 +323,14 @@ def part_text(call: DispatchedSamplingTask, parent: DispatchedSamplingTask | Non
     index = int(number)
     if kind == "message":
         messages = full_messages(call, parent)
-        return _whole_message(messages[index]) if index < len(messages) else None
+        return whole_message(messages[index]) if index < len(messages) else None
     if kind in ("arguments", "result") and index < len(call.tool_executions):
         execution = call.tool_executions[index]
         return json_text(execution.arguments) if kind == "arguments" else execution.result
     return None
 
 
-def _whole_message(message: Mapping[str, Any]) -> str:
+def whole_message(message: Mapping[str, Any]) -> str:
     """Return the thoughts, the content and the tool calls of a message as one text."""
     parts = [content_text(message.get("reasoning_content")), content_text(message.get("content"))]
     parts += map(call_text, message.get("tool_calls") or ())

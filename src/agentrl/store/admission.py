@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pymongo import ASCENDING, DESCENDING
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
 from agentrl.documents.run import ADMISSION
@@ -14,6 +13,7 @@ from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, valu
 from agentrl.documents.task import CONVERSATIONS
 from agentrl.store.mechanics.connection import TRANSACTION, Connection, Json, Repository
 from agentrl.store.mechanics.lease import literal
+from agentrl.store.mechanics.transaction import use_session
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 
@@ -118,21 +118,21 @@ class GroupAdmission(Repository):
         super().__init__(connection)
         self._selection = TaskSelection(connection)
 
-    async def count(self, split: str, session: AsyncClientSession | None = None) -> int:
+    async def count(self, split: str) -> int:
         """Return how many groups are open: running, waiting, or finalized with untrained data.
 
         Conversations, which no sampler runs, count when they are finalized.
         """
         admitted = [TaskStatus.RUNNING.value, TaskStatus.WAITING.value]
         running = await self._collection(TASK).count_documents(
-            {"split": split, "status": {"$in": admitted}, "epoch": {"$ne": CONVERSATIONS}}, session=session
+            {"split": split, "status": {"$in": admitted}, "epoch": {"$ne": CONVERSATIONS}}
         )
         untrained = {
             "split": split,
             "status": {"$in": [DataStatus.READY.value, DataStatus.PLANNED.value]},
             "trained_count": 0,
         }
-        return running + len(await self._collection(DATA).distinct("task", untrained, session=session))
+        return running + len(await self._collection(DATA).distinct("task", untrained))
 
     async def admit(
         self, split: str, limit: GroupLimit, selection: Selection | None = None, without: Needs = NOTHING
@@ -159,11 +159,9 @@ class GroupAdmission(Repository):
         async with self._connection.client.start_session() as session:
             try:
                 async with await session.start_transaction(**TRANSACTION):
-                    await self._collection(GATE).update_one(
-                        {"_id": ADMISSION}, {"$inc": {"opened": 1}}, session=session
-                    )
-                    if await self._admit(split, limit, selection, without, session):
-                        return True
+                    with use_session(session):
+                        if await self._admit(split, limit, selection, without):
+                            return True
                     await session.abort_transaction()
                     return False
             except PyMongoError as error:
@@ -172,22 +170,20 @@ class GroupAdmission(Repository):
                 raise
 
     async def _admit(
-        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs,
-        session: AsyncClientSession,
-    ) -> bool:  # fmt: skip
+        self, split: str, limit: GroupLimit, selection: Selection | None, without: Needs
+    ) -> bool:
+        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"opened": 1}})
         applied = {"status": {"$in": values(APPLIED_STEPS)}}
-        last = await self._collection(STEP).find_one(
-            applied, {"step": 1}, sort=[("step", DESCENDING)], session=session
-        )
+        last = await self._collection(STEP).find_one(applied, {"step": 1}, sort=[("step", DESCENDING)])
         step = 0 if last is None else int(last["step"])
         if limit.after_step not in (None, step):
             return False
-        open_now = await self._open_groups(split, session)
+        open_now = await self._open_groups(split)
         capacity = limit.groups - open_now.count
         if selection is None:
-            groups = await self._next_groups(split, capacity, without, session)
+            groups = await self._next_groups(split, capacity, without)
         else:
-            groups = await self._selection.begin(split, selection, capacity, without.excluded, session)
+            groups = await self._selection.begin(split, selection, capacity, without.excluded)
         ranked_before = open_now.count
         if open_now.needs_renumbering(limit):
             groups = [*(group["_id"] for group in open_now.unclaimed), *groups]
@@ -197,30 +193,25 @@ class GroupAdmission(Repository):
         index = {"$indexOfArray": [literal(groups), "$_id"]}
         admission = {"rank": {"$add": [index, ranked_before + 1]}, "after_step": step}
         fields = {"status": TaskStatus.RUNNING.value, "admission": admission, "updated_at": "$$NOW"}
-        await self._collection(TASK).update_many(
-            {"_id": {"$in": groups}}, [{"$set": fields}], session=session
-        )
+        await self._collection(TASK).update_many({"_id": {"$in": groups}}, [{"$set": fields}])
         return True
 
-    async def _open_groups(self, split: str, session: AsyncClientSession | None = None) -> _OpenGroups:
+    async def _open_groups(self, split: str) -> _OpenGroups:
         unclaimed = self._collection(TASK).find(
             {"split": split, "admission.rank": {"$gt": 0}},
             {"admission": 1, "epoch": 1, "order": 1, "begun.number": 1},
-            sort=[("admission.rank", ASCENDING)], session=session,
+            sort=[("admission.rank", ASCENDING)],
         )  # fmt: skip
         ordered = sorted(await unclaimed.to_list(), key=sort_key)
-        return _OpenGroups(await self.count(split, session), tuple(ordered))
+        return _OpenGroups(await self.count(split), tuple(ordered))
 
-    async def _next_groups(
-        self, split: str, capacity: int, without: Needs, session: AsyncClientSession | None = None
-    ) -> Sequence[str]:
+    async def _next_groups(self, split: str, capacity: int, without: Needs) -> Sequence[str]:
         """Return the ids of the next groups: up to ``capacity`` groups or ``SLOTS_AT_ONCE`` slots."""
         if capacity <= 0:
             return []
         created = self._collection(TASK).find(
             {"split": split, "status": TaskStatus.CREATED.value, **without.excluded},
             {"generations": {"$size": "$slots"}}, sort=BY_ORDER, limit=min(capacity, SLOTS_AT_ONCE),
-            session=session,
         )  # fmt: skip
         groups: list[str] = []
         total = 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from pymongo.asynchronous.client_session import AsyncClientSession
-
 from agentrl.documents.family import CHILD_PREFIX, PARENT, Relative, child_key
 from agentrl.documents.run import TRAINER
 from agentrl.documents.status import APPLIED_STEPS, values
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.mechanics.connection import Json, Repository, database_call, id_prefix
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.names import LEASE, RUN, STEP
 
 CHILDREN: Json = {"_id": id_prefix(CHILD_PREFIX)}
@@ -79,11 +77,8 @@ class Ancestry(Repository):
         """
         parent = self._connection.beside(begun.run)
         await Ancestry(parent).adopt(self._name, begun)
-        query: Json = {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}
-        async for step in parent.collection(STEP).find(query):
-            await self._collection(STEP).replace_one(
-                {"_id": step["_id"]}, {**step, "inherited": True}, upsert=True
-            )
+        steps = {"$match": {"status": {"$in": values(APPLIED_STEPS)}, "step": {"$lte": begun.step}}}
+        await copy_into(self._connection, parent, STEP, steps, {"$set": {"inherited": True}})
         await self._collection(RUN).replace_one({"_id": PARENT}, begun.to_document(), upsert=True)
 
     @database_call
@@ -95,18 +90,16 @@ class Ancestry(Repository):
         note = replace(begun, id=child_key(name), run=name).to_document()
         folder = Path(begun.checkpoint).name
 
-        async def write(session: AsyncClientSession) -> None:
+        async def write() -> None:
             # The trainer writes the same document before it deletes a checkpoint: one of the two retries.
-            await self._collection(LEASE).update_one(
-                {"_id": TRAINER}, {"$inc": {"writes": 1}}, session=session
-            )
-            lease = await self._collection(LEASE).find_one({"_id": TRAINER}, session=session) or {}
+            await self._collection(LEASE).update_one({"_id": TRAINER}, {"$inc": {"writes": 1}})
+            lease = await self._collection(LEASE).find_one({"_id": TRAINER}) or {}
             if folder in lease.get("discarded", ()):
                 raise ConfigError(
                     f"{begun.checkpoint} is being deleted (--save_total_limit)",
                     hint="give a later step, or the trainer a higher --save_total_limit",
                 )
-            await self._collection(RUN).replace_one({"_id": note["_id"]}, note, upsert=True, session=session)
+            await self._collection(RUN).replace_one({"_id": note["_id"]}, note, upsert=True)
 
         await self._connection.transaction(write)
 
@@ -141,3 +134,10 @@ class Ancestry(Repository):
     async def _is_ours(self, name: str) -> bool:
         other = await self._connection.beside(name).collection(RUN).find_one({"_id": PARENT}, {"run": 1})
         return other is not None and other["run"] == self._name
+
+
+async def copy_into(child: Connection, parent: Connection, collection: str, *stages: Json) -> None:
+    """Write what an aggregation in the parent yields into the child's collection, inside the server."""
+    into = {"db": child.database.name, "coll": collection}
+    merge = {"$merge": {"into": into, "whenMatched": "replace"}}
+    await parent.collection(collection).aggregate([*stages, merge])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pymongo import ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
+from pymongo import UpdateOne
 
+from agentrl.batches import batches
 from agentrl.documents.base import plain
 from agentrl.documents.record import Failure
 from agentrl.documents.status import (
@@ -21,13 +21,14 @@ from agentrl.documents.status import (
     sources,
     values,
 )
-from agentrl.documents.task import Claim, Task
-from agentrl.errors import LeaseLostError, StoreError
+from agentrl.documents.task import FEEDBACK, Claim, Task
+from agentrl.errors import StoreError
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, after_backoff, literal
 from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims, slot_status
+from agentrl.store.mechanics.transaction import abort
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import end_records, queue_sampled
@@ -120,14 +121,12 @@ class Attempts(Repository):
         not_before = after_backoff(backoff_seconds, {"$subtract": [slots.ATTEMPTS, 1]})
         fields = {**FREE, "status": slots.failed_or_open(max_attempts), "not_before": not_before}
 
-        async def write(session: AsyncClientSession) -> Task:
-            task = await slots.update_slot(self._connection, claim, fields, session)
-            await end_records(self._connection, [claim], failure, session)
+        async def write() -> Task:
+            task = await slots.update_slot(self._connection, claim, fields)
+            await end_records(self._connection, [claim], failure)
             return task
 
-        task = await self._connection.transaction(write)
-        self.completed.note(task.split, task.id, task.status)
-        return slot_status(task, claim)
+        return await self._end(claim, write)
 
     @database_call
     async def postpone(
@@ -146,14 +145,39 @@ class Attempts(Repository):
             "status": {"$cond": [is_last, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
         }  # fmt: skip
 
-        async def write(session: AsyncClientSession) -> Task:
-            task = await slots.update_slot(self._connection, claim, fields, session)
-            await self._hand_back(claim, why, slot_status(task, claim), session)
+        async def write() -> Task:
+            task = await slots.update_slot(self._connection, claim, fields)
+            await self._hand_back(claim, slot_status(task, claim), why, unscored_because=plain(why))
             return task
 
-        task = await self._connection.transaction(write)
-        self.completed.note(task.split, task.id, task.status)
-        return slot_status(task, claim)
+        return await self._end(claim, write)
+
+    @database_call
+    async def await_feedback(self, claim: Claim, hours: float) -> SlotStatus:
+        """Hand a sampled slot back without a score, until feedback comes or ``hours`` after it was sampled.
+
+        Return the slot's status: SAMPLED, or FAILED if the time is over; its Record then fails with a failure
+        of kind ``feedback``.
+        """
+        late = Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h")
+
+        async def write() -> Task:
+            record = await self._collection(RECORD).find_one(_sampled(claim))
+            if record is None:
+                raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for feedback")
+            has_feedback = record.get("reported_reward") is not None
+            until: Json = {"$add": [record["completed_at"], round(hours * 3_600_000)]}
+            is_over: Json = {"$and": [not has_feedback, {"$lte": [until, "$$NOW"]}]}
+            fields = {
+                **FREE,
+                "status": {"$cond": [is_over, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
+                "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
+            }
+            task = await slots.update_slot(self._connection, claim, fields)
+            await self._hand_back(claim, slot_status(task, claim), late)
+            return task
+
+        return await self._end(claim, write)
 
     async def release(self, claim: Claim) -> None:
         """Release one slot; see ``release_all``. Raises LeaseLostError if the claim is lost."""
@@ -169,46 +193,32 @@ class Attempts(Repository):
         the time of a shutdown.
         """
         lost: list[Claim] = []
-        for start in range(0, len(claims), _CLAIMS_PER_TRANSACTION):
-            lost += await self._release(claims[start : start + _CLAIMS_PER_TRANSACTION])
+        for batch in batches(claims, _CLAIMS_PER_TRANSACTION):
+            lost += await self._release(batch)
         return lost
 
     async def _score(self, score: _Score) -> TaskStatus:
         claim = score.claim
-
-        async def write(session: AsyncClientSession) -> TaskStatus:
-            task = await self._collection(TASK).find_one_and_update(
-                slots.held(claim), score.slot_update, {"status": 1}, session=session,
-                return_document=ReturnDocument.AFTER,
-            )  # fmt: skip
-            if task is None:
-                raise lease_lost(claim)
-            result = await self._collection(RECORD).bulk_write([score.record], session=session)
-            if result.matched_count != 1:
-                raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
-            return TaskStatus(task["status"])
-
-        try:
-            status = await self._connection.transaction(write)
-        except LeaseLostError:
-            stored = await self._status_if_scored(claim)
-            if stored is None:
-                raise
-            status = stored
-        self.completed.note(claim.task.split, claim.task.id, status)
-        return status
+        if (scored := await self._score_batch([score])) is not None:
+            return scored[0]
+        if (stored := await self._status_if_scored(claim)) is not None:
+            self.completed.note(claim.task.split, claim.task.id, stored)
+            return stored
+        if await lost_claims(self._connection, [claim]):
+            raise lease_lost(claim)
+        raise StoreError(f"Record {claim.record_id} is not being scored, so it cannot take a score")
 
     async def _score_batch(self, scores: Sequence[_Score]) -> list[TaskStatus] | None:
         slot_updates, record_updates = [score.slot for score in scores], [score.record for score in scores]
         ids = {score.claim.task.id for score in scores}
 
-        async def write(session: AsyncClientSession) -> dict[str, TaskStatus] | None:
+        async def write() -> dict[str, TaskStatus] | None:
             for collection, updates in ((TASK, slot_updates), (RECORD, record_updates)):
-                result = await self._collection(collection).bulk_write(updates, session=session)
+                result = await self._collection(collection).bulk_write(updates)
                 if result.matched_count < len(updates):
-                    await session.abort_transaction()
+                    await abort()
                     return None
-            cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, {"status": 1}, session=session)
+            cursor = self._collection(TASK).find({"_id": {"$in": list(ids)}}, {"status": 1})
             return {task["_id"]: TaskStatus(task["status"]) for task in await cursor.to_list()}
 
         statuses = await self._connection.transaction(write)
@@ -239,12 +249,12 @@ class Attempts(Repository):
             "released": {"$add": [{"$ifNull": ["$$slot.released", 0]}, 1]},
         }  # fmt: skip
 
-        async def write(session: AsyncClientSession) -> list[Claim]:
-            lost = await lost_claims(self._connection, claims, session)
+        async def write() -> list[Claim]:
+            lost = await lost_claims(self._connection, claims)
             lost_ids = {claim.record_id for claim in lost}
             held = [claim for claim in claims if claim.record_id not in lost_ids]
             if held:
-                queued = await queue_sampled(self._connection, held, session)
+                queued = await queue_sampled(self._connection, held)
                 updates = [
                     UpdateOne(
                         slots.held(claim),
@@ -252,22 +262,29 @@ class Attempts(Repository):
                     )
                     for claim in held
                 ]
-                await self._collection(TASK).bulk_write(updates, ordered=True, session=session)
+                await self._collection(TASK).bulk_write(updates, ordered=True)
                 ended = [claim for claim in held if claim.record_id not in queued]
-                await end_records(self._connection, ended, None, session)
+                await end_records(self._connection, ended, None)
             return lost
 
         return await self._connection.transaction(write)
 
-    async def _hand_back(
-        self, claim: Claim, why: Failure, status: SlotStatus, session: AsyncClientSession
-    ) -> None:
-        changes: Json = {"unscored_because": plain(why)}
-        if status is SlotStatus.FAILED:
-            changes |= {"status": RecordStatus.FAILED.value, "failure": plain(why)}
-        else:
-            changes |= {"status": RecordStatus.COMPLETED.value}
-        sampled = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
-        result = await self._collection(RECORD).update_one(sampled, {"$set": changes}, session=session)
+    async def _end(self, claim: Claim, write: Callable[[], Coroutine[Any, Any, Task]]) -> SlotStatus:
+        """Run the transaction that ends a claim; return the status of its slot."""
+        task = await self._connection.transaction(write)
+        self.completed.note(task.split, task.id, task.status)
+        return slot_status(task, claim)
+
+    async def _hand_back(self, claim: Claim, slot: SlotStatus, failure: Failure, **fields: Json) -> None:
+        """Let the sampled Record of a claim wait for a score, or fail as its slot has failed."""
+        changes: Json = {**fields, "status": RecordStatus.COMPLETED.value}
+        if slot is SlotStatus.FAILED:
+            changes |= {"status": RecordStatus.FAILED.value, "failure": plain(failure)}
+        result = await self._collection(RECORD).update_one(_sampled(claim), {"$set": changes})
         if result.matched_count != 1:
             raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for a score")
+
+
+def _sampled(claim: Claim) -> Json:
+    """Return a filter for the claim's Record, if it is sampled and has no score."""
+    return {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pymongo import ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
@@ -47,7 +46,7 @@ class Claims(Repository):
         super().__init__(connection)
         self._admission = GroupAdmission(connection)
         self._expired = expired
-        self._claiming = WriteCoalescer(self._claim_batch, self._claim)
+        self._claiming = WriteCoalescer[ClaimRequest, Claim | None](self._claim_batch)
 
     @database_call
     async def claim(
@@ -91,15 +90,14 @@ class Claims(Repository):
         owners = [owner] * limit
         update = slots.claim_slots(slots.UNSCORED, owners, lease_seconds, new_attempt=False)
 
-        async def write(session: AsyncClientSession) -> list[Claim]:
+        async def write() -> list[Claim]:
             task = await tasks.find_one_and_update(
-                query, update, sort=BY_ORDER,
-                return_document=ReturnDocument.AFTER, session=session,
-            )  # fmt: skip
+                query, update, sort=BY_ORDER, return_document=ReturnDocument.AFTER
+            )
             if task is None:
                 return []
             claims = slots.new_claims(task, owners)
-            await self._own_records(claims, session)
+            await self._own_records(claims)
             return claims
 
         return await self._connection.transaction(write)
@@ -150,10 +148,6 @@ class Claims(Repository):
         result = await self._collection(TASK).update_many(query, slots.change_slots(failed, slots.REOPENED))
         return result.modified_count
 
-    async def _claim(self, request: ClaimRequest) -> Claim | None:
-        claims = await self._claim_from_one_group(request, [request.owner])
-        return claims[0] if claims else None
-
     async def _claim_batch(
         self, requests: Sequence[ClaimRequest]
     ) -> list[Claim | PyMongoError | None] | None:
@@ -202,7 +196,7 @@ class Claims(Repository):
             return_document=ReturnDocument.AFTER,
         )  # fmt: skip
 
-    async def _own_records(self, claims: Sequence[Claim], session: AsyncClientSession) -> None:
+    async def _own_records(self, claims: Sequence[Claim]) -> None:
         """Make the Records of ``claims`` theirs. Raises StoreError unless all of them are sampled."""
         updates = [
             UpdateOne(
@@ -211,7 +205,7 @@ class Claims(Repository):
             )
             for claim in claims
         ]
-        written = await self._collection(RECORD).bulk_write(updates, session=session)
+        written = await self._collection(RECORD).bulk_write(updates)
         if written.matched_count != len(updates):
             raise StoreError(
                 f"a sampled slot of Task {claims[0].task.id} has no sampled Record",
@@ -226,6 +220,23 @@ def _open_slots(request: ClaimRequest, status: TaskStatus) -> Json:
         "split": request.split, "status": status.value, "slots.status": SlotStatus.OPEN.value,
         **allowed, **request.without.excluded, **slots.any_slot(slots.OPEN),
     }  # fmt: skip
+
+
+async def live_claims(connection: Connection, split: str | None = None) -> dict[str, int]:
+    """Return {owner: slots that it holds under live leases}, by name, in a split or in all of them."""
+    running: Json = {
+        "split": {"$gte": ""} if split is None else split,  # the index begins with it
+        "status": TaskStatus.RUNNING.value,
+    }
+    pipeline: list[Json] = [
+        {"$match": running},
+        {"$project": {"slots": {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}}},
+        {"$unwind": "$slots"},
+        {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
+        {"$sort": {"_id": 1}},
+    ]
+    groups = await (await connection.collection(TASK).aggregate(pipeline)).to_list()
+    return {group["_id"]: int(group["claims"]) for group in groups}
 
 
 async def count_unscored(connection: Connection, split: str) -> int:

@@ -82,7 +82,7 @@ class Store:
         self.ancestry = Ancestry(connection)
         self.evaluations = Evaluations(connection)
         self.gateways = Gateways(connection)
-        self.conversations = Conversations(connection, self.attempts.completed)
+        self.conversations = Conversations(connection)
         self.images = Images(connection)
         self.labels = Labels(connection)
         self.views = Views(connection)

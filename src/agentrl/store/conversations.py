@@ -1,4 +1,4 @@
-"""Store conversations that no task asked for, and the feedback that trajectories wait for."""
+"""Store conversations that no task asked for, and the feedback that people give to trajectories."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.gateway import GatewaySession, ReportedReward
-from agentrl.documents.record import Failure
 from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task, task_key
 from agentrl.errors import StoreError
-from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.lease import FREE, after
+from agentrl.store.mechanics.connection import Json, Repository, database_call
+from agentrl.store.mechanics.lease import after
 from agentrl.store.names import GATEWAY_SESSION, RECORD, TASK
 from agentrl.store.records import new_record
 
@@ -35,10 +32,6 @@ class Conversations(Repository):
     user may be silent. So any gateway serves it, and none has to live as long. Samplers leave it alone.
     """
 
-    def __init__(self, connection: Connection, completed: CompletedGroups) -> None:
-        super().__init__(connection)
-        self._completed = completed
-
     @database_call
     async def open(
         self, name: str, session: GatewaySession, *, query: str, meta: dict[str, Any], train: str,
@@ -50,18 +43,18 @@ class Conversations(Repository):
             order=order, query=query, scorer=FEEDBACK, meta=meta, slots=(Slot(traj_id=session.traj_id),),
         )  # fmt: skip
 
-        async def write(transaction: AsyncClientSession) -> Claim:
+        async def write() -> Claim:
             document = sealed(TASK, task.to_document(), "content")
-            await self._collection(TASK).insert_one(document, session=transaction)
+            await self._collection(TASK).insert_one(document)
             claimed = await self._collection(TASK).find_one_and_update(
                 {"_id": task.id}, slots.claim_slots(slots.OPEN, [session.owner], idle_seconds),
-                return_document=ReturnDocument.AFTER, session=transaction,
+                return_document=ReturnDocument.AFTER,
             )  # fmt: skip
             assert claimed is not None  # the same transaction inserted it
             (claim,) = slots.new_claims(claimed, [session.owner])
             record = replace(new_record(claim), status=RecordStatus.RUNNING, train_rule=train)
-            await self._collection(RECORD).insert_one(record.to_document(), session=transaction)
-            await self._collection(GATEWAY_SESSION).insert_one(session.to_document(), session=transaction)
+            await self._collection(RECORD).insert_one(record.to_document())
+            await self._collection(GATEWAY_SESSION).insert_one(session.to_document())
             return claim
 
         return await self._connection.transaction(write)
@@ -89,39 +82,6 @@ class Conversations(Repository):
         return None if found is None else _running(Task.from_document(found))
 
     @database_call
-    async def await_feedback(self, claim: Claim, hours: float) -> SlotStatus:
-        """Hand a sampled slot back without a score, until feedback comes or ``hours`` after it was sampled.
-
-        Return the slot's status: SAMPLED, or FAILED if the time is over; its Record then fails with a failure
-        of kind ``feedback``. Raises LeaseLostError if the claim is lost.
-        """
-        query = {"_id": claim.record_id, "status": {"$in": values(SAMPLED)}}
-
-        async def write(session: AsyncClientSession) -> Task:
-            record = await self._collection(RECORD).find_one(query, session=session)
-            if record is None:
-                raise StoreError(f"Record {claim.record_id} is not sampled, so it cannot wait for feedback")
-            has_feedback = record.get("reported_reward") is not None
-            until: Json = {"$add": [record["completed_at"], round(hours * 3_600_000)]}
-            is_over: Json = {"$and": [not has_feedback, {"$lte": [until, "$$NOW"]}]}
-            fields = {
-                **FREE,
-                "status": {"$cond": [is_over, SlotStatus.FAILED.value, SlotStatus.SAMPLED.value]},
-                "not_before": None if has_feedback else {"$cond": [is_over, None, until]},
-            }
-            task = await slots.update_slot(self._connection, claim, fields, session)
-            changes: Json = {"status": RecordStatus.COMPLETED.value}
-            if slots.slot_status(task, claim) is SlotStatus.FAILED:
-                why = plain(Failure(kind=FEEDBACK, message=f"no feedback came within {hours:g} h"))
-                changes = {"status": RecordStatus.FAILED.value, "failure": why}
-            await self._collection(RECORD).update_one(query, {"$set": changes}, session=session)
-            return task
-
-        task = await self._connection.transaction(write)
-        self._completed.note(task.split, task.id, task.status)
-        return slots.slot_status(task, claim)
-
-    @database_call
     async def give_feedback(self, record_id: str, reward: ReportedReward) -> RecordStatus | None:
         """Store the feedback for a trajectory without a score; the last one counts.
 
@@ -131,15 +91,14 @@ class Conversations(Repository):
         query = {"_id": record_id, "status": {"$in": _TAKES_FEEDBACK}}
         waits: Json = {"$and": [slots.SAMPLED, {"$eq": ["$$slot.record_id", {"$literal": record_id}]}]}
 
-        async def write(session: AsyncClientSession) -> Json | None:
+        async def write() -> Json | None:
             record = await self._collection(RECORD).find_one_and_update(
-                query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}, session=session
+                query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}
             )
             if record is not None and record["status"] == RecordStatus.COMPLETED.value:
                 await self._collection(TASK).update_one(
                     {"_id": record["task"], **slots.any_slot(waits)},
                     slots.change_slots(waits, {"not_before": None}),
-                    session=session,
                 )
             return record
 

@@ -12,10 +12,12 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import pymongo
 from pymongo.errors import DuplicateKeyError
 
+from agentrl.batches import batches
 from agentrl.documents.run import EpochOpening, epoch_key
 from agentrl.documents.status import EpochStatus
 from agentrl.documents.task import CONTENT, Slot, Task, task_key
@@ -228,8 +230,8 @@ class Epochs(Repository):
             for order, task_id in enumerate(ordered)
             if task_key(split, epoch, task_id) not in present
         ]
-        for start in range(0, len(missing), _BATCH):
-            await self._copy_batch(split, epoch, missing[start : start + _BATCH], held.num_generations or 1)
+        for batch in batches(missing, _BATCH):
+            await self._copy_batch(split, epoch, batch, held.num_generations or 1)
             await self._leases.renew(held)
         await self._leases.finish(held, await self.count(split, epoch))
         return len(missing)
@@ -240,18 +242,13 @@ class Epochs(Repository):
         """Copy tasks, given as (order, task_id), inside the server; tasks that exist are not changed."""
         ids = [task_id for _, task_id in ordered]
         orders = literal([order for order, _ in ordered])
-        slots = [Slot(traj_id=number).to_document() for number in range(generations)]
-        copy = unbegun(literal(slots)) | {
-            "epoch": literal(epoch),
-            "_id": {"$concat": [literal(task_key(split, epoch, "")), "$task_id"]},
-            "order": {"$arrayElemAt": [orders, {"$indexOfArray": [literal(ids), "$task_id"]}]},
-        }
-        pipeline: list[Json] = [
+        order = {"$arrayElemAt": [orders, {"$indexOfArray": [literal(ids), "$task_id"]}]}
+        await self._aggregate(
+            TASK,
             {"$match": {"_id": {"$in": [task_key(split, 0, task_id) for task_id in ids]}}},
-            {"$replaceWith": copy},
+            {"$replaceWith": unbegun(list(range(generations)), literal(epoch)) | {"order": order}},
             {"$merge": {"into": TASK, "whenMatched": "keepExisting", "whenNotMatched": "insert"}},
-        ]
-        await self._aggregate(TASK, *pipeline)
+        )
 
 
 class LoadLease:
@@ -278,10 +275,20 @@ class LoadLease:
                 await self._leases.renew(self.held, expected)
 
 
-def unbegun(slots: Json) -> Json:
-    """Return the expression of a copy of a Task that nobody has begun; ``slots`` is one of its slots."""
+def unbegun(traj_ids: Any, epoch: Any = "$epoch") -> Json:
+    """Return the expression of a copy of a Task, for ``epoch``, whose slots ``traj_ids`` nobody has claimed.
+
+    Both arguments are expressions over the Task.
+    """
     new = Task(id="", task_id="", split="", epoch=0, order=0, query="").to_document()
-    kept = ("_id", "task_id", "split", "epoch", "order", *CONTENT, CHECKSUMS)
-    copied = {name: f"${name}" for name in kept}
-    times = {"created_at": "$$NOW", "updated_at": "$$NOW"}
-    return {name: literal(value) for name, value in new.items()} | copied | times | {"slots": slots}
+    copied = {name: f"${name}" for name in ("task_id", "split", "order", *CONTENT, CHECKSUMS)}
+    slot = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$number"}]}
+    return {
+        **{name: literal(value) for name, value in new.items()},
+        **copied,
+        "_id": {"$concat": ["$split", "/", {"$toString": epoch}, "/", "$task_id"]},
+        "epoch": epoch,
+        "slots": {"$map": {"input": traj_ids, "as": "number", "in": slot}},
+        "created_at": "$$NOW",
+        "updated_at": "$$NOW",
+    }

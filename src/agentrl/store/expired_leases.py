@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 from bson import ObjectId
 from pymongo import ASCENDING, DESCENDING, ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.record import Failure
 from agentrl.documents.status import SlotStatus, TaskStatus
@@ -18,6 +17,7 @@ from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, literal
 from agentrl.store.mechanics.slots import QUEUED
+from agentrl.store.mechanics.transaction import abort
 from agentrl.store.names import OUTAGE, TASK
 from agentrl.store.records import end_records, queue_sampled
 
@@ -79,22 +79,22 @@ class ExpiredLeases(Repository):
             return []
         update = slots.claim_slots(renewable, [owner], lease_seconds)
 
-        async def write(session: AsyncClientSession) -> list[Claim]:
+        async def write() -> list[Claim]:
             document = await tasks.find_one_and_update(
                 {**running, **slots.overdue(renewable)}, update, sort=[(slots.LEASE_DEADLINE, ASCENDING)],
-                return_document=ReturnDocument.AFTER, session=session,
+                return_document=ReturnDocument.AFTER,
             )  # fmt: skip
             if document is None:
                 return []
             (claim,) = slots.new_claims(document, [owner])
             previous = document["last_claim"][0]["previous_owner"]
             lost = Claim(task=claim.task, traj_id=claim.traj_id, attempt=claim.attempt - 1, owner=previous)
-            if await queue_sampled(self._connection, [lost], session):
+            if await queue_sampled(self._connection, [lost]):
                 queued = {**QUEUED, "attempt": lost.attempt, "record_id": literal(lost.record_id)}
-                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued), session=session)
+                await tasks.update_one(slots.held(claim), slots.change_slot(claim, queued))
                 return []
             message = f"the lease of {lost.owner} ran out; {claim.owner} took the slot over"
-            await end_records(self._connection, [lost], Failure(kind="lease", message=message), session)
+            await end_records(self._connection, [lost], Failure(kind="lease", message=message))
             return [claim]
 
         return await self._connection.transaction(write)
@@ -105,16 +105,16 @@ class ExpiredLeases(Repository):
         fields = {**FREE, "status": slots.failed_or_open(max_attempts)}
         failure = Failure(kind="lease", message=f"the lease of {claim.owner} ran out")
 
-        async def write(session: AsyncClientSession) -> Json | None:
-            is_sampled = await queue_sampled(self._connection, [claim], session)
+        async def write() -> Json | None:
+            is_sampled = await queue_sampled(self._connection, [claim])
             update = slots.change_slot(claim, QUEUED if is_sampled else fields)
             task = await self._collection(TASK).find_one_and_update(
-                query, update, {"status": 1}, session=session, return_document=ReturnDocument.AFTER
+                query, update, {"status": 1}, return_document=ReturnDocument.AFTER
             )
             if task is None:
-                await session.abort_transaction()
+                await abort()
             elif not is_sampled:
-                await end_records(self._connection, [claim], failure, session)
+                await end_records(self._connection, [claim], failure)
             return task
 
         task = await self._connection.transaction(write)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.column import Column, column_key
@@ -93,8 +92,13 @@ class Groups(Repository):
     @database_call
     async def stored(self, task_id: str) -> StoredGroup | None:
         """Return a group with its model calls; None if the Task does not exist."""
-        document = await self._collection(TASK).find_one({"_id": task_id})
-        return None if document is None else await self._read_group(document)
+        return await self._stored({"_id": task_id})
+
+    async def _stored(self, query: Json) -> StoredGroup | None:
+        task = await self._one(Task, TASK, query)
+        if task is None:
+            return None
+        return await read_group(self._connection, task, await read_records(self._connection, task.id))
 
     @database_call
     async def count_open(self, split: str) -> int:
@@ -108,10 +112,10 @@ class Groups(Repository):
         Opens the ``columns`` that its scored Records lack. Returns False if the group waits for one, if it is
         not waiting, or if another process finalized it first. If ``decide`` raises, nothing is written.
         """
-        document = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
-        if document is None:
+        waiting = {"_id": task_id, "status": TaskStatus.WAITING.value}
+        group = await self._stored(waiting)
+        if group is None:
             return False
-        group = await self._read_group(document)
         live = _scored_record_ids(group.task)
         if any(record.id in live and record.status is not RecordStatus.SCORED for record in group.records):
             return False  # another process finalized the group between the two reads
@@ -122,19 +126,16 @@ class Groups(Repository):
         outcome = await _run_decide(group, decide)
         blobs = Blobs(self._connection, DATA)
         data = [await blobs.offload(item.to_document()) for item in outcome.data]
-        unchanged = {
-            "_id": task_id, "status": TaskStatus.WAITING.value, "updated_at": document["updated_at"],
-        }  # fmt: skip
 
-        async def write(session: AsyncClientSession) -> bool:
+        async def write() -> bool:
             completed = await self._collection(TASK).update_one(
-                unchanged, _complete(outcome.summary, group.task.begun), session=session
+                {**waiting, "updated_at": group.task.updated_at}, _complete(outcome.summary, group.task.begun)
             )
             if completed.matched_count == 0:
                 return False
             if data:
-                await self._collection(DATA).insert_many(data, session=session)
-            await settle_records(self._connection, outcome.records, session)
+                await self._collection(DATA).insert_many(data)
+            await settle_records(self._connection, outcome.records)
             return True
 
         return await self._connection.transaction(write)
@@ -167,23 +168,20 @@ class Groups(Repository):
         are stored for ``agentrl db rescore``. Returns False if the group is not waiting.
         """
 
-        async def write(session: AsyncClientSession) -> bool:
-            task = await self._collection(TASK).find_one(
-                {"_id": task_id, "status": TaskStatus.WAITING.value}, session=session
-            )
+        async def write() -> bool:
+            task = await self._collection(TASK).find_one({"_id": task_id, "status": TaskStatus.WAITING.value})
             if task is None:
                 return False
-            records = await read_records(self._connection, task_id, session)
+            records = await read_records(self._connection, task_id)
             scored = [record for record in records if record.score is not None]
             failed = sum(slot["status"] == SlotStatus.FAILED for slot in task["slots"])
             decided = {"outcome": FAILED, "problem": problem, "rules": rules}
             summary = {**summarize(scored, failed, 0, rules), **decided}
-            await self._collection(TASK).update_one({"_id": task_id}, _complete(summary), session=session)
+            await self._collection(TASK).update_one({"_id": task_id}, _complete(summary))
             because = f"the group could not be finalized: {problem}"
             await self._collection(RECORD).update_many(
                 {"task": task_id, "status": RecordStatus.SCORED.value},
                 {"$set": {"status": RecordStatus.ABANDONED.value, "abandoned_because": because}},
-                session=session,
             )
             return True
 
@@ -201,16 +199,6 @@ class Groups(Repository):
         cursor = self._collection(TASK).find(query, {"group": 1}, sort=[("group.finalized_at", ASCENDING)])
         return [{"task": document["_id"], **document["group"]} async for document in cursor]
 
-    async def _read_group(self, document: Json) -> StoredGroup:
-        task = Task.from_document(document)
-        scored = sorted(_scored_record_ids(task))
-        return StoredGroup(
-            task=task,
-            records=await read_records(self._connection, task.id),
-            calls=await read_model_calls(self._connection, scored, readable=False),
-            columns=await read_columns(self._connection, scored),
-        )
-
     async def _waits_for_columns(self, group: StoredGroup, names: Sequence[str]) -> bool:
         """Return whether the group waits for a column; open those that are missing."""
         stored = {column.id: column for columns in group.columns.values() for column in columns}
@@ -223,9 +211,18 @@ class Groups(Repository):
         return any(stored[key].status in UNFILLED for key in wanted)
 
 
-async def settle_records(
-    connection: Connection, outcomes: Sequence[RecordOutcome], session: AsyncClientSession
-) -> None:
+async def read_group(connection: Connection, task: Task, records: Sequence[Record]) -> StoredGroup:
+    """Return the group of ``records``, with the model calls and columns of those that have a score."""
+    scored = [record.id for record in records if record.score is not None]
+    return StoredGroup(
+        task=task,
+        records=records,
+        calls=await read_model_calls(connection, scored, readable=False),
+        columns=await read_columns(connection, scored),
+    )
+
+
+async def settle_records(connection: Connection, outcomes: Sequence[RecordOutcome]) -> None:
     """Move scored Records to READY or ABANDONED. Raises StoreError if one of them is not scored."""
     updates = [
         UpdateOne(
@@ -242,7 +239,7 @@ async def settle_records(
     ]  # fmt: skip
     if not updates:
         return
-    result = await connection.collection(RECORD).bulk_write(updates, session=session)
+    result = await connection.collection(RECORD).bulk_write(updates)
     if result.matched_count != len(updates):
         raise StoreError(
             f"{len(updates) - result.matched_count} of {len(updates)} Records of the group were not"

@@ -91,11 +91,7 @@ class Labels(Repository):
         info = await self._connection_status()
         if not info["authenticatedUsers"]:
             return True
-        allowed: set[str] = set()
-        for privilege in info["authenticatedUserPrivileges"]:
-            if _covers(privilege["resource"], self._connection.database.name):
-                allowed |= set(privilege["actions"])
-        return allowed >= _WRITES
+        return allowed_actions(info, self._connection.database.name, LABEL) >= _WRITES
 
     async def _writer(self) -> str:
         """Return who writes: the user of this process and its host, and the database user."""
@@ -109,9 +105,13 @@ class Labels(Repository):
         return info
 
 
-def _covers(resource: Json, database: str) -> bool:
-    """Return whether a privilege on ``resource`` is one on the labels of this database."""
-    if resource.get("anyResource"):
-        return True
-    of_database = resource.get("db") in ("", database)
-    return of_database and resource.get("collection") in ("", LABEL)
+def allowed_actions(info: Json, database: str, collection: str | None = None) -> set[str]:
+    """Return what the user of ``authInfo`` may do in a collection of a database; None: in any of them."""
+    allowed: set[str] = set()
+    for privilege in info.get("authenticatedUserPrivileges", ()):
+        resource = privilege["resource"]
+        covers = resource.get("db") in ("", database)
+        covers &= collection is None or resource.get("collection") in ("", collection)
+        if covers or resource.get("anyResource"):
+            allowed |= set(privilege["actions"])
+    return allowed

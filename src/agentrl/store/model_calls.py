@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo import ASCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import weighed_batches
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.task import Claim
 from agentrl.store.gateways import answering
 from agentrl.store.mechanics.blobs import Blobs, sealed
-from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, is_outage
+from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.driver_errors import is_outage
 from agentrl.store.mechanics.lease import literal
 from agentrl.store.mechanics.slots import lease_lost, lost_claims
+from agentrl.store.mechanics.transaction import abort, use_session
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import GATEWAY_CALL, MODEL_CALL, RECORD
 from agentrl.store.records import running_record
@@ -72,10 +74,14 @@ class ModelCalls(Repository):
             return None
         return DispatchedSamplingTask.from_document(await self._blobs.restore(document))
 
-    @database_call
     async def by_record(self, record_id: str) -> list[DispatchedSamplingTask]:
-        """Return the model calls of a Record, by index."""
-        return (await read_model_calls(self._connection, [record_id])).get(record_id, [])
+        """Return the model calls of a Record, by index, with the texts and tokens that GridFS holds."""
+        return (await self.by_records([record_id]))[record_id]
+
+    @database_call
+    async def by_records(self, record_ids: Sequence[str]) -> dict[str, list[DispatchedSamplingTask]]:
+        """Return the model calls of each Record, as ``by_record``."""
+        return await read_model_calls(self._connection, record_ids)
 
     @database_call
     async def add(self, claim: Claim, *calls: DispatchedSamplingTask) -> None:
@@ -94,7 +100,7 @@ class ModelCalls(Repository):
                 error = problem
                 break
             additions.append(_Addition(claim, call, document))
-        for group in _groups(additions):
+        for group in weighed_batches(additions, lambda each: len(each.document.raw), LARGE):
             if len(group[0].document.raw) > LARGE:
                 await self._add(group[0])
             else:
@@ -115,30 +121,18 @@ class ModelCalls(Repository):
             await self._add(addition)
 
     async def _add(self, addition: _Addition) -> None:
-        call = addition.call
+        claim = addition.claim
+        if await self._add_batch([[addition]]) is not None:
+            return
+        counted = {**running_record(claim), "traj": addition.call.id}  # by an earlier call
+        is_counted = await self._collection(RECORD).find_one(counted, {"_id": 1}) is not None
+        if not is_counted or await lost_claims(self._connection, [claim]):
+            raise lease_lost(claim)
 
-        async def write(session: AsyncClientSession) -> None:
-            before = await self._count(addition.claim, call, literal(call.id), session)
-            if before is None:
-                raise lease_lost(addition.claim)
-            if call.id in before:
-                await session.abort_transaction()
-                return
-            await self._collection(MODEL_CALL).insert_one(addition.document, session=session)
-
-        await self._connection.transaction(write)
-
-    async def _count(
-        self, claim: Claim, call: DispatchedSamplingTask, call_id: Json, session: AsyncClientSession
-    ) -> Sequence[str] | None:
-        """Count a call in its Record; return the calls that it had before, None if the claim is lost."""
-        lost, before = await asyncio.gather(
-            lost_claims(self._connection, [claim]),
-            self._collection(RECORD).find_one_and_update(
-                running_record(claim), count_call(call, call_id), {"traj": 1}, session=session
-            ),
-        )
-        return None if lost or before is None else before["traj"]
+    async def _lost(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims that are lost, outside the transaction, which makes another call meanwhile."""
+        with use_session(None):
+            return await lost_claims(self._connection, claims)
 
     async def _add_batch(self, groups: Sequence[Sequence[_Addition]]) -> Sequence[None] | None:
         """Store the additions of several trajectories; return None if some must be stored on their own."""
@@ -146,21 +140,21 @@ class ModelCalls(Repository):
         counts = [
             UpdateOne(
                 {**running_record(each.claim), "traj": {"$ne": each.call.id}},
-                count_call(each.call, literal(each.call.id)),
+                count_call(each.call),
             )
             for each in additions
         ]
         documents = [each.document for each in additions]
 
-        async def write(session: AsyncClientSession) -> bool:
+        async def write() -> bool:
             lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [group[0].claim for group in groups]),
-                self._collection(RECORD).bulk_write(counts, session=session),
+                self._lost([group[0].claim for group in groups]),
+                self._collection(RECORD).bulk_write(counts),
             )
             if lost or counted.matched_count < len(counts):
-                await session.abort_transaction()
+                await abort()
                 return False
-            await self._collection(MODEL_CALL).insert_many(documents, session=session)
+            await self._collection(MODEL_CALL).insert_many(documents)
             return True
 
         return [None] * len(groups) if await self._connection.transaction(write) else None
@@ -181,39 +175,16 @@ class ModelCalls(Repository):
         return await (self._answer(answer) if is_large else self._answering.write(answer))
 
     async def _answer(self, answer: _Answer) -> DispatchedSamplingTask:
-        record = answer.claim.record_id
-        next_id: Json = {"$concat": [literal(f"{record}/"), {"$toString": {"$size": "$traj"}}]}
-
-        async def write(session: AsyncClientSession) -> DispatchedSamplingTask:
-            before = await self._count(answer.claim, answer.call, next_id, session)
-            if before is None:
-                return await self._stored_before(answer, session)
-            call = answer.numbered(len(before))
-            ended = await self._collection(GATEWAY_CALL).update_one(
-                answering(answer.request), answer.end(call), session=session
-            )
-            if ended.matched_count == 0:
-                return await self._stored_before(answer, session)
-            await self._collection(MODEL_CALL).insert_one(await encoded(self._blobs, call), session=session)
-            return call
-
-        return await self._connection.transaction(write)
-
-    async def _stored_before(self, answer: _Answer, session: AsyncClientSession) -> DispatchedSamplingTask:
-        """Return the call that an earlier transaction wrote, whose answer an outage lost.
-
-        Raises LeaseLostError if there is none.
-        """
+        """Store one answer, or return the call of an earlier one of it, whose confirmation an outage lost."""
+        if (stored := await self._answer_batch([answer])) is not None:
+            return stored[0]
         done = await self._collection(GATEWAY_CALL).find_one(
-            {"_id": answer.request.id, "gateway": answer.request.gateway, "call": {"$ne": None}},
-            session=session,
+            {"_id": answer.request.id, "gateway": answer.request.gateway, "call": {"$ne": None}}
         )
-        if done is None:
+        earlier = None if done is None else await self.by_id(done["call"])
+        if earlier is None:
             raise lease_lost(answer.claim)
-        stored = await self._collection(MODEL_CALL).find_one({"_id": done["call"]}, session=session)
-        await session.abort_transaction()
-        assert stored is not None  # the same transaction wrote it
-        return DispatchedSamplingTask.from_document(await self._blobs.restore(stored))
+        return earlier
 
     async def _answer_batch(self, answers: Sequence[_Answer]) -> Sequence[DispatchedSamplingTask] | None:
         """Store the answers of several trajectories; return None if some must be stored on their own."""
@@ -221,15 +192,15 @@ class ModelCalls(Repository):
         if len(set(records)) < len(records):
             return None
 
-        async def write(session: AsyncClientSession) -> list[DispatchedSamplingTask] | None:
+        async def write() -> list[DispatchedSamplingTask] | None:
             query = {"_id": {"$in": records}}
-            cursor = self._collection(RECORD).find(query, {"size": {"$size": "$traj"}}, session=session)
+            cursor = self._collection(RECORD).find(query, {"size": {"$size": "$traj"}})
             sizes = {record["_id"]: record["size"] async for record in cursor}
             if len(sizes) < len(records):
                 return None
             calls = [answer.numbered(sizes[answer.claim.record_id]) for answer in answers]
             counts = [
-                UpdateOne(running_record(answer.claim), count_call(call, literal(call.id)))
+                UpdateOne(running_record(answer.claim), count_call(call))
                 for answer, call in zip(answers, calls, strict=True)
             ]
             ends = [
@@ -237,27 +208,27 @@ class ModelCalls(Repository):
                 for answer, call in zip(answers, calls, strict=True)
             ]
             lost, counted = await asyncio.gather(
-                lost_claims(self._connection, [answer.claim for answer in answers]),
-                self._collection(RECORD).bulk_write(counts, session=session),
+                self._lost([answer.claim for answer in answers]),
+                self._collection(RECORD).bulk_write(counts),
             )
-            ended = await self._collection(GATEWAY_CALL).bulk_write(ends, session=session)
+            ended = await self._collection(GATEWAY_CALL).bulk_write(ends)
             if lost or counted.matched_count < len(calls) or ended.matched_count < len(calls):
-                await session.abort_transaction()
+                await abort()
                 return None
             documents = [await encoded(self._blobs, call) for call in calls]
-            await self._collection(MODEL_CALL).insert_many(documents, session=session)
+            await self._collection(MODEL_CALL).insert_many(documents)
             return calls
 
         return await self._connection.transaction(write)
 
 
 async def read_model_calls(
-    connection: Connection, record_ids: list[str], *, readable: bool = True
+    connection: Connection, record_ids: Sequence[str], *, readable: bool = True
 ) -> dict[str, list[DispatchedSamplingTask]]:
     """Return {record id: model calls by index}; without ``readable``, texts in GridFS stay excerpts."""
     blobs = Blobs(connection, MODEL_CALL)
     calls: dict[str, list[DispatchedSamplingTask]] = {record_id: [] for record_id in record_ids}
-    query = {"record": {"$in": record_ids}}
+    query = {"record": {"$in": list(record_ids)}}
     async for document in connection.collection(MODEL_CALL).find(
         query, sort=[("record", ASCENDING), ("index", ASCENDING)]
     ):
@@ -271,29 +242,15 @@ async def encoded(blobs: Blobs, call: DispatchedSamplingTask) -> RawBSONDocument
     return RawBSONDocument(bson.encode(sealed(MODEL_CALL, await blobs.offload(call.to_document()), "all")))
 
 
-def _groups(additions: Sequence[_Addition]) -> Iterator[list[_Addition]]:
-    """Yield consecutive additions of at most ``LARGE`` bytes together, and larger ones alone."""
-    group: list[_Addition] = []
-    size = 0
-    for addition in additions:
-        size += len(addition.document.raw)
-        if group and size > LARGE:
-            yield group
-            group, size = [], len(addition.document.raw)
-        group.append(addition)
-    if group:
-        yield group
-
-
-def count_call(call: DispatchedSamplingTask, call_id: Json) -> list[Json]:
-    """Return the update of a Record that counts a model call, whose id is the expression ``call_id``."""
+def count_call(call: DispatchedSamplingTask) -> list[Json]:
+    """Return the update of a Record that counts a model call."""
     versions = [span.version for span in call.versions]
     later = replace(call, index=1)
     is_reset = {"$cond": [{"$gt": [{"$size": "$traj"}, 0]}, int(later.is_context_reset), 0]}
     return [
         {
             "$set": {
-                "traj": {"$concatArrays": ["$traj", [call_id]]},
+                "traj": {"$concatArrays": ["$traj", [literal(call.id)]]},
                 "turns": {"$add": ["$turns", 1]},
                 "tool_calls": {"$add": ["$tool_calls", len(call.tool_executions)]},
                 "context_resets": {"$add": ["$context_resets", is_reset]},

@@ -1,4 +1,4 @@
-"""Names of the collections, and the version of the schema."""
+"""Names of the collections, which ``schema.VALIDATORS`` lists, and the version of the schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERSION: Final = "PolicyVersion"
 SERVICE: Final = "InferenceService"
 STEP: Final = "TrainStep"
 RUN: Final = "Run"
-"""AgreedSettings about the run, which only administrators change."""
+"""Facts about the run, which only administrators change."""
 GATE: Final = "Admission"
 """Written by samplers that admit groups."""
 EPOCH: Final = "Epoch"
@@ -43,11 +43,6 @@ RETRACTION: Final = "Retraction"
 """The calls of ``agentrl retract``."""
 TOMBSTONE: Final = "Tombstone"
 """The ids of what they withdrew."""
-COLLECTIONS: Final = (
-    TASK, RECORD, MODEL_CALL, DATA, VERSION, SERVICE, STEP, RUN, GATE, EPOCH, LEASE, SETTINGS, IMPORTS,
-    OUTAGE, EVALUATION, IMAGE, GATEWAY_SESSION, GATEWAY_CALL, LABEL, TOKEN_STATISTICS, COLUMN,
-    RETRACTION, TOMBSTONE,
-)  # fmt: skip
 
 SCHEMA_VERSION: Final = 1
 """Version of the schema that this code reads and writes, stored in ``Run``."""

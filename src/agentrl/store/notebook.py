@@ -15,6 +15,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.batches import batches
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, conversation, unpack_floats, unpack_ids
 from agentrl.documents.status import StepStatus
@@ -126,12 +127,10 @@ class Store:
     async def _trajectories(
         self, *, status: str | None, step: int | None, split: str | None, limit: int | None
     ) -> list[Trajectory]:
-        views = self._store.views
-        rows = await views.trajectories(status=status, step=step, split=split, limit=limit)
+        rows = await self._store.views.trajectories(status=status, step=step, split=split, limit=limit)
         trajectories: list[Trajectory] = []
-        for start in range(0, len(rows), _CALLS_TOGETHER):
-            page = rows[start : start + _CALLS_TOGETHER]
-            calls = await views.calls([row.id for row in page])
+        for page in batches(rows, _CALLS_TOGETHER):
+            calls = await self._store.model_calls.by_records([row.id for row in page])
             trajectories += [_with_tokens(row, calls[row.id]) for row in page]
         return trajectories
 

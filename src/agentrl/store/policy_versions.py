@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pymongo import ASCENDING, DESCENDING
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.run import PolicyVersion
 from agentrl.documents.status import VERSION_EDGES, VersionStatus, sources
@@ -35,12 +34,12 @@ class PolicyVersions(Repository):
         """
         document = replace(version, status=VersionStatus.RESERVED).to_document()
 
-        async def write(session: AsyncClientSession) -> None:
-            stored = await self._stored(version.id, session)
+        async def write() -> None:
+            stored = await self._stored(version.id)
             if stored is None:
-                await self._collection(VERSION).insert_one(document, session=session)
+                await self._collection(VERSION).insert_one(document)
             elif stored.status is VersionStatus.RESERVED:
-                await self._collection(VERSION).replace_one({"_id": version.id}, document, session=session)
+                await self._collection(VERSION).replace_one({"_id": version.id}, document)
             else:
                 raise _taken(version)
 
@@ -53,22 +52,20 @@ class PolicyVersions(Repository):
         Raises StoreError if the number belongs to other weights or is lower than an existing number.
         """
 
-        async def write(session: AsyncClientSession) -> None:
-            stored = await self._stored(version.id, session)
+        async def write() -> None:
+            stored = await self._stored(version.id)
             if stored is None:
-                await self._collection(VERSION).insert_one(version.to_document(), session=session)
+                await self._collection(VERSION).insert_one(version.to_document())
             elif (stored.location, stored.files) != (version.location, version.files):
                 raise _taken(version)
             elif stored.status is VersionStatus.RESERVED:
-                await self._collection(VERSION).replace_one(
-                    {"_id": version.id}, version.to_document(), session=session
-                )
+                await self._collection(VERSION).replace_one({"_id": version.id}, version.to_document())
 
         await fenced(self._connection, attempt, write)
 
-    async def _stored(self, version: int, session: AsyncClientSession) -> PolicyVersion | None:
+    async def _stored(self, version: int) -> PolicyVersion | None:
         """Return the version with this number, if it exists. Raises StoreError if a higher number exists."""
-        newest = await self._collection(VERSION).find_one({}, sort=[("_id", DESCENDING)], session=session)
+        newest = await self._collection(VERSION).find_one({}, sort=[("_id", DESCENDING)])
         if newest is None or newest["_id"] < version:
             return None
         if newest["_id"] > version:
@@ -152,12 +149,11 @@ class PolicyVersions(Repository):
         return withdrawn
 
     async def _withdraw_some(self, later: Json, attempt: int | None) -> int:
-
-        async def write(session: AsyncClientSession) -> int:
+        async def write() -> int:
             oldest = [("_id", ASCENDING)]
-            ids = await self._ids(VERSION, later, sort=oldest, limit=_VERSIONS_PER_UPDATE, session=session)
+            ids = await self._ids(VERSION, later, sort=oldest, limit=_VERSIONS_PER_UPDATE)
             result = await self._collection(VERSION).update_many(
-                {"_id": {"$in": ids}}, {"$set": {"status": VersionStatus.WITHDRAWN.value}}, session=session
+                {"_id": {"$in": ids}}, {"$set": {"status": VersionStatus.WITHDRAWN.value}}
             )
             return result.modified_count
 
@@ -175,27 +171,18 @@ class PolicyVersions(Repository):
         again = {"status": VersionStatus.PUBLISHED.value, "pruned_at": None} | {
             name: content[name] for name in fields
         }
-
-        async def write(session: AsyncClientSession) -> None:
-            result = await self._collection(VERSION).update_one(
-                {"_id": version.id, "status": {"$in": allowed}}, {"$set": again}, session=session
-            )
-            if result.matched_count == 0:
-                raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
-
-        await fenced(self._connection, attempt, write)
+        query = {"_id": version.id, "status": {"$in": allowed}}
+        versions = self._collection(VERSION)
+        result = await fenced(self._connection, attempt, lambda: versions.update_one(query, {"$set": again}))
+        if result.matched_count == 0:
+            raise StoreError(f"policy version {version.id} cannot be published again: it does not exist")
 
     @database_call
     async def mark_pruned(self, versions: Sequence[int], *, attempt: int | None = None) -> None:
         """Record that the folders of ``versions`` are pruned; delete the folders after this call."""
         query = {"_id": {"$in": list(versions)}, "pruned_at": None}
-
-        async def write(session: AsyncClientSession) -> None:
-            await self._collection(VERSION).update_many(
-                query, {"$currentDate": {"pruned_at": True}}, session=session
-            )
-
-        await fenced(self._connection, attempt, write)
+        pruned = {"$currentDate": {"pruned_at": True}}
+        await fenced(self._connection, attempt, lambda: self._collection(VERSION).update_many(query, pruned))
 
     @database_call
     async def by_ids(self, ids: Sequence[int]) -> list[PolicyVersion]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
@@ -195,12 +194,10 @@ class Records(Repository):
         return [None] * len(updates) if result.matched_count == len(updates) else None
 
 
-async def read_records(
-    connection: Connection, task_id: str, session: AsyncClientSession | None = None
-) -> list[Record]:
+async def read_records(connection: Connection, task_id: str) -> list[Record]:
     """Return every attempt at every trajectory of a Task, by trajectory and attempt."""
     cursor = connection.collection(RECORD).find(
-        {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)], session=session
+        {"task": task_id}, sort=[("traj_id", ASCENDING), ("attempt", ASCENDING)]
     )
     return [Record.from_document(document) async for document in cursor]
 
@@ -220,9 +217,7 @@ def running_record(claim: Claim) -> Json:
     return {"_id": claim.record_id, "owner": claim.owner, "status": RecordStatus.RUNNING.value}
 
 
-async def queue_sampled(
-    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession
-) -> frozenset[str]:
+async def queue_sampled(connection: Connection, claims: Sequence[Claim]) -> frozenset[str]:
     """Return the ids of the sampled Records of ``claims``; those that were being scored wait for it again.
 
     Nobody owns them then: a former owner that checked its claim before this cannot say that it scores them.
@@ -232,16 +227,14 @@ async def queue_sampled(
         "_id": {"$in": [claim.record_id for claim in claims]},
         "status": {"$in": values(SAMPLED)},
     }
-    ids = [record["_id"] async for record in records.find(sampled, {"_id": 1}, session=session)]
+    ids = [record["_id"] async for record in records.find(sampled, {"_id": 1})]
     if ids:
         queued = {"status": RecordStatus.COMPLETED.value, "owner": None}
-        await records.update_many({"_id": {"$in": ids}}, {"$set": queued}, session=session)
+        await records.update_many({"_id": {"$in": ids}}, {"$set": queued})
     return frozenset(ids)
 
 
-async def end_records(
-    connection: Connection, claims: Sequence[Claim], failure: Failure | None, session: AsyncClientSession
-) -> None:
+async def end_records(connection: Connection, claims: Sequence[Claim], failure: Failure | None) -> None:
     """End the Records of ``claims``: FAILED because of ``failure``, RELEASED if it is None.
 
     Call it in the transaction that changes the slots. An attempt that has no Record yet gets one, so that
@@ -254,14 +247,12 @@ async def end_records(
     records = connection.collection(RECORD)
     ids = [claim.record_id for claim in claims]
     ended = await records.update_many(
-        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}, session=session
+        {"_id": {"$in": ids}, "status": {"$in": _UNFINISHED}}, {"$set": changes}
     )
     if ended.matched_count == len(claims):
         return
-    cursor = records.find({"_id": {"$in": ids}}, {"_id": 1}, session=session)
+    cursor = records.find({"_id": {"$in": ids}}, {"_id": 1})
     stored = {record["_id"] for record in await cursor.to_list()}
     missing = [claim for claim in claims if claim.record_id not in stored]
     if missing:
-        await records.insert_many(
-            [new_record(claim).to_document() | changes for claim in missing], session=session
-        )
+        await records.insert_many([new_record(claim).to_document() | changes for claim in missing])

@@ -181,7 +181,7 @@ VALIDATORS: dict[str, Json] = {
         names.TOMBSTONE: _object(Tombstone),
     }.items()
 }
-"""Collection → validator. Fields without a default are required; unknown fields are refused."""
+"""Every collection → its validator. Fields without a default are required; unknown fields are refused."""
 
 
 def _index(*fields: str | tuple[str, int], unique: bool = False, where: Json | None = None) -> IndexModel:

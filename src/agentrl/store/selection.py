@@ -12,12 +12,11 @@ from statistics import fmean
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING, UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.base import plain
 from agentrl.documents.run import ADMISSION, EpochOpening, epoch_key
 from agentrl.documents.status import TaskStatus
-from agentrl.documents.task import CONTENT, Begin, Slot, Task, task_key
+from agentrl.documents.task import Begin, task_key
 from agentrl.scoring.difficulty import (
     LIMIT,
     Trials,
@@ -27,7 +26,7 @@ from agentrl.scoring.difficulty import (
     spread_probability,
     update_ease,
 )
-from agentrl.store.mechanics.blobs import CHECKSUMS
+from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Json, Repository
 from agentrl.store.names import EPOCH, GATE, TASK
 
@@ -151,41 +150,37 @@ class TaskSelection(Repository):
 
         Clears ``ease`` of tasks whose next copy has been begun.
         """
-        if await self._ordered(split, 1, excluded, None):
+        if await self._ordered(split, 1, excluded):
             return True
         if selection.by_level:
             return False
-        known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
+        known, begun = await self._known(split, selection, 0.0, 1, excluded)
         while begun and not known:
             await self._collection(TASK).update_many({"_id": {"$in": begun}}, {"$set": {"ease": None}})
-            known, begun = await self._known(split, selection, 0.0, 1, excluded, None)
+            known, begun = await self._known(split, selection, 0.0, 1, excluded)
         return bool(known)
 
-    async def begin(
-        self, split: str, selection: Selection, capacity: int, excluded: Json, session: AsyncClientSession
-    ) -> list[str]:
+    async def begin(self, split: str, selection: Selection, capacity: int, excluded: Json) -> list[str]:
         """Choose up to ``capacity`` groups, insert missing copies, number the groups; return their ids.
 
         All of them match ``excluded``, a filter. Their status stays ``created``; the admission changes it.
         """
         if capacity <= 0:
             return []
-        gate = await self._collection(GATE).find_one({"_id": ADMISSION}, session=session) or {}
+        gate = await self._collection(GATE).find_one({"_id": ADMISSION}) or {}
         first = int(gate.get("begun") or 0) + 1
-        recent = await self._recent({"split": split}, session)
-        estimate = Estimate(
-            estimate_ability(recent), tuple(await self._recent({"split": split, "epoch": 0}, session))
-        )
+        recent = await self._recent({"split": split})
+        estimate = Estimate(estimate_ability(recent), tuple(await self._recent({"split": split, "epoch": 0})))
         count = min(capacity, SLOTS_AT_ONCE)
-        level = await self._level(split, session) if selection.by_level else None
-        ordered = await self._ordered(split, count, excluded, session, level)
+        level = await self._level(split) if selection.by_level else None
+        ordered = await self._ordered(split, count, excluded, level)
         known: list[Option] = []
         if not selection.by_level:
-            known, _ = await self._known(split, selection, -estimate.ability, count, excluded, session)
+            known, _ = await self._known(split, selection, -estimate.ability, count, excluded)
         chosen = choose(ordered, known, estimate, first, capacity)
         if not chosen:
             return []
-        await self._insert_copies(split, [choice.option for choice in chosen], session)
+        await self._insert_copies(split, [choice.option for choice in chosen])
         begins = {
             choice.option.id: Begin(
                 number=first + i, by=choice.by, ability=estimate.ability, ease=choice.option.ease
@@ -195,40 +190,37 @@ class TaskSelection(Repository):
         tasks, before = self._collection(TASK), [choice.option.before for choice in chosen]
         await tasks.bulk_write(
             [UpdateOne({"_id": key}, {"$set": {"begun": plain(begin)}}) for key, begin in begins.items()],
-            session=session,
         )
         marked = {"_id": {"$in": [key for key in before if key is not None]}, "ease": {"$ne": None}}
-        await tasks.update_many(marked, {"$set": {"ease": None}}, session=session)
-        await self._collection(GATE).update_one(
-            {"_id": ADMISSION}, {"$inc": {"begun": len(begins)}}, session=session
-        )
+        await tasks.update_many(marked, {"$set": {"ease": None}})
+        await self._collection(GATE).update_one({"_id": ADMISSION}, {"$inc": {"begun": len(begins)}})
         return list(begins)
 
-    async def _level(self, split: str, session: AsyncClientSession) -> float | None:
+    async def _level(self, split: str) -> float | None:
         """Return the lowest level with tasks that are not begun and that is not mastered.
 
         If all are mastered, the highest such level; None if no such task has a level. It is read from stored
         results, so every sampler finds the same, also after a restart.
         """
         waiting = {"split": split, "status": TaskStatus.CREATED.value, LEVEL: {"$type": "number"}}
-        levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting, session=session))
+        levels = sorted(await self._collection(TASK).distinct(LEVEL, waiting))
         for level in levels:
             decided = {"group.finalized_at": {"$ne": None}, "group.scored": {"$gt": 0}}
             recent = self._collection(TASK).find(
                 {"split": split, LEVEL: level, **decided}, {"group.pass_rate": 1},
-                sort=[("group.finalized_at", DESCENDING)], limit=MASTERED_GROUPS, session=session,
+                sort=[("group.finalized_at", DESCENDING)], limit=MASTERED_GROUPS,
             )  # fmt: skip
             rates = [task["group"].get("pass_rate") or 0.0 async for task in recent]
             if len(rates) < MASTERED_GROUPS or fmean(rates) < MASTERED_RATE:
                 return float(level)
         return float(levels[-1]) if levels else None
 
-    async def _recent(self, query: Json, session: AsyncClientSession) -> list[Trials]:
+    async def _recent(self, query: Json) -> list[Trials]:
         """Return the results of the groups of ``query`` that were finalized last."""
         recent = self._collection(TASK).find(
             {**query, "begun.number": {"$gt": 0}, "group.finalized_at": {"$ne": None}},
             {"group.scored": 1, "group.pass_rate": 1, "begun.ease": 1},
-            sort=[("group.finalized_at", DESCENDING)], limit=RECENT_GROUPS, session=session,
+            sort=[("group.finalized_at", DESCENDING)], limit=RECENT_GROUPS,
         )  # fmt: skip
         return [
             Trials(task["group"]["scored"], task["group"]["scored"] * task["group"]["pass_rate"],
@@ -238,26 +230,22 @@ class TaskSelection(Repository):
         ]  # fmt: skip
 
     async def _ordered(
-        self, split: str, count: int, excluded: Json, session: AsyncClientSession | None,
-        level: float | None = None,
-    ) -> list[Option]:  # fmt: skip
+        self, split: str, count: int, excluded: Json, level: float | None = None
+    ) -> list[Option]:
         """Return the next tasks in order, of one ``level`` if it is given, whose groups are not begun."""
         own: Json = {} if level is None else {LEVEL: level}
         query = {"split": split, "status": TaskStatus.CREATED.value, **own, **excluded}
-        created = await self._collection(TASK).find(
-            query, _SHOWN, sort=BY_ORDER, limit=count, session=session
-        ).to_list()  # fmt: skip
+        created = await self._collection(TASK).find(query, _SHOWN, sort=BY_ORDER, limit=count).to_list()
         before = {task["_id"]: _key(split, task, -1) for task in created if task["epoch"]}
         marked = self._collection(TASK).find(
-            {"_id": {"$in": list(before.values())}, "ease": {"$ne": None}}, {"ease": 1}, session=session
+            {"_id": {"$in": list(before.values())}, "ease": {"$ne": None}}, {"ease": 1}
         )
         eases = {task["_id"]: task["ease"] async for task in marked} if before else {}
         return [_option(t, t["_id"], t["epoch"], before.get(t["_id"]), eases) for t in created]
 
     async def _known(
-        self, split: str, selection: Selection, target: float, count: int, excluded: Json,
-        session: AsyncClientSession | None,
-    ) -> tuple[list[Option], list[str]]:  # fmt: skip
+        self, split: str, selection: Selection, target: float, count: int, excluded: Json
+    ) -> tuple[list[Option], list[str]]:
         """Return known tasks with an ease near ``target``, and the ids of tasks that are begun again."""
         query: Json = {
             "split": split, "status": TaskStatus.COMPLETED.value, "epoch": {"$lt": selection.epochs - 1},
@@ -266,7 +254,7 @@ class TaskSelection(Repository):
         easier, harder = [
             await self._collection(TASK).find(
                 {**query, "ease": bound}, {**_SHOWN, "ease": 1},
-                sort=[("ease", direction), ("_id", direction)], limit=count, session=session,
+                sort=[("ease", direction), ("_id", direction)], limit=count,
             ).to_list()
             for bound, direction in (
                 ({"$gte": max(target, -LIMIT)}, ASCENDING), ({"$lt": target, "$gte": -LIMIT}, DESCENDING),
@@ -275,7 +263,7 @@ class TaskSelection(Repository):
         nearest = sorted(easier + harder, key=lambda task: (abs(task["ease"] - target), task["_id"]))[:count]
         copies = {task["_id"]: _key(split, task, 1) for task in nearest}
         begun = {"_id": {"$in": list(copies.values())}, "status": {"$ne": TaskStatus.CREATED.value}}
-        taken = set(await self._ids(TASK, begun, session=session)) if copies else set()
+        taken = set(await self._ids(TASK, begun)) if copies else set()
         known = [
             _option(task, copies[task["_id"]], task["epoch"] + 1, task["_id"], {task["_id"]: task["ease"]})
             for task in nearest
@@ -283,35 +271,22 @@ class TaskSelection(Repository):
         ]
         return known, [key for key, copy in copies.items() if copy in taken]
 
-    async def _insert_copies(
-        self, split: str, options: Sequence[Option], session: AsyncClientSession
-    ) -> None:
+    async def _insert_copies(self, split: str, options: Sequence[Option]) -> None:
         """Insert the missing Tasks of ``options``, and a document for each epoch without one."""
         tasks = self._collection(TASK)
         ids = {"_id": {"$in": [option.id for option in options]}}
-        stored = set(await self._ids(TASK, ids, session=session))
+        stored = set(await self._ids(TASK, ids))
         missing = [option for option in options if option.id not in stored]
         if not missing:
             return
-        shown = {**dict.fromkeys((*CONTENT, CHECKSUMS), 1), "order": 1}
-        originals = tasks.find(
-            {"_id": {"$in": [option.before for option in missing]}}, shown, session=session
-        )
-        contents = {task.pop("_id"): task async for task in originals}
-        copies = [
-            Task(
-                id=option.id, task_id=option.task_id, split=split, epoch=option.epoch, order=0, query="",
-                slots=tuple(Slot(traj_id=number) for number in range(option.generations)),
-            ).to_document()
-            | contents[option.before]
-            for option in missing
-        ]  # fmt: skip
-        await tasks.insert_many(copies, session=session)
+        before = {"$match": {"_id": {"$in": [option.before for option in missing]}}}
+        copy = {"$replaceWith": unbegun({"$range": [0, {"$size": "$slots"}]}, {"$add": ["$epoch", 1]})}
+        await tasks.insert_many(await self._aggregate(TASK, before, copy))
         keys = {epoch_key(split, option.epoch) for option in missing}
-        keys -= set(await self._ids(EPOCH, {"_id": {"$in": sorted(keys)}}, session=session))
+        keys -= set(await self._ids(EPOCH, {"_id": {"$in": sorted(keys)}}))
         if keys:
             openings = [EpochOpening(id=key).to_document() for key in sorted(keys)]
-            await self._collection(EPOCH).insert_many(openings, session=session)
+            await self._collection(EPOCH).insert_many(openings)
 
 
 _SHOWN: Json = {"task_id": 1, "epoch": 1, "generations": {"$size": "$slots"}}

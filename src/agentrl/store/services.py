@@ -11,13 +11,12 @@ from typing import Any
 from pymongo import ASCENDING, DESCENDING
 
 from agentrl.documents.run import InferenceService, Outage
-from agentrl.documents.status import ServiceStatus, TaskStatus
+from agentrl.documents.status import ServiceStatus
 from agentrl.errors import StoreError
-from agentrl.store.claims import count_unscored
-from agentrl.store.mechanics import slots
+from agentrl.store.claims import count_unscored, live_claims
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import after, literal
-from agentrl.store.names import OUTAGE, RECORD, SERVICE, TASK
+from agentrl.store.names import OUTAGE, RECORD, SERVICE
 
 SEEN_SECONDS = 20.0
 """An outage that its process has not refreshed for this long is not known to go on."""
@@ -196,22 +195,10 @@ class Services(Repository):
         engines = await self._all(InferenceService, SERVICE, {}, sort=[("heartbeat", DESCENDING)])
         return Liveness(
             at=at,
-            claims=await self._claims(split),
+            claims=await live_claims(self._connection, split),
             last_claim=newest["created_at"] if newest else None,
             engines=engines,
             outages=await OutageRecords(self._connection).ongoing(),
             waiting_for_score=await count_unscored(self._connection, split),
             alive_seconds=alive_seconds,
         )
-
-    async def _claims(self, split: str) -> dict[str, int]:
-        live = {"$filter": {"input": "$slots", "as": "slot", "cond": slots.LIVE}}
-        groups = await self._aggregate(
-            TASK,
-            {"$match": {"split": split, "status": TaskStatus.RUNNING.value}},
-            {"$project": {"slots": live}},
-            {"$unwind": "$slots"},
-            {"$group": {"_id": "$slots.owner", "claims": {"$sum": 1}}},
-            {"$sort": {"_id": 1}},
-        )
-        return {group["_id"]: group["claims"] for group in groups}

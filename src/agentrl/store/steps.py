@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from pymongo import ASCENDING, DESCENDING
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import DuplicateKeyError
 
 from agentrl.documents.base import plain
@@ -42,16 +41,16 @@ class Steps(Repository):
         Raises StoreError, with all data unchanged, if some data are not READY or the step exists.
         """
 
-        async def begin(session: AsyncClientSession) -> bool:
-            stored = await self._collection(STEP).find_one({"_id": step.id}, session=session)
+        async def begin() -> bool:
+            stored = await self._collection(STEP).find_one({"_id": step.id})
             if stored is not None and tuple(stored["data"]) == step.data and stored["status"] in _PLANS:
                 return bool(stored["status"] == StepStatus.PLANNING)
             document = step.to_document() | {"status": StepStatus.PLANNING.value}
-            await self._collection(STEP).insert_one(document, session=session)
+            await self._collection(STEP).insert_one(document)
             return True
 
-        async def mark(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await step_chunks.mark(self._connection, step.step, chunk.data, session)
+        async def mark(chunk: StepChunk) -> None:
+            await step_chunks.mark(self._connection, step.step, chunk.data)
 
         states = StepStatus.PLANNING, StepStatus.PLANNED
         try:
@@ -66,15 +65,10 @@ class Steps(Repository):
 
     async def _give_up_plan(self, step: TrainStep, attempt: int | None) -> None:
         """Undo the chunks of a plan that are already marked."""
-
-        async def decide(session: AsyncClientSession) -> bool:
-            result = await self._collection(STEP).update_one(
-                {"_id": step.id, "status": StepStatus.PLANNING.value},
-                {"$set": {"status": StepStatus.REVERTING.value}}, session=session,
-            )  # fmt: skip
-            return result.matched_count > 0
-
-        if await fenced(self._connection, attempt, decide):
+        steps, begun = self._collection(STEP), {"_id": step.id, "status": StepStatus.PLANNING.value}
+        undone = {"$set": {"status": StepStatus.REVERTING.value}}
+        decided = await fenced(self._connection, attempt, lambda: steps.update_one(begun, undone))
+        if decided.matched_count:
             await self._revert(step, step.step - 1, attempt)
 
     @database_call
@@ -104,7 +98,7 @@ class Steps(Repository):
     async def _commit(
         self, step: TrainStep, pending: PendingCommit, metrics: Json, attempt: int | None
     ) -> None:
-        async def begin(session: AsyncClientSession) -> bool:
+        async def begin() -> bool:
             decided = await self._collection(STEP).update_one(
                 {"_id": step.id, "status": StepStatus.PLANNED.value},
                 {
@@ -114,18 +108,17 @@ class Steps(Repository):
                     },
                     "$currentDate": {"committed_at": True},
                 },
-                session=session,
             )  # fmt: skip
             if decided.matched_count:
                 return True
-            now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1}, session=session)
+            now = await self._collection(STEP).find_one({"_id": step.id}, {"status": 1})
             if now is None or now["status"] not in _APPLIED:
                 raise _cannot_commit(step.id)
             return bool(now["status"] == StepStatus.COMMITTING)
 
-        async def train(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await step_chunks.train(self._connection, step.step, pending, chunk.data, session)
-            await step_chunks.count_groups(self._connection, step.step, chunk.tasks, session)
+        async def train(chunk: StepChunk) -> None:
+            await step_chunks.train(self._connection, step.step, pending, chunk.data)
+            await step_chunks.count_groups(self._connection, step.step, chunk.tasks)
 
         states = StepStatus.COMMITTING, StepStatus.COMMITTED
         await self._apply(step, states, train, attempt, begin=begin, tasks=pending.counted)
@@ -138,12 +131,12 @@ class Steps(Repository):
         and reverts nothing, if data that one of these steps trained have been pruned.
         """
 
-        async def decide(session: AsyncClientSession) -> int:
+        async def decide() -> int:
             steps = self._collection(STEP)
             later = {"status": {"$in": _APPLIED}, "step": {"$gt": step}}
             query = {"$or": [later, {"status": {"$in": _PLANS}}]}
             fields = {"step": 1, "pruned_at": 1}
-            undone = await steps.find(query, fields, sort=[("step", DESCENDING)], session=session).to_list()
+            undone = await steps.find(query, fields, sort=[("step", DESCENDING)]).to_list()
             for document in undone:
                 if document.get("pruned_at") is not None:
                     raise StoreError(
@@ -152,9 +145,9 @@ class Steps(Repository):
                     )
             await steps.update_many(
                 {"_id": {"$in": [document["_id"] for document in undone]}},
-                {"$set": {"status": StepStatus.REVERTING.value, "pending": None}}, session=session,
+                {"$set": {"status": StepStatus.REVERTING.value, "pending": None}},
             )  # fmt: skip
-            return await steps.count_documents({"status": StepStatus.REVERTING.value}, session=session)
+            return await steps.count_documents({"status": StepStatus.REVERTING.value})
 
         undone = await fenced(self._connection, attempt, decide)
         await self._finish_commits(attempt)
@@ -185,15 +178,15 @@ class Steps(Repository):
                 await self._revert(step, after, attempt)
 
     async def _revert(self, step: TrainStep, after: int, attempt: int | None) -> None:
-        async def restore(chunk: StepChunk, session: AsyncClientSession) -> None:
-            await step_chunks.restore(self._connection, after, chunk.data, session)
+        async def restore(chunk: StepChunk) -> None:
+            await step_chunks.restore(self._connection, after, chunk.data)
 
         await self._apply(step, (StepStatus.REVERTING, StepStatus.REVERTED), restore, attempt)
 
     async def _apply(
         self, step: TrainStep, states: tuple[StepStatus, StepStatus],
-        write: Callable[[StepChunk, AsyncClientSession], Awaitable[None]], attempt: int | None, *,
-        begin: Callable[[AsyncClientSession], Awaitable[bool]] | None = None, tasks: Sequence[str] = (),
+        write: Callable[[StepChunk], Awaitable[None]], attempt: int | None, *,
+        begin: Callable[[], Awaitable[bool]] | None = None, tasks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Change ``step`` and ``tasks`` in chunks, one transaction each; the last one moves its status.
 
@@ -202,18 +195,15 @@ class Steps(Repository):
         chunks, (old, new) = chunks_of(step.own_data, tasks), states
         for number, chunk in enumerate(chunks, 1):
 
-            async def change(
-                session: AsyncClientSession, number: int = number, chunk: StepChunk = chunk
-            ) -> bool:
-                if number == 1 and begin is not None and not await begin(session):
+            async def change(number: int = number, chunk: StepChunk = chunk) -> bool:
+                if number == 1 and begin is not None and not await begin():
                     return False
-                await write(chunk, session)
+                await write(chunk)
                 if number < len(chunks):
                     return True
                 moved = await self._collection(STEP).update_one(
-                    {"_id": step.id, "status": old.value},
-                    {"$set": {"status": new.value, "pending": None}}, session=session,
-                )  # fmt: skip
+                    {"_id": step.id, "status": old.value}, {"$set": {"status": new.value, "pending": None}}
+                )
                 if not moved.matched_count:
                     raise StoreError(
                         f"step {step.id} is no longer {old}", hint="is a second trainer running? stop it"

@@ -12,6 +12,7 @@ import bson
 from pymongo import UpdateOne
 from pymongo.errors import BulkWriteError
 
+from agentrl.batches import weighed_batches
 from agentrl.documents.base import excerpt, now, plain
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.status import SlotStatus, TaskStatus, values
@@ -303,17 +304,8 @@ class Tasks(Repository):
 
 def _batches(tasks: Sequence[Task], indices: Sequence[int]) -> Iterator[list[tuple[int, Task]]]:
     """Yield (index, task) of the tasks at ``indices`` in batches that fit in memory."""
-    batch: list[tuple[int, Task]] = []
-    size = 0
-    for index, task in ((index, tasks[index]) for index in indices):
-        added = len(bson.encode(task.to_document()))
-        if batch and (len(batch) == _BATCH or size + added > _BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append((index, task))
-        size += added
-    if batch:
-        yield batch
+    read = ((index, tasks[index]) for index in indices)
+    return weighed_batches(read, lambda each: len(bson.encode(each[1].to_document())), _BATCH_BYTES, _BATCH)
 
 
 def _differences(stored: Mapping[str, Any], task: Task) -> Iterator[str]:

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pymongo.asynchronous.client_session import AsyncClientSession
-
 from agentrl.documents.base import plain
 from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
 from agentrl.documents.status import TrainerEnd
@@ -76,12 +74,12 @@ class TrainerLeases(Repository):
         nothing, if another trainer has the lease.
         """
 
-        async def write(session: AsyncClientSession) -> list[str]:
-            notes = self._collection(RUN).find(CHILDREN, {"checkpoint": 1}, session=session)
+        async def write() -> list[str]:
+            notes = self._collection(RUN).find(CHILDREN, {"checkpoint": 1})
             kept = {Path(note["checkpoint"]).name async for note in notes}
             discarded = [name for name in names if name not in kept]
             update = {"$set": {"discarded": discarded}, "$inc": {"writes": 1}}
-            await self._lease.write(attempt, update, session=session)
+            await self._lease.write(attempt, update)
             return discarded
 
         return await self._connection.transaction(write)
@@ -107,7 +105,7 @@ class TrainerLeases(Repository):
 
 
 async def fenced(
-    connection: Connection, attempt: int | None, write: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]
+    connection: Connection, attempt: int | None, write: Callable[[], Coroutine[Any, Any, R]]
 ) -> R:
     """Run ``write`` in a transaction of the current trainer, and return its result.
 
@@ -116,10 +114,10 @@ async def fenced(
     and only one of them commits.
     """
 
-    async def protected(session: AsyncClientSession) -> R:
+    async def protected() -> R:
         if attempt is not None:
-            await _lease(connection).write(attempt, {"$inc": {"writes": 1}}, session=session)
-        return await write(session)
+            await _lease(connection).write(attempt, {"$inc": {"writes": 1}})
+        return await write()
 
     return await connection.transaction(protected)
 

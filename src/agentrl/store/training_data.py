@@ -9,8 +9,8 @@ from operator import itemgetter
 from typing import Literal
 
 from pymongo import ReplaceOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep, statistics_key
 from agentrl.errors import StoreError, StoreUnavailableError
@@ -142,8 +142,8 @@ class Training(Repository):
         stale = {"$set": {"status": DataStatus.STALE.value}}
         data, marked = self._collection(DATA), 0
         tasks = await data.distinct("task", {**ready, **old.query}) if old.spans == "any" else []
-        for start in range(0, len(tasks), _GROUPS_PER_UPDATE):
-            group = {**ready, "task": {"$in": tasks[start : start + _GROUPS_PER_UPDATE]}}
+        for some in batches(tasks, _GROUPS_PER_UPDATE):
+            group = {**ready, "task": {"$in": some}}
             others = {**group, "$nor": [old.query]}
             for query in (others, group):
                 marked += await self._update(query, stale, attempt)
@@ -156,11 +156,9 @@ class Training(Repository):
 
     async def _update(self, query: Json, change: Json, attempt: int | None) -> int:
         """Update data in one transaction that the trainer's lease fences; return how many."""
-
-        async def write(session: AsyncClientSession) -> int:
-            return (await self._collection(DATA).update_many(query, change, session=session)).modified_count
-
-        return await fenced(self._connection, attempt, write)
+        data = self._collection(DATA)
+        updated = await fenced(self._connection, attempt, lambda: data.update_many(query, change))
+        return updated.modified_count
 
     @database_call
     async def quarantine(self, query: Json, problem: str, *, attempt: int | None = None) -> int:
@@ -192,8 +190,8 @@ class Training(Repository):
     @database_call
     async def fetch_readable(self, ids: Sequence[str]) -> tuple[dict[str, DBRecordData], dict[str, str]]:
         """Return {id: whole document} and {id: reason} of unreadable ones; missing ids are in neither."""
-        parts = [ids[start : start + _FETCHED_PER_QUERY] for start in range(0, len(ids), _FETCHED_PER_QUERY)]
         unreadable: dict[str, str] = {}
+        parts = batches(ids, _FETCHED_PER_QUERY)
         read = await asyncio.gather(*(self._fetch(part, unreadable) for part in parts))
         return {item.id: item for part in read for item in part}, unreadable
 

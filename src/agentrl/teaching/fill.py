@@ -24,7 +24,7 @@ from agentrl.losses.loss import TEACHER
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker, report_outages
 from agentrl.rollout.held_claims import bounded, owner_name
-from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import renewed
 from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.store.names import COLUMN
 
@@ -121,27 +121,26 @@ class Filler:
         """Fill one column under its lease; return whether it is filled. A failure hands it back."""
         seconds = self.claims.lease_seconds
         renew = partial(self.store.columns.renew, claim, seconds)
-        what = f"the lease of column {claim.column.id}"
-        try:
-            async with background(keep_renewed(renew, seconds / RENEWALS_PER_LEASE, what)):
+        async with renewed(renew, seconds, f"the lease of column {claim.column.id}"):
+            try:
                 await self._ask(claim)
-        except LeaseLostError as error:
-            logger.warning("%s", error.message)
-            return False
-        except StoreUnavailableError:
-            raise
-        except EngineError as error:
-            if error.outage is None:
-                self._breaker.succeeded()  # it refused this Record, so it is up
-            else:
-                self._breaker.failed(error.message, error.retry_after)
-            await self._fail(claim, error, counts=error.outage is None)
-            return False
-        except AgentRLError as error:
-            if self._breaker.is_open:
-                self._breaker.failed(error.message)
-            await self._fail(claim, error, counts=True)
-            return False
+            except LeaseLostError as error:
+                logger.warning("%s", error.message)
+                return False
+            except StoreUnavailableError:
+                raise
+            except EngineError as error:
+                if error.outage is None:
+                    self._breaker.succeeded()  # it refused this Record, so it is up
+                else:
+                    self._breaker.failed(error.message, error.retry_after)
+                await self._fail(claim, error, counts=error.outage is None)
+                return False
+            except AgentRLError as error:
+                if self._breaker.is_open:
+                    self._breaker.failed(error.message)
+                await self._fail(claim, error, counts=True)
+                return False
         logger.info("column filled", extra={"record": claim.column.record, "by": self.teaching.engine.name})
         return True
 

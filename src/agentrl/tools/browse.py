@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.batches import batches
 from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
@@ -129,9 +130,7 @@ class BrowseAgent:
         """Return ``text`` in parts of at most ``max_prompt_length``, and the number of its tokens."""
         longest = self.section.max_prompt_length
         if self.tokenizer is None:
-            size = longest * _CHARS_PER_TOKEN
-            parts = [text[start : start + size] for start in range(0, len(text), size)]
-            return parts, len(text) // _CHARS_PER_TOKEN
+            return list(batches(text, longest * _CHARS_PER_TOKEN)), len(text) // _CHARS_PER_TOKEN
         offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
         firsts = range(longest, len(offsets), longest)
         starts = [0, *(offsets[first][0] for first in firsts)]

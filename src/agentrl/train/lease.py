@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
-from agentrl.concurrency import background
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
-from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import renewed
 from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ async def hold_lease(
     )
     lease = TrainerLease(store, attempt, seconds, owner)
     try:
-        async with background(keep_renewed(lease.check, seconds / RENEWALS_PER_LEASE, "the trainer's lease")):
+        async with renewed(lease.check, seconds, "the trainer's lease"):
             yield lease
     finally:
         with contextlib.suppress(StoreError), retry_outages(0):

@@ -119,7 +119,13 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
             finally:
                 trainer.tracker.close()
         controller.end()
-    return lease.ended is TrainerEnd.FINISHED
+    is_finished = lease.ended is TrainerEnd.FINISHED
+    if is_finished and lead_in is None:
+        name, step = configs[RunConfig].run_name, trainer.progress.step
+        logger.info(
+            "finished at step %d; `agentrl status %s --once` and `agentrl dashboard` show the run", step, name
+        )
+    return is_finished
 
 
 async def _take_device(configs: Configs) -> DeviceLease | None:

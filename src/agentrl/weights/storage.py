@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentrl.batches import batches
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
 from agentrl.extras import require
@@ -107,9 +108,8 @@ async def _download(location: str, file: FileChecksum, folder: Path) -> None:
             digest.update(data)
             stream.write(data)
 
-        for first in range(0, len(parts), _PARALLEL):
-            batch = (read(source, start, end) for start, end in parts[first : first + _PARALLEL])
-            for data in await asyncio.gather(*batch):
+        for batch in batches(parts, _PARALLEL):
+            for data in await asyncio.gather(*(read(source, start, end) for start, end in batch)):
                 await asyncio.to_thread(keep, data)
     if digest.hexdigest() != file.sha256:
         raise PublishError(f"{source} has the sha256 {digest.hexdigest()} instead of {file.sha256}")

@@ -21,7 +21,9 @@ from agentrl.documents.status import RecordStatus, TaskStatus
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
+from agentrl.store.admin import withdraw
 from agentrl.store.admin.dataset import FILE
+from agentrl.store.admin.regroup import decide_anew
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.train.lease import hold_lease
@@ -63,11 +65,17 @@ async def test_an_untrained_group_is_decided_again_without_it(
 ) -> None:
     await run.build(store, tmp_path / "weights")
     await store.labels.put(FIRST, by="ann", label="bad")
+    printed = tmp_path / "logs" / f"{store.run_name}_sampler-0.out"
+    printed.parent.mkdir()
+    printed.write_text(f"12:00:00 WARNING {FIRST} failed\n")
+    flags = {"log_dir": str(printed.parent)}
+    await store.settings.join("sample", flags, given=flags, packages={})
     assert await agentrl_retract(run_config, "--record", FIRST, "--dry_run") == 0
     assert f"Records      1: {FIRST}" in capsys.readouterr().out
     assert len(await mentions(store, FIRST)) > 3
     assert await agentrl_retract(run_config, "--record", FIRST, "--because", "a licence") == 0
     assert await mentions(store, FIRST) == {"Tombstone": 1}
+    assert printed.read_text() == "", "the samplers' --log_dir is searched too"
     task = await stored_task(store, run.READY)
     assert [slot["traj_id"] for slot in task["slots"]] == [1]
     assert (task["retracted"], task["group"]["scored"], task["group"]["outcome"]) == (1, 1, "abandoned")
@@ -117,7 +125,19 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     assert any("an unfinished one" in problem for problem in await violations(store))
+    changed: set[str] = set()
+
+    async def decide_late(*given: Any) -> Any:
+        """Another process changes each group once while it is decided again."""
+        outcome = await decide_anew(*given)
+        if (key := given[1]["_id"]) not in changed:
+            await store.database["Task"].update_one({"_id": key}, {"$currentDate": {"updated_at": True}})
+            changed.add(key)
+        return outcome
+
+    monkeypatch.setattr(withdraw, "decide_anew", decide_late)
     assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
+    assert changed == {run.TRAINED}
     assert "the run is back at step 0" in capsys.readouterr().out
     assert sorted(path.name for path in weights.iterdir()) == ["v000000"]
     assert [step.status for step in await store.steps.find(status=None)] == ["reverted"]

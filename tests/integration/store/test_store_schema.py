@@ -10,7 +10,6 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.task import Slot, Task
 from agentrl.errors import StoreError
 from agentrl.store.client import Store, open_store
-from agentrl.store.names import COLLECTIONS
 from agentrl.store.schema import INDEXES, VALIDATORS
 
 pytestmark = pytest.mark.integration
@@ -39,7 +38,7 @@ async def test_a_refusal_names_the_field_and_what_it_should_be(
     assert caught.value.message == f"tasks: insert: document 'train/0/a' is refused: {message}"
 
 
-@pytest.mark.parametrize("collection", COLLECTIONS)
+@pytest.mark.parametrize("collection", VALIDATORS)
 async def test_every_collection_refuses_what_no_document_has(store: Store, collection: str) -> None:
     schema = VALIDATORS[collection]["$jsonSchema"]
     assert schema["additionalProperties"] is False

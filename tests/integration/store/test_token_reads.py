@@ -57,4 +57,3 @@ async def test_scored_trajectories_have_the_opinions_of_all_scorers(store: Store
     assert found[judged].answer == "x" * 300
     assert found[f"{run.READY}/0/1"].opinions == {"exact": 0.0}
     assert len(await store.rewards.newest("train", limit=2)) == 2
-    assert await store.rewards.splits() == ["eval", "train"]

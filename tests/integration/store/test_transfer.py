@@ -19,7 +19,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_ids
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
-from agentrl.store.admin.archive import MANIFEST, decode_line, encode_line, read_manifest
+from agentrl.store.admin.archive import MANIFEST, encode_line, read_lines, read_manifest
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.names import SCHEMA_VERSION
@@ -76,11 +76,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("document", AWKWARD)
-def test_every_document_comes_back_byte_by_byte(document: dict[str, Any]) -> None:
+def test_every_document_comes_back_byte_by_byte(document: dict[str, Any], tmp_path: Path) -> None:
     raw = bson.encode(document)
-    line = encode_line(raw)
-    assert line.count(b"\n") == 1
-    assert decode_line(line, Path("x"), 1) == raw
+    (tmp_path / "x").write_bytes(2 * encode_line(raw))
+    assert list(read_lines(tmp_path / "x")) == [raw, raw]
 
 
 async def test_export_import_export_is_byte_identical(
@@ -176,9 +175,10 @@ async def test_a_manifest_of_something_else_is_refused(
         b"[1]",
     ],
 )
-def test_a_line_that_no_export_wrote_is_named(line: bytes) -> None:
+def test_a_line_that_no_export_wrote_is_named(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(6 * encode_line(bson.encode({"_id": 1})) + line + b"\n")
     with pytest.raises(StoreError, match=r"x, line 7, is not a document in canonical extended JSON"):
-        decode_line(line, Path("x"), 7)
+        list(read_lines(tmp_path / "x"))
 
 
 @pytest.mark.attack

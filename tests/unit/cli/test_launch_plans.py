@@ -66,11 +66,12 @@ def test_versions_are_evaluated_beside_training_on_request(
 
 
 def test_a_teacher_is_started_with_the_recipe_that_distils(
-    given: list[str], monkeypatch: pytest.MonkeyPatch
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task_file = given[given.index("--eval_file") + 1]
     words = [*given, "--train_file", task_file, "--recipe", "opd"]
     assert not plan_of(monkeypatch, "train", *words).teaches
+    assert "groups wait for teacher, and no --teacher is given" in capsys.readouterr().out
     plan = plan_of(monkeypatch, "train", *words, "--teacher", "http://127.0.0.1:9")
     assert plan.teaches
     assert "teacher" in plan.flags[plan.flags.index("--columns") + 1]

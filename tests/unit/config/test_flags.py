@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from agentrl.config.flags import Flags, Range, flag
+from agentrl.config.flags import Flags, Range, flag, require_writable
 from agentrl.errors import ConfigError
 
 
@@ -41,3 +42,13 @@ def test_values_are_checked_when_an_object_is_made() -> None:
     assert caught.value.hint == "give a value > 0 seconds"
     with pytest.raises(ConfigError, match="--kind is 'c'"):
         Own(kind="c")  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_written_at_the_end_is_checked_before(tmp_path: Path) -> None:
+    require_writable("--out", None)
+    require_writable("--out", str(tmp_path / "new" / "ids.txt"))
+    assert (tmp_path / "new").is_dir()
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a" / "b", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"--out {path} cannot be written: {reason}"):
+            require_writable("--out", str(path))

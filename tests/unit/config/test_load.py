@@ -275,6 +275,17 @@ def test_help_shows_the_groups_of_the_command(word: str, capsys: pytest.CaptureF
     assert "[run]" in out
 
 
+@pytest.mark.parametrize(("columns", "widest"), [("80", 80), ("300", 110)])
+def test_help_fits_the_terminal(
+    columns: str, widest: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        load("--help", extra=(OwnFlags,))
+    wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > widest]
+    assert [line for line in wide if not line.startswith("  agentrl ")] == []
+
+
 def test_every_flag_has_a_help_line_and_one_owner() -> None:
     names = [field.name for group in GROUPS for field in fields(group)]
     assert len(names) == len(set(names))

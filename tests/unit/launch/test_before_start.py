@@ -11,8 +11,8 @@ import pytest
 from agentrl.config.agreement import require_trainable
 from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig
-from agentrl.errors import ConfigError
-from agentrl.launch.before_start import fitted_limits
+from agentrl.errors import ConfigError, ModelError
+from agentrl.launch.before_start import fitted_limits, require_teacher
 
 
 def limits(tmp_path: Path, own: int, *words: str, longest: int = 161536) -> dict[str, int]:
@@ -73,3 +73,12 @@ def test_the_reserve_fits_a_short_prompt_that_is_given() -> None:
     assert AgentConfig(max_prompt_tokens=1025).prompt_reserve_tokens == 1024
     with pytest.raises(ConfigError, match="leaves nothing beside --prompt_reserve_tokens 600"):
         AgentConfig(max_prompt_tokens=512, prompt_reserve_tokens=600)
+
+
+def test_a_teacher_is_there_and_trajectories_wait_for_it(tmp_path: Path) -> None:
+    require_teacher(str(tmp_path), ("teacher",))
+    require_teacher("http://gpu7:30000", ("teacher",))
+    with pytest.raises(ModelError, match="which is not a folder"):
+        require_teacher("Qwen/Qwen3-8B", ("teacher",))
+    with pytest.raises(ConfigError, match="no trajectory would wait for it"):
+        require_teacher(str(tmp_path), ())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import fmean
 from typing import Any
 
 from starlette.requests import Request
@@ -19,8 +18,9 @@ from agentrl.dashboard.stores import cache_of, open_run, read_runs, reader_of
 from agentrl.documents.model_call import DispatchedSamplingTask
 from agentrl.documents.run import RunSettings
 from agentrl.observe.terminal import number
+from agentrl.snapshot.findings import mean_of_last
 from agentrl.snapshot.snapshot import TRAIN
-from agentrl.snapshot.turns import MAX_CHARS, call_text, content_text
+from agentrl.snapshot.turns import MAX_CHARS, whole_message
 from agentrl.store.views.read import WholeTrajectory
 from agentrl.store.views.rows import StepRow
 from agentrl.store.views.scores import Versions, VersionSummary
@@ -32,7 +32,6 @@ _RUNS_SECONDS = 10.0
 _VERSION_SECONDS = 120.0
 _VERSIONS = 500
 _TASKS = 20
-_SMOOTHED = 5
 _METRICS = (
     ("reward", "reward"), ("pass_rate", "pass rate"), ("entropy", "entropy"), ("kl_k3", "KL(μ‖π)"),
     ("grad_norm", "gradient norm"), ("staleness_mean", "staleness"), ("abandoned_groups", "abandoned groups"),
@@ -84,17 +83,11 @@ def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:
     common = _common(runs)
     rows = []
     for key, name in _METRICS:
-        values = [_mean_until(steps, key, until) for until in (common, 2**31) for steps in runs]
+        until = [[step for step in steps if step.step <= common] for steps in runs]
+        values = [mean_of_last(steps, key) for steps in (*until, *runs)]
         if any(value is not None for value in values):
             rows.append({"name": name, "values": values})
     return rows
-
-
-def _mean_until(steps: Sequence[StepRow], key: str, until: int) -> float | None:
-    """Return the mean of a metric over the last 5 steps up to ``until``; None without one."""
-    last = [step for step in steps if step.step <= until][-_SMOOTHED:]
-    known = [value for step in last if (value := step.metric(key)) is not None]
-    return fmean(known) if known else None
 
 
 def _differences(runs: Sequence[Sequence[RunSettings]]) -> list[tuple[str, str, list[Any]]]:
@@ -255,10 +248,8 @@ def _shared(one: str, other: str) -> int:
 
 def _generated(call: DispatchedSamplingTask) -> str:
     """Return what the model generated in a turn, and what its tools answered, as text."""
-    parts = [content_text(call.response.get(name)) for name in ("reasoning_content", "content")]
-    parts += map(call_text, call.response.get("tool_calls") or ())
-    parts += [f"← {execution.text}" for execution in call.tool_executions]
-    return "\n".join(filter(None, parts))
+    results = [f"← {execution.text}" for execution in call.tool_executions]
+    return "\n".join(filter(None, [whole_message(call.response), *results]))
 
 
 routes = [

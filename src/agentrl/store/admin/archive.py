@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -144,7 +145,7 @@ def is_collection_name(name: object) -> bool:
 
 
 def encode_line(raw: bytes) -> bytes:
-    """Return a BSON document as a line of JSON, which ``decode_line`` converts back to the same bytes."""
+    """Return a BSON document as a line of JSON, which ``read_lines`` converts back to the same bytes."""
     text = json_util.dumps(
         bson.decode(raw, CODEC), json_options=_JSON, separators=(",", ":"), ensure_ascii=False
     )
@@ -154,12 +155,13 @@ def encode_line(raw: bytes) -> bytes:
     return line
 
 
-def decode_line(line: bytes, file: Path, number: int) -> bytes:
-    """Return the bytes that ``encode_line`` got. Raises StoreError if it did not write the line."""
-    raw = _decoded(line)
-    if raw is None:
-        raise StoreError(f"{file}, line {number}, is not a document in canonical extended JSON")
-    return raw
+def read_lines(file: Path) -> Iterator[bytes]:
+    """Yield the BSON documents that ``encode_line`` wrote. Raises StoreError for a line of another kind."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if (raw := _decoded(line)) is None:
+                raise StoreError(f"{file}, line {number}, is not a document in canonical extended JSON")
+            yield raw
 
 
 def _decoded(line: bytes) -> bytes | None:

@@ -14,10 +14,10 @@ from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
 from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
-from agentrl.documents.task import CONVERSATIONS, Begin, Slot, record_task, task_key
+from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.transfer import Transfer
-from agentrl.store.ancestry import Ancestry
+from agentrl.store.ancestry import Ancestry, copy_into
 from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
 from agentrl.store.mechanics.lease import literal
@@ -144,7 +144,7 @@ class Fork(Repository):
             (RETRACTION, {"finished_at": {"$ne": None}, "tasks": {"$gt": 0}}, {}),
         ):  # fmt: skip
             stages: list[Json] = [{"$match": query}, *([{"$set": fields}] if fields else [])]
-            await self._merge(collection, stages, child)
+            await copy_into(child, self._connection, collection, *stages)
 
     async def _copy_versions(
         self, child: Connection, weights: PolicyVersion, step: int, steps: Sequence[str]
@@ -161,11 +161,9 @@ class Fork(Repository):
             number, digest = newest.id, newest.digest if weights.encoding == "full" else None
         else:
             number, digest = newest.id + 1, None
-        earlier: list[Json] = [
-            {"$match": {"_id": {"$lt": number}}},
-            {"$set": {"pruned_at": {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}}},
-        ]
-        await self._merge(VERSION, earlier, child)
+        pruned_at = {"$cond": ["$_id", {"$ifNull": ["$pruned_at", "$$NOW"]}, None]}
+        earlier = {"$match": {"_id": {"$lt": number}}}
+        await copy_into(child, self._connection, VERSION, earlier, {"$set": {"pruned_at": pruned_at}})
         first = replace(weights, id=number, step=step, digest=digest, train_step=steps[-1])
         await child.collection(VERSION).insert_one(first.to_document())
         return number
@@ -179,8 +177,6 @@ class Fork(Repository):
         stay with the parent, and so do unused conversations: nobody would have them again.
         """
         inherited = await self._used_tasks(step, steps)
-        fresh = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$slot.traj_id"}]}
-        slots = {"$map": {"input": "$slots", "as": "slot", "in": fresh}}
         counted = {
             "$mergeObjects": ["$group", {"counted_at_step": {"$min": ["$group.counted_at_step", step]}}]
         }
@@ -189,9 +185,9 @@ class Fork(Repository):
         async for every in self._pages(TASK, {"split": _SPLIT}, _PAGE, {"_id": 1, "epoch": 1}):
             page = [t for t in every if t["_id"] in inherited or t["epoch"] != CONVERSATIONS]
             ids = [task["_id"] for task in page if task["_id"] in inherited]
-            chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun(slots)]}
-            of_page: Json = {"_id": {"$in": [task["_id"] for task in page]}}
-            await self._merge(TASK, [{"$match": of_page}, {"$replaceWith": chosen}], child)
+            chosen = {"$cond": [{"$in": ["$_id", literal(ids)]}, used, unbegun("$slots.traj_id")]}
+            of_page = {"$match": {"_id": {"$in": [task["_id"] for task in page]}}}
+            await copy_into(child, self._connection, TASK, of_page, {"$replaceWith": chosen})
             total += len(page)
             on_documents(len(page))
         for opening in await self._all(EpochOpening, EPOCH, {"_id": id_prefix(f"{_SPLIT}/")}):
@@ -226,11 +222,6 @@ class Fork(Repository):
         if updates:
             await tasks.bulk_write(updates)
         await child.collection(GATE).update_one({"_id": ADMISSION}, {"$set": {"begun": last}})
-
-    async def _merge(self, collection: str, stages: Sequence[Json], child: Connection) -> None:
-        """Write what the stages yield into the child's collection, inside the server."""
-        into = {"db": child.database.name, "coll": collection}
-        await self._aggregate(collection, *stages, {"$merge": {"into": into, "whenMatched": "replace"}})
 
 
 def _steps_in(begun: Relative) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 from pymongo import UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import ColumnStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK
@@ -18,8 +17,8 @@ from agentrl.store.admin.regroup import (
     Blocker,
     GroupBlockedError,
     GroupChange,
-    find_blocker,
     regroup,
+    require_unblocked,
     selection,
 )
 from agentrl.store.mechanics import slots
@@ -151,12 +150,12 @@ class Reopening(Repository):
         opened = {"status": ColumnStatus.OPEN.value, "failures": 0, "not_before": None}
         update = {"status": TaskStatus.WAITING.value, "updated_at": "$$NOW", **_UNDECIDED}
 
-        async def write(session: AsyncClientSession) -> bool:
-            task = await self._collection(TASK).find_one(query, session=session)
+        async def write() -> bool:
+            task = await self._collection(TASK).find_one(query)
             if task is not None:
-                await regroup(self._connection, task, GroupChange(task=[{"$set": update}]), session)
+                await regroup(self._connection, task, GroupChange(task=[{"$set": update}]))
                 if columns is not None:
-                    await self._collection(COLUMN).update_many(columns, {"$set": opened}, session=session)
+                    await self._collection(COLUMN).update_many(columns, {"$set": opened})
             return task is not None
 
         try:
@@ -174,23 +173,21 @@ class Reopening(Repository):
         None if there is none, and for a group that cannot be taken back, which ``left`` counts.
         """
 
-        async def write(session: AsyncClientSession) -> _Changed | None:
-            task = await self._collection(TASK).find_one({"_id": task_id}, session=session)
+        async def write() -> _Changed | None:
+            task = await self._collection(TASK).find_one({"_id": task_id})
             if task is None:
                 return None
             failed = [slot for slot in task["slots"] if slot["status"] == SlotStatus.FAILED]
             if records is not None:
-                chosen = await self._ids(RECORD, records, session=session)
+                chosen = await self._ids(RECORD, records)
                 failed = [slot for slot in failed if slot.get("record_id") in chosen]
             if not failed:
                 return None
             if not dry_run:
-                deleted = await regroup(self._connection, task, change(failed), session)
+                deleted = await regroup(self._connection, task, change(failed))
                 return _Changed(task, len(failed), deleted)
-            if task["status"] == TaskStatus.COMPLETED and (
-                blocker := await find_blocker(self._connection, task_id, session)
-            ):
-                raise GroupBlockedError(blocker)
+            if task["status"] == TaskStatus.COMPLETED:
+                await require_unblocked(self._connection, task_id)
             return _Changed(task, len(failed), 0)
 
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from agentrl.errors import StoreError
 from agentrl.store.admin.regroup import (
     Blocker,
     DecideTask,
-    GroupBlockedError,
     GroupChange,
-    GroupChangedError,
+    decide_anew,
     decided,
-    find_blocker,
     regroup,
+    retry_changed,
     selection,
 )
-from agentrl.store.columns import read_columns
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.store.mechanics.blobs import seal
 from agentrl.store.mechanics.connection import Json, Repository, database_call
@@ -39,7 +36,6 @@ from agentrl.store.records import read_records
 _SETTLED = (RecordStatus.READY, RecordStatus.ABANDONED)
 SCORED = (RecordStatus.SCORED, *_SETTLED)
 """The statuses of a Record with a score."""
-_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +92,10 @@ class Rescoring(Repository):
         A group that is not finalized is decided by them later. A finalized group is decided anew at once if
         nothing of it has been trained; otherwise the new scores are stored beside the old ones.
         """
-        for _ in range(_TRIES):
-            with contextlib.suppress(GroupChangedError, GroupBlockedError):
-                return await self._apply(task_id, scores, decide_by, dry_run)
-        raise StoreError(
-            f"group {task_id} kept changing while it was rescored",
+        return await retry_changed(
+            lambda: self._apply(task_id, scores, decide_by, dry_run), task_id, doing="rescored",
             hint="rescore it when its samplers are done",
-        )
+        )  # fmt: skip
 
     async def _apply(
         self, task_id: str, scores: Mapping[str, NewScore], decide_by: DecideTask, dry_run: bool
@@ -119,19 +112,11 @@ class Rescoring(Repository):
             if not dry_run:
                 await self._write(document, earlier, scores, None)
             return Rescored(changed=len(earlier))
-        kept_because = await find_blocker(self._connection, task_id)
-        task = Task.from_document(document)
-        decide = decide_by(task)
-        if kept_because is None and decide is None:
-            kept_because = Blocker.NO_RULES
-        if kept_because is not None or decide is None:
+        outcome = await decide_anew(self._connection, document, renewed, decide_by)
+        if isinstance(outcome, Blocker):
             if not dry_run:
                 await self._note(earlier, scores)
-            return Rescored(changed=len(earlier), kept_because=kept_because)
-        live = [record.id for record in renewed if record.score is not None]
-        calls = await read_model_calls(self._connection, live, readable=False)
-        columns = await read_columns(self._connection, live)
-        outcome = decide(StoredGroup(task=task, records=renewed, calls=calls, columns=columns))
+            return Rescored(changed=len(earlier), kept_because=outcome)
         if not dry_run:
             await self._write(document, earlier, scores, outcome)
         return Rescored(changed=len(earlier), decided_again=True)
@@ -146,7 +131,7 @@ class Rescoring(Repository):
             records=[_new_record(record, scores[record.id]) for record in earlier],
             outcome=outcome,
         )
-        await self._connection.transaction(lambda session: regroup(self._connection, task, change, session))
+        await self._connection.transaction(lambda: regroup(self._connection, task, change))
 
     async def _note(self, records: Sequence[Record], scores: Mapping[str, NewScore]) -> None:
         notes = []

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-
-from pymongo.asynchronous.client_session import AsyncClientSession
+from typing import Final
 
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus, values
 from agentrl.errors import StoreError
 from agentrl.store.ancestry import Ancestry
-from agentrl.store.mechanics.blobs import Blobs
+from agentrl.store.mechanics.blobs import PACKED, Blobs
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
     COLUMN,
@@ -19,6 +18,7 @@ from agentrl.store.names import (
     GATEWAY_CALL,
     GATEWAY_SESSION,
     IMAGE,
+    LABEL,
     MODEL_CALL,
     RECORD,
     STEP,
@@ -32,8 +32,11 @@ _UNTRAINED = [DataStatus.STALE.value, DataStatus.QUARANTINED.value]
 _USED = [DataStatus.TRAINED.value, *_UNTRAINED]
 _GRACE = timedelta(hours=1)
 """Images that were put more recently stay: the call that shows them may not be stored yet."""
-_BESIDE = (GATEWAY_CALL, GATEWAY_SESSION, TOKEN_STATISTICS, COLUMN)
-"""Collections whose documents go with their ``record``."""
+OF_RECORD: Final = {
+    GATEWAY_CALL: "record", GATEWAY_SESSION: "record", TOKEN_STATISTICS: "record", COLUMN: "record",
+    MODEL_CALL: "record", DATA: "_id",
+}  # fmt: skip
+"""Collections of what belongs to one Record → the field with the Record's ``_id``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,47 +119,45 @@ class Retention(Repository):
         return None if document is None else document["planned_at"]
 
     async def _prune(self, candidates: Sequence[str], used: Json, dead: Json, dry_run: bool) -> Pruned:
-        async def write(session: AsyncClientSession) -> Pruned:
+        async def write() -> Pruned:
             ids = {"_id": {"$in": list(candidates)}}
-            chosen = await self._ids(DATA, {**ids, **used}, session=session)
-            chosen += await self._ids(RECORD, {**ids, **dead}, session=session)
+            chosen = await self._ids(DATA, {**ids, **used})
+            chosen += await self._ids(RECORD, {**ids, **dead})
             if not chosen:
                 return Pruned()
-            freed = await self._measure(chosen, session)
+            freed = await self._measure(chosen)
             if not dry_run:
-                await self._delete(chosen, session)
+                await self._delete(chosen)
             return freed
 
         return await self._connection.transaction(write)
 
-    async def _delete(self, ids: Sequence[str], session: AsyncClientSession) -> None:
+    async def _delete(self, ids: Sequence[str]) -> None:
         chosen = {"_id": {"$in": list(ids)}}
         stamp = {"$currentDate": {"pruned_at": True}}
         records = self._collection(RECORD)
-        tasks = [item["task"] async for item in records.find(chosen, {"task": 1}, session=session)]
-        await delete_beside(self._connection, ids, session)
-        await records.update_many(chosen, stamp, session=session)
-        await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp, session=session)
-        await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp, session=session)
+        tasks = [item["task"] async for item in records.find(chosen, {"task": 1})]
+        await _delete_beside(self._connection, ids)
+        await records.update_many(chosen, stamp)
+        await self._collection(TASK).update_many({"_id": {"$in": tasks}}, stamp)
+        await self._collection(STEP).update_many({"data": {"$in": list(ids)}}, stamp)
 
-    async def _measure(self, ids: Sequence[str], session: AsyncClientSession) -> Pruned:
+    async def _measure(self, ids: Sequence[str]) -> Pruned:
         freed = Pruned(trajectories=len(ids))
-        of_records: Json = {"record": {"$in": list(ids)}}
-        freed.calls, size = await self._size(MODEL_CALL, of_records, session)
-        freed.bytes += size
-        for collection in _BESIDE:
-            freed.bytes += (await self._size(collection, of_records, session))[1]
-        freed.data, size = await self._size(DATA, {"_id": {"$in": list(ids)}}, session)
-        freed.bytes += size
-        for collection in (MODEL_CALL, DATA, COLUMN):
-            files = await Blobs(self._connection, collection).sizes(ids, session)
+        counts: dict[str, int] = {}
+        for collection, field in OF_RECORD.items():
+            counts[collection], size = await self._size(collection, {field: {"$in": list(ids)}})
+            files = {}
+            if collection in PACKED:
+                files = await Blobs(self._connection, collection).sizes(ids)
             freed.files += len(files)
-            freed.bytes += sum(files.values())
+            freed.bytes += size + sum(files.values())
+        freed.calls, freed.data = counts[MODEL_CALL], counts[DATA]
         return freed
 
-    async def _size(self, collection: str, query: Json, session: AsyncClientSession) -> tuple[int, int]:
+    async def _size(self, collection: str, query: Json) -> tuple[int, int]:
         count = {"_id": None, "count": {"$sum": 1}, "bytes": {"$sum": {"$bsonSize": "$$ROOT"}}}
-        groups = await self._aggregate(collection, {"$match": query}, {"$group": count}, session=session)
+        groups = await self._aggregate(collection, {"$match": query}, {"$group": count})
         return (int(groups[0]["count"]), int(groups[0]["bytes"])) if groups else (0, 0)
 
     @database_call
@@ -191,11 +192,11 @@ class Retention(Repository):
     async def _delete_image(self, image: str, before: datetime) -> bool:
         """Delete one image and its files unless it was put again meanwhile."""
 
-        async def write(session: AsyncClientSession) -> bool:
+        async def write() -> bool:
             query = {"_id": image, "used_at": {"$lt": before}}
-            deleted = await self._collection(IMAGE).delete_one(query, session=session)
+            deleted = await self._collection(IMAGE).delete_one(query)
             if deleted.deleted_count:
-                await Blobs(self._connection, IMAGE).delete([image], session)
+                await Blobs(self._connection, IMAGE).delete([image])
             return bool(deleted.deleted_count)
 
         return await self._connection.transaction(write)
@@ -207,15 +208,19 @@ class Retention(Repository):
         return False
 
 
-async def delete_beside(connection: Connection, ids: Sequence[str], session: AsyncClientSession) -> None:
-    """Delete what belongs to Records: calls, training data, gateway requests, token statistics, files."""
-    of_records: Json = {"record": {"$in": list(ids)}}
-    for collection in _BESIDE:
-        await connection.collection(collection).delete_many(of_records, session=session)
-    await Blobs(connection, COLUMN).delete(ids, session)
-    for collection, query in ((MODEL_CALL, of_records), (DATA, {"_id": {"$in": list(ids)}})):
-        await connection.collection(collection).delete_many(query, session=session)
-        await Blobs(connection, collection).delete(ids, session)
+async def _delete_beside(connection: Connection, ids: Sequence[str]) -> None:
+    """Delete what belongs to Records, but neither them nor their labels."""
+    for collection, field in OF_RECORD.items():
+        await connection.collection(collection).delete_many({field: {"$in": list(ids)}})
+        if collection in PACKED:
+            await Blobs(connection, collection).delete(ids)
+
+
+async def delete_records(connection: Connection, ids: Sequence[str]) -> None:
+    """Delete Records with everything that belongs to them."""
+    await _delete_beside(connection, ids)
+    for collection, field in ((LABEL, "record"), (RECORD, "_id")):
+        await connection.collection(collection).delete_many({field: {"$in": list(ids)}})
 
 
 def _created(bound: Json) -> Json:

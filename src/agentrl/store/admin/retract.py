@@ -6,12 +6,10 @@ So a call that is killed is finished by the next one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from pymongo.asynchronous.client_session import AsyncClientSession
-
+from agentrl.batches import batches
 from agentrl.documents.base import now, plain
 from agentrl.documents.retraction import Rebuilt, Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
@@ -20,9 +18,8 @@ from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import RECORD, RETRACTION, STEP, TASK, TOMBSTONE, VERSION
 
-T = TypeVar("T")
-
-_BATCH = 100
+BATCH = 100
+"""Records of one query or transaction."""
 _APPLIED = values(APPLIED_STEPS)
 
 
@@ -75,7 +72,7 @@ class Retractions(Repository):
             await self._choose_task(name, chosen)
         missing = set(records)
         named: list[Json] = []
-        for batch in batches(list(records)):
+        for batch in batches(list(records), BATCH):
             named += await self._records({"_id": {"$in": batch}})
         missing -= {record["_id"] for record in named}
         if scorers:
@@ -148,7 +145,7 @@ class Retractions(Repository):
     async def _located(self, chosen: _Chosen) -> Selection:
         """Return tombstones of what is chosen and has none yet, with the steps that trained it."""
         for documents in (chosen.tasks, chosen.records):
-            for batch in batches(list(documents)):
+            for batch in batches(list(documents), BATCH):
                 for stone in await self._stones(batch):
                     del documents[stone.id]
         trained: dict[str, list[str]] = defaultdict(list)
@@ -187,19 +184,17 @@ class Retractions(Repository):
     ) -> Retraction:
         """Store the retraction with its tombstones, in one transaction."""
 
-        async def write(session: AsyncClientSession) -> Retraction:
-            newest = await self._collection(RETRACTION).find_one({}, sort=[("_id", -1)], session=session)
+        async def write() -> Retraction:
+            newest = await self._collection(RETRACTION).find_one({}, sort=[("_id", -1)])
             retraction = Retraction(
                 id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
                 records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
                 first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
                 family=family,
             )  # fmt: skip
-            await self._collection(RETRACTION).insert_one(retraction.to_document(), session=session)
+            await self._collection(RETRACTION).insert_one(retraction.to_document())
             stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
-            await self._collection(TOMBSTONE).insert_many(
-                [stone.to_document() for stone in stones], session=session
-            )
+            await self._collection(TOMBSTONE).insert_many([stone.to_document() for stone in stones])
             return retraction
 
         return await self._connection.transaction(write)
@@ -277,8 +272,3 @@ def _names(scorers: str, name: str) -> bool:
 
 def _step_order(step_id: str) -> tuple[int, ...]:
     return tuple(int(part) for part in step_id.split("/") if part.isdecimal())[::-1]
-
-
-def batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield ``items`` a hundred at a time."""
-    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))

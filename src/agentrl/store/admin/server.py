@@ -16,9 +16,9 @@ from pymongo.errors import OperationFailure
 
 from agentrl.errors import StoreError
 from agentrl.store.ancestry import Ancestry
+from agentrl.store.labels import allowed_actions
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import (
-    COLLECTIONS,
     COLUMN,
     DATA,
     EPOCH,
@@ -40,7 +40,7 @@ from agentrl.store.names import (
     TOKEN_STATISTICS,
     VERSION,
 )
-from agentrl.store.schema import prepare
+from agentrl.store.schema import VALIDATORS, prepare
 from agentrl.store.views import VIEWS
 from agentrl.store.views.counts import read_disk
 
@@ -89,7 +89,7 @@ class ServerInfos(Repository):
         status = await admin.command("connectionStatus", showPrivileges=True)
         users = status["authInfo"]["authenticatedUsers"]
         roles = status["authInfo"]["authenticatedUserRoles"]
-        may_read, may_write = self._rights(status["authInfo"])
+        allowed = allowed_actions(status["authInfo"], self._connection.database.name)
         return ServerInfo(
             host=self._connection.host,
             version=tuple(int(part) for part in version.split("-")[0].split(".")),
@@ -99,22 +99,10 @@ class ServerInfos(Repository):
             clock_offset_seconds=min(offsets, key=abs),
             user=f"{users[0]['user']}@{users[0]['db']}" if users else None,
             roles=sorted(f"{role['role']}@{role['db']}" for role in roles),
-            may_read=may_read or not users,
-            may_write=may_write or not users,
+            may_read="find" in allowed or not users,
+            may_write=allowed >= _WRITES or not users,
             free_bytes=await self._free_bytes(),
         )
-
-    def _rights(self, info: Json) -> tuple[bool, bool]:
-        """Return whether the user may read the run's database, and write its Records."""
-        name = self._connection.database.name
-        may_read = may_write = False
-        for privilege in info.get("authenticatedUserPrivileges", ()):
-            resource, actions = privilege["resource"], set(privilege["actions"])
-            if not resource.get("anyResource") and resource.get("db") not in ("", name):
-                continue
-            may_read = may_read or "find" in actions
-            may_write = may_write or actions >= _WRITES
-        return may_read, may_write
 
     async def _free_bytes(self) -> int | None:
         for database in (self._connection.database, self._connection.client.admin):
@@ -256,7 +244,7 @@ def privileges_of(role: str, database: str) -> list[Json]:
     privileges = [_privilege(database, "", _READ)]
     privileges += [_privilege(database, name, actions) for name, actions in ROLES[role].items()]
     if not database and role not in _READERS:
-        privileges += [_privilege("", name, _MAKE) for name in (*COLLECTIONS, *VIEWS)]
+        privileges += [_privilege("", name, _MAKE) for name in (*VALIDATORS, *VIEWS)]
         privileges += [_privilege("", name, _ADD) for name in (RUN, GATE)]  # never changed by them
     return privileges
 

@@ -28,9 +28,9 @@ from agentrl.store.admin.archive import (
     ExportedFile,
     LineWriter,
     Manifest,
-    decode_line,
     encode_line,
     file_name,
+    read_lines,
     require_empty,
     verify,
     write_manifest,
@@ -219,14 +219,12 @@ class Transfer(Repository):
         schema: list[Json] = []
 
         async def documents() -> AsyncIterator[RawBSONDocument]:
-            with file.open("rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    raw = decode_line(line, file, number)
-                    document = bson.decode(raw, CODEC) if name == RUN else {}
-                    if document.get("_id") == SCHEMA:
-                        schema.append(document)
-                    elif not str(document.get("_id")).startswith(CHILD_PREFIX):  # they name another run
-                        yield RawBSONDocument(raw)
+            for raw in read_lines(file):
+                document = bson.decode(raw, CODEC) if name == RUN else {}
+                if document.get("_id") == SCHEMA:
+                    schema.append(document)
+                elif not str(document.get("_id")).startswith(CHILD_PREFIX):  # they name another run
+                    yield RawBSONDocument(raw)
 
         await self._insert(self._collection(name), documents())
         return schema[-1] if schema else None
@@ -252,10 +250,9 @@ def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """Return the paths that the folder's ``Imports`` names."""
     paths: set[str] = set()
     for item in (item for item in manifest.collections if item.collection == IMPORTS):
-        with (folder / item.file).open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                named = bson.decode(decode_line(line, folder / item.file, number), CODEC).get("paths")
-                paths.update(map(str, named if isinstance(named, list) else ()))
+        for raw in read_lines(folder / item.file):
+            named = bson.decode(raw, CODEC).get("paths")
+            paths.update(map(str, named if isinstance(named, list) else ()))
     return tuple(sorted(paths))
 
 
@@ -268,11 +265,10 @@ def withdrawn_in(folder: Path, manifest: Manifest, created: Mapping[str, datetim
     if not created:
         return found
     for item in (item for item in manifest.collections if item.collection in (RECORD, TASK)):
-        with (folder / item.file).open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
-                document = bson.decode(decode_line(line, folder / item.file, number), CODEC)
-                if created.get(document["_id"], 0) == document.get("created_at"):
-                    found.add(document["_id"])
+        for raw in read_lines(folder / item.file):
+            document = bson.decode(raw, CODEC)
+            if created.get(document["_id"], 0) == document.get("created_at"):
+                found.add(document["_id"])
     return found
 
 

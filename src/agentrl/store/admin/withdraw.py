@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from pymongo import UpdateOne
-from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.record import Record
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.documents.status import (
@@ -19,34 +19,30 @@ from agentrl.documents.status import (
     TaskStatus,
     values,
 )
-from agentrl.documents.task import Task, record_task
-from agentrl.errors import StoreError
+from agentrl.documents.task import record_task
 from agentrl.scoring.groups import FAILED, summarize
 from agentrl.store.admin.regroup import (
+    Blocker,
     DecideTask,
-    GroupBlockedError,
     GroupChange,
     GroupChangedError,
     change_task,
+    decide_anew,
     decided,
-    find_blocker,
     regroup,
+    retry_changed,
 )
-from agentrl.store.admin.retention import Retention, delete_beside
-from agentrl.store.admin.retract import batches
-from agentrl.store.columns import read_columns
-from agentrl.store.groups import GroupOutcome, StoredGroup
+from agentrl.store.admin.retention import OF_RECORD, Retention, delete_records
+from agentrl.store.admin.retract import BATCH
+from agentrl.store.groups import GroupOutcome
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.mechanics.lease import literal
-from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import (
     DATA,
     EPOCH,
     EVALUATION,
-    LABEL,
     MODEL_CALL,
-    RECORD,
     RETRACTION,
     STEP,
     TASK,
@@ -55,7 +51,6 @@ from agentrl.store.names import (
 from agentrl.store.records import read_records
 from agentrl.store.trainer_lease import fenced
 
-_TRIES = 5
 _APPLIED = values(APPLIED_STEPS)
 
 
@@ -95,12 +90,10 @@ class Withdrawing(Repository):
         again once the step is undone (``kept_as_trained``). Idempotent. Raises StoreError if the group keeps
         changing.
         """
-        for _ in range(_TRIES):
-            with contextlib.suppress(GroupChangedError, GroupBlockedError):
-                return await self._withdraw(task_id, decide_by, attempt)
-        raise StoreError(
-            f"group {task_id} kept changing while it was withdrawn", hint="call agentrl retract again"
-        )
+        await retry_changed(
+            lambda: self._withdraw(task_id, decide_by, attempt), task_id, doing="withdrawn",
+            hint="call agentrl retract again",
+        )  # fmt: skip
 
     async def _withdraw(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         stones = await self._all(Tombstone, TOMBSTONE, {"task": task_id})
@@ -116,42 +109,36 @@ class Withdrawing(Repository):
             others = [slot for slot in task["slots"] if slot["traj_id"] not in traj_ids]
             outcome = await self._decide({**task, "slots": others}, left, decide_by)
 
-        async def write(session: AsyncClientSession) -> None:
-            await self._keep_images(task if is_whole else None, ids, stones[0].retraction, session)
-            await delete_beside(self._connection, ids, session)
-            for collection, name in ((LABEL, "record"), (RECORD, "_id")):
-                await self._collection(collection).delete_many({name: {"$in": ids}}, session=session)
+        async def write() -> None:
+            await self._keep_images(task if is_whole else None, ids, stones[0].retraction)
+            await delete_records(self._connection, ids)
             if task is not None and is_whole:
-                await self._delete_task(task, session)
+                await self._delete_task(task)
             elif task is not None:
-                await self._regroup(task, traj_ids, left, outcome, session)
+                await self._regroup(task, traj_ids, left, outcome)
             if task is not None:
-                await self._reopen_evaluation(task["split"], session)
-            await self._mark_deleted(stones, gone, session)
+                await self._reopen_evaluation(task["split"])
+            await self._mark_deleted(stones, gone)
 
         await fenced(self._connection, attempt, write)
 
     async def _decide(self, task: Json, left: Sequence[Record], decide_by: DecideTask) -> GroupOutcome | None:
-        decide = None if task["group"].get("outcome") == FAILED else decide_by(Task.from_document(task))
-        if decide is None or await find_blocker(self._connection, task["_id"]) is not None:
+        """Return the new decision on a finalized group; None if it keeps its own, or was given up."""
+        if task["group"].get("outcome") == FAILED:
             return None
-        scored = [record.id for record in left if record.score is not None]
-        calls = await read_model_calls(self._connection, scored, readable=False)
-        columns = await read_columns(self._connection, scored)
-        group = StoredGroup(task=Task.from_document(task), records=left, calls=calls, columns=columns)
-        return decide(group)
+        outcome = await decide_anew(self._connection, task, left, decide_by)
+        return None if isinstance(outcome, Blocker) else outcome
 
     async def _regroup(
-        self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None,
-        session: AsyncClientSession,
-    ) -> None:  # fmt: skip
+        self, task: Json, traj_ids: Iterable[int], left: Sequence[Record], outcome: GroupOutcome | None
+    ) -> None:
         """Remove the slots, and write the group as ``outcome`` decides it, or else its new summary."""
         is_completed = task["status"] == TaskStatus.COMPLETED.value
         change = slots.remove_slots(sorted(traj_ids), is_completed=is_completed)
         if not is_completed or outcome is not None:
             if outcome is not None:
                 change = [*change, {"$set": decided(task, outcome)}]
-            await regroup(self._connection, task, GroupChange(task=change, outcome=outcome), session)
+            await regroup(self._connection, task, GroupChange(task=change, outcome=outcome))
             return
         trained = sum(each.status is RecordStatus.READY and each.advantage is not None for each in left)
         failed = sum(
@@ -163,17 +150,23 @@ class Withdrawing(Repository):
         names = {record.id for record in left}
         if earlier.get("filtered"):
             group["filtered"] = [item for item in earlier["filtered"] if item["record"] in names]
-        await change_task(self._connection, task, [*change, {"$set": {"group": literal(group)}}], session)
+        await change_task(self._connection, task, [*change, {"$set": {"group": literal(group)}}])
         quarantined = {
             "status": DataStatus.QUARANTINED.value,
             "problem": "trajectories of its group were withdrawn after a step trained it",
         }
         ready = {"task": task["_id"], "status": DataStatus.READY.value}
-        await self._collection(DATA).update_many(ready, {"$set": quarantined}, session=session)
+        await self._collection(DATA).update_many(ready, {"$set": quarantined})
 
     @database_call
     async def decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         """Decide a group that was kept as it was trained, if nothing of it is trained any more."""
+        await retry_changed(
+            lambda: self._decide_again(task_id, decide_by, attempt), task_id, doing="decided again",
+            hint="call agentrl retract again",
+        )  # fmt: skip
+
+    async def _decide_again(self, task_id: str, decide_by: DecideTask, attempt: int | None) -> None:
         task = await self._collection(TASK).find_one({"_id": task_id})
         if task is None:
             return
@@ -181,33 +174,28 @@ class Withdrawing(Repository):
         outcome = await self._decide(task, records, decide_by)
         if outcome is not None:
             change = GroupChange(task=[{"$set": decided(task, outcome)}], outcome=outcome)
-            await fenced(
-                self._connection, attempt, lambda session: regroup(self._connection, task, change, session)
-            )
+            await fenced(self._connection, attempt, lambda: regroup(self._connection, task, change))
 
-    async def _delete_task(self, task: Json, session: AsyncClientSession) -> None:
+    async def _delete_task(self, task: Json) -> None:
         unchanged = {"_id": task["_id"], "updated_at": task["updated_at"]}
-        if not (await self._collection(TASK).delete_one(unchanged, session=session)).deleted_count:
+        if not (await self._collection(TASK).delete_one(unchanged)).deleted_count:
             raise GroupChangedError
         epoch = {"_id": f"{task['split']}/{task['epoch']}", "tasks": {"$gt": 0}}
-        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}}, session=session)
+        await self._collection(EPOCH).update_one(epoch, {"$inc": {"tasks": -1}})
 
-    async def _reopen_evaluation(self, split: str, session: AsyncClientSession) -> None:
+    async def _reopen_evaluation(self, split: str) -> None:
         """Take the results of an evaluation back: the same command computes them from what is left."""
         stopped = {"status": EvaluationStatus.STOPPED.value, "results": None, "finished_at": None}
         finished = {"_id": split, "status": EvaluationStatus.FINISHED.value}
-        await self._collection(EVALUATION).update_one(finished, {"$set": stopped}, session=session)
+        await self._collection(EVALUATION).update_one(finished, {"$set": stopped})
 
-    async def _keep_images(
-        self, task: Json | None, ids: Sequence[str], retraction: int, session: AsyncClientSession
-    ) -> None:
+    async def _keep_images(self, task: Json | None, ids: Sequence[str], retraction: int) -> None:
         """Note which images the documents name, before they are deleted."""
         named = {image["sha256"] for image in (task or {}).get("images") or ()}
-        for collection, query in ((MODEL_CALL, {"record": {"$in": ids}}), (DATA, {"_id": {"$in": ids}})):
+        for collection in (MODEL_CALL, DATA):
             fields = {"images.sha256": 1, "tool_executions.images.sha256": 1}
-            cursor = self._collection(collection).find(
-                {**query, "$or": [{name: {"$exists": True}} for name in fields]}, fields, session=session
-            )
+            shows = {"$or": [{name: {"$exists": True}} for name in fields]}
+            cursor = self._collection(collection).find({OF_RECORD[collection]: {"$in": ids}, **shows}, fields)
             async for document in cursor:
                 shown = [*document.get("images", ())]
                 for execution in document.get("tool_executions", ()):
@@ -215,12 +203,10 @@ class Withdrawing(Repository):
                 named |= {image["sha256"] for image in shown}
         if named:
             await self._collection(RETRACTION).update_one(
-                {"_id": retraction}, {"$addToSet": {"images": {"$each": sorted(named)}}}, session=session
+                {"_id": retraction}, {"$addToSet": {"images": {"$each": sorted(named)}}}
             )
 
-    async def _mark_deleted(
-        self, stones: Sequence[Tombstone], gone: Sequence[Record], session: AsyncClientSession
-    ) -> None:
+    async def _mark_deleted(self, stones: Sequence[Tombstone], gone: Sequence[Record]) -> None:
         """Date the tombstones, and add those of attempts that began after the selection."""
         listed = {stone.id for stone in stones}
         later = [
@@ -232,11 +218,9 @@ class Withdrawing(Repository):
             if record.id not in listed
         ]  # fmt: skip
         if later:
-            await self._collection(TOMBSTONE).insert_many(later, session=session)
+            await self._collection(TOMBSTONE).insert_many(later)
         pending = {"task": stones[0].task, "deleted_at": None}
-        await self._collection(TOMBSTONE).update_many(
-            pending, {"$currentDate": {"deleted_at": True}}, session=session
-        )
+        await self._collection(TOMBSTONE).update_many(pending, {"$currentDate": {"deleted_at": True}})
 
     @database_call
     async def rewrite_steps(self, attempt: int | None) -> None:
@@ -254,12 +238,8 @@ class Withdrawing(Repository):
             if data != step["data"]:
                 same = {"_id": step["_id"], "data": step["data"]}
                 updates.append(UpdateOne(same, {"$set": {"data": data}}))
-        for batch in batches(updates):
-
-            async def write(session: AsyncClientSession, batch: Sequence[UpdateOne] = batch) -> None:
-                await self._collection(STEP).bulk_write(list(batch), session=session)
-
-            await fenced(self._connection, attempt, write)
+        for batch in batches(updates, BATCH):
+            await fenced(self._connection, attempt, partial(self._collection(STEP).bulk_write, batch))
 
     async def _with_groups(self, data: Sequence[str], groups: set[str]) -> list[str]:
         """Return ``data`` with the present data of each group among ``groups`` in place of the earlier."""
@@ -277,13 +257,11 @@ class Withdrawing(Repository):
     @database_call
     async def sweep(self) -> None:
         """Delete what writers left of the withdrawn after it was deleted: files, late Records and Tasks."""
-        for batch in batches(await self._ids(TOMBSTONE, {})):
+        for batch in batches(await self._ids(TOMBSTONE, {}), BATCH):
 
-            async def write(session: AsyncClientSession, batch: Sequence[str] = batch) -> None:
-                await delete_beside(self._connection, batch, session)
-                for collection, name in ((LABEL, "record"), (RECORD, "_id"), (TASK, "_id")):
-                    query = {name: {"$in": list(batch)}}
-                    await self._collection(collection).delete_many(query, session=session)
+            async def write(batch: list[str] = batch) -> None:
+                await delete_records(self._connection, batch)
+                await self._collection(TASK).delete_many({"_id": {"$in": batch}})
 
             await self._connection.transaction(write)
 

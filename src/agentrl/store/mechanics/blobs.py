@@ -16,15 +16,18 @@ import bson
 from gridfs import AsyncGridFSBucket
 from gridfs.errors import CorruptGridFile, NoFile
 from pymongo import ASCENDING
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
+from agentrl.batches import batches
 from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
 from agentrl.store.mechanics.connection import Connection, Json, id_prefix
-from agentrl.store.names import MODEL_CALL, RECORD, STEP, TASK
+from agentrl.store.mechanics.transaction import use_session
+from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP, TASK
 
+PACKED: Final = (MODEL_CALL, DATA, IMAGE, COLUMN)
+"""Collections whose documents may have files in GridFS."""
 _LIMIT = 8 * 2**20
 """Packed arrays of more bytes move; the readable fields have the other half of the 16 MiB."""
 _DOCUMENT_LIMIT = 15 * 2**20
@@ -49,35 +52,36 @@ class Blobs:
         self._chunks = connection.collection(f"{collection}.packed.chunks")
 
     async def offload(self, document: Json) -> Json:
-        """Return the document with large fields moved to GridFS. Idempotent."""
+        """Return the document with large fields moved to GridFS, outside any transaction. Idempotent."""
         document, files = _split(document)
-        for file in files:
-            if await self._files.find_one({"_id": file.id}, {"_id": 1}) is None:
-                await self._upload(file)
+        with use_session(None):
+            for file in files:
+                if await self._files.find_one({"_id": file.id}, {"_id": 1}) is None:
+                    await self._upload(file)
         return document
 
-    async def rewrite(self, document: Json, session: AsyncClientSession) -> Json:
+    async def rewrite(self, document: Json) -> Json:
         """Do the same as ``offload`` in a transaction; call ``delete`` first."""
         document, files = _split(document)
         for file in files:
             for chunks in file.chunks():
-                await self._chunks.insert_many(chunks, session=session)
-            await self._files.insert_one(file.entry(), session=session)
+                await self._chunks.insert_many(chunks)
+            await self._files.insert_one(file.entry())
         return document
 
-    async def sizes(self, record_ids: Sequence[str], session: AsyncClientSession | None) -> dict[str, int]:
+    async def sizes(self, record_ids: Sequence[str]) -> dict[str, int]:
         """Return {file id: bytes} of every file of these Records."""
         if not record_ids:
             return {}
         query = {"$or": [{"_id": id_prefix(f"{key}/")} for key in record_ids]}
-        cursor = self._files.find(query, {"length": 1}, session=session)
+        cursor = self._files.find(query, {"length": 1})
         return {entry["_id"]: entry["length"] async for entry in cursor}
 
-    async def delete(self, record_ids: Sequence[str], session: AsyncClientSession) -> None:
+    async def delete(self, record_ids: Sequence[str]) -> None:
         """Delete every file of these Records, and the chunks of interrupted uploads."""
         for collection, field in ((self._chunks, "files_id"), (self._files, "_id")) if record_ids else ():
             query = {"$or": [{field: id_prefix(f"{key}/")} for key in record_ids]}
-            await collection.delete_many(query, session=session)
+            await collection.delete_many(query)
 
     async def restore(self, document: Json, *, readable: bool = True) -> Json:
         """Return the inverse of ``offload``; without ``readable``, moved texts stay excerpts."""
@@ -120,11 +124,10 @@ class _File:
     def chunks(self) -> list[list[Json]]:
         """Return the chunks in batches. A chunk's id derives from the file's, so none is stored twice."""
         all_chunks: list[Json] = [
-            {"_id": f"{self.id}/{n}", "files_id": self.id, "n": n, "data": self._data[at : at + _CHUNK]}
-            for n, at in enumerate(range(0, len(self._data), _CHUNK))
+            {"_id": f"{self.id}/{n}", "files_id": self.id, "n": n, "data": data}
+            for n, data in enumerate(batches(self._data, _CHUNK))
         ]
-        starts = range(0, len(all_chunks), _CHUNKS_PER_INSERT)
-        return [all_chunks[start : start + _CHUNKS_PER_INSERT] for start in starts]
+        return list(batches(all_chunks, _CHUNKS_PER_INSERT))
 
     def entry(self) -> Json:
         """Return the file's document in ``files``."""

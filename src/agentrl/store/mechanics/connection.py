@@ -1,4 +1,4 @@
-"""Connect to the database of one run: time limits, server checks, transactions and error conversion."""
+"""Connect to the database of one run: time limits, server checks and transactions; read documents."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import copy
 import functools
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 import pymongo
-from bson.errors import BSONError
 from pymongo import AsyncMongoClient
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.asynchronous.database import AsyncDatabase
 from pymongo.errors import (
-    BulkWriteError,
     ConfigurationError,
-    ConnectionFailure,
     DuplicateKeyError,
-    ExecutionTimeout,
     InvalidURI,
-    OperationFailure,
     PyMongoError,
 )  # fmt: skip
 from pymongo.read_concern import ReadConcern
@@ -35,9 +29,11 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.base import Document, follow_clock
-from agentrl.errors import StoreDeniedError, StoreError, StoreUnavailableError
+from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
+from agentrl.store.mechanics.driver_errors import ENCODING_ERRORS, store_error
 from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
+from agentrl.store.mechanics.transaction import Collection, use_session
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -50,20 +46,6 @@ monitor the server."""
 _BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _IDLE_MS = 300_000
 _MIN_VERSION = (6, 0)
-
-ENCODING_ERRORS = (BSONError, OverflowError, UnicodeEncodeError, RecursionError)
-"""What the BSON encoder raises for a value that no document can hold."""
-
-_AUTHENTICATION_CODES = (13, 18)
-_DISK_FULL_CODES = (14031, 17)
-_DISK_FULL = "No space left on device"
-"""The text of the operating system's error, which the storage engine passes on under other codes."""
-_KEY_NOT_FOUND = 211
-"""A newly elected primary cannot yet verify timestamps that the previous primary signed."""
-_NO_SESSIONS = "Sessions are not supported"
-"""The driver's message for a server without sessions; also for a replica-set member that has just started."""
-_TRANSIENT_LABELS = ("TransientTransactionError", "UnknownTransactionCommitResult", "RetryableWriteError")
-_VALIDATION_FAILED = 121
 
 TRANSACTION: Final[Mapping[str, Any]] = {
     "read_concern": ReadConcern("snapshot"), "write_concern": WriteConcern(w="majority", j=True),
@@ -108,8 +90,8 @@ class Connection:
         return other
 
     def collection(self, name: str) -> AsyncCollection[Json]:
-        """Return a collection of this run."""
-        return self.database[name]
+        """Return a collection of this run, whose calls belong to the transaction around them."""
+        return Collection(self.database, name)
 
     async def databases(self) -> list[str]:
         """Return the databases that this user may see, by name, without the server's own."""
@@ -145,12 +127,15 @@ class Connection:
                 " deploy/mongo/docker-compose.yml",
             )
 
-    async def transaction(self, callback: Callable[[AsyncClientSession], Coroutine[Any, Any, R]]) -> R:
-        """Run ``callback(session)`` in a transaction; retry it after transient errors, within ``timeout``."""
+    async def transaction(self, write: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        """Run ``write`` in a transaction; retry it after transient errors, within ``timeout``.
+
+        What it reads and writes, one call after another, is part of the transaction (``use_session``).
+        """
         async with self.client.start_session() as session:
-            with pymongo.timeout(self.timeout):
+            with pymongo.timeout(self.timeout), use_session(session):
                 return await session.with_transaction(
-                    callback, **TRANSACTION, read_preference=ReadPreference.PRIMARY
+                    lambda _: write(), **TRANSACTION, read_preference=ReadPreference.PRIMARY
                 )
 
     def error(self, doing: str, error: PyMongoError) -> StoreError:
@@ -216,11 +201,9 @@ class Repository:
             yield page
             above = {"_id": {"$gt": page[-1]["_id"]}}
 
-    async def _aggregate(
-        self, name: str, *stages: Json, session: AsyncClientSession | None = None
-    ) -> list[Json]:
+    async def _aggregate(self, name: str, *stages: Json) -> list[Json]:
         """Return what an aggregation of a collection yields."""
-        return await (await self._collection(name).aggregate(list(stages), session=session)).to_list()
+        return await (await self._collection(name).aggregate(list(stages))).to_list()
 
     async def _count_by(self, field: str, name: str, query: Json) -> dict[str, int]:
         """Return {value of ``field``: number of the documents that match}."""
@@ -260,82 +243,6 @@ async def insert_if_missing(collection: AsyncCollection[Json], document: Documen
     if await collection.find_one({"_id": fields["_id"]}, {"_id": 1}) is None:
         with contextlib.suppress(DuplicateKeyError):  # another process inserted it at the same moment
             await collection.insert_one(fields)
-
-
-def is_outage(error: BaseException) -> bool:
-    """Return whether the error means that the server is unavailable, not that it refused the operation."""
-    if isinstance(error, PyMongoError):
-        return isinstance(error, ConnectionFailure) or error.timeout
-    return isinstance(error, StoreUnavailableError)
-
-
-def store_error(doing: str, error: PyMongoError, host: str, timeout: float) -> StoreError:
-    """Return the StoreError for a driver error: a StoreUnavailableError if a later call may succeed."""
-    code = error.code if isinstance(error, OperationFailure) else None
-    if code in _AUTHENTICATION_CODES and isinstance(error, OperationFailure):
-        return StoreDeniedError(
-            f"{doing}: MongoDB at {host} refused the user: {error.details or error}",
-            hint="check user, password and authSource in --db_connection_string",
-        )
-    if code in _DISK_FULL_CODES or _DISK_FULL in str(error):
-        return StoreUnavailableError(
-            f"{doing}: the disk of MongoDB at {host} is full", hint="free some disk space"
-        )
-    if _is_transient(error):
-        return StoreUnavailableError(
-            f"{doing}: MongoDB at {host} did not answer within {timeout:g} s ({type(error).__name__})",
-            hint="start it (the embedded server: agentrl mongo up), or check --db_connection_string;"
-            " --db_wait_seconds sets how long a process retries",
-        )
-    refused = validation_error(error)
-    if refused is not None:
-        return StoreError(f"{doing}: {refused}", hint="is another version of AgentRL writing to this run?")
-    return StoreError(f"{doing}: MongoDB at {host} refused: {error}")
-
-
-def validation_error(error: PyMongoError) -> str | None:
-    """Describe the field that a validator refused and what it expects; None for other errors."""
-    details: Mapping[str, Any] | None = None
-    if isinstance(error, BulkWriteError):
-        failures = error.details.get("writeErrors", [])
-        details = next((each for each in failures if each.get("code") == _VALIDATION_FAILED), None)
-    elif isinstance(error, OperationFailure) and error.code == _VALIDATION_FAILED:
-        details = error.details
-    if details is None:
-        return None
-    info = details.get("errInfo", {})
-    rules = info.get("details", {}).get("schemaRulesNotSatisfied", [])
-    reasons = "; ".join(_describe_rules(rules)) or "it does not match the schema of this collection"
-    return f"document {info.get('failingDocumentId')!r} is refused: {reasons}"
-
-
-def _is_transient(error: PyMongoError) -> bool:
-    if isinstance(error, (ExecutionTimeout, ConnectionFailure)):
-        return True
-    if error.timeout or any(error.has_error_label(label) for label in _TRANSIENT_LABELS):
-        return True
-    if isinstance(error, OperationFailure):
-        return error.code == _KEY_NOT_FOUND
-    return isinstance(error, ConfigurationError) and _NO_SESSIONS in str(error)
-
-
-def _describe_rules(rules: Sequence[Mapping[str, Any]], prefix: str = "") -> list[str]:
-    """Return one reason per broken rule; ``prefix`` is the path of the enclosing field, with a final dot."""
-    reasons: list[str] = []
-    for rule in rules:
-        reasons += [f"{prefix}{name} is missing" for name in rule.get("missingProperties", ())]
-        reasons += [f"{prefix}{name} is not a field of it" for name in rule.get("additionalProperties", ())]
-        for field in rule.get("propertiesNotSatisfied", ()):
-            nested = _describe_rules(field.get("details", ()), f"{prefix}{field['propertyName']}.")
-            reasons += nested or [_describe_field(field, prefix)]
-        reasons += _describe_rules(rule.get("details", ()), f"{prefix}{rule.get('itemIndex', '')}.")
-    return reasons
-
-
-def _describe_field(field: Mapping[str, Any], prefix: str) -> str:
-    values = [repr(rule["consideredValue"]) for rule in field["details"] if "consideredValue" in rule]
-    shown = f" (found {values[0]:.80})" if values else ""
-    return f"{prefix}{field['propertyName']}: {field.get('description', 'has another type')}{shown}"
 
 
 def _host(uri: str) -> str:

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
+from agentrl.concurrency import background
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
 from agentrl.store.mechanics.connection import Json
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
-RENEWALS_PER_LEASE = 3
+_RENEWALS_PER_LEASE = 3
 
 _MAX_DOUBLINGS = 9
 
@@ -94,15 +95,19 @@ class DocumentLease:
         changes = {**(fields or {}), "lease_expires_at": after(seconds)}
         await self.write(attempt, [{"$set": changes}], {"owner": {"$ne": None}})
 
-    async def write(
-        self, attempt: int, update: Json | list[Json], only_if: Json | None = None,
-        session: AsyncClientSession | None = None,
-    ) -> None:  # fmt: skip
+    async def write(self, attempt: int, update: Json | list[Json], only_if: Json | None = None) -> None:
         """Update the document as ``attempt``. Raises LeaseLostError, and writes nothing, if it is lost."""
         query = {"_id": self.key, "attempt": attempt, **(only_if or {})}
-        result = await self.collection.update_one(query, update, session=session)
+        result = await self.collection.update_one(query, update)
         if not result.matched_count:
             raise self.lost(attempt)
+
+
+def renewed(
+    renew: Callable[[], Awaitable[None]], seconds: float, what: str
+) -> AbstractAsyncContextManager[None]:
+    """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
+    return background(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what))
 
 
 async def keep_renewed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pymongo import ReturnDocument
-from pymongo.asynchronous.client_session import AsyncClientSession
 
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.documents.task import Claim, Task
@@ -193,17 +192,11 @@ def _derive_deadline() -> Json:
     return {"$set": {LEASE_DEADLINE: {"$min": ends}}}
 
 
-async def lost_claims(
-    connection: Connection, claims: Sequence[Claim], session: AsyncClientSession | None = None
-) -> list[Claim]:
+async def lost_claims(connection: Connection, claims: Sequence[Claim]) -> list[Claim]:
     """Return the claims whose slot is not running any more or has another owner."""
     live = {"$filter": {"input": "$slots", "as": "slot", "cond": _RUNNING}}
     ids = list({claim.task.id for claim in claims})
-    tasks = (
-        await connection.collection(TASK)
-        .find({"_id": {"$in": ids}}, {"slots": live}, session=session)
-        .to_list()
-    )
+    tasks = await connection.collection(TASK).find({"_id": {"$in": ids}}, {"slots": live}).to_list()
     held = {
         (task["_id"], slot["traj_id"], slot["attempt"], slot["owner"])
         for task in tasks
@@ -225,12 +218,10 @@ def slot_status(task: Task, claim: Claim) -> SlotStatus:
     return next(slot.status for slot in task.slots if slot.traj_id == claim.traj_id)
 
 
-async def update_slot(
-    connection: Connection, claim: Claim, fields: Json, session: AsyncClientSession
-) -> Task:
+async def update_slot(connection: Connection, claim: Claim, fields: Json) -> Task:
     """Set ``fields`` of the claim's slot and return the Task. Raises LeaseLostError."""
     task = await connection.collection(TASK).find_one_and_update(
-        held(claim), change_slot(claim, fields), session=session, return_document=ReturnDocument.AFTER
+        held(claim), change_slot(claim, fields), return_document=ReturnDocument.AFTER
     )
     if task is None:
         raise lease_lost(claim)

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from pymongo import UpdateMany
-from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import PendingCommit
 from agentrl.errors import StoreError
@@ -28,23 +28,20 @@ class StepChunk(NamedTuple):
 
 def chunks_of(data: Sequence[str], tasks: Sequence[str] = ()) -> list[StepChunk]:
     """Return both sequences cut into chunks of ``CHUNK`` ids; at least one chunk, which may be empty."""
-    return [StepChunk(*ids) for ids in zip_longest(_cut(data), _cut(tasks), fillvalue=())]
-
-
-def _cut(ids: Sequence[str]) -> list[Sequence[str]]:
-    return [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)] or [()]
+    cut = zip_longest(batches(data, CHUNK), batches(tasks, CHUNK), fillvalue=())
+    return [StepChunk(*ids) for ids in cut] or [StepChunk((), ())]
 
 
 class NotReadyError(StoreError):
     """Some data of a planned step are not ready."""
 
 
-async def mark(connection: Connection, number: int, ids: Sequence[str], session: AsyncClientSession) -> None:
+async def mark(connection: Connection, number: int, ids: Sequence[str]) -> None:
     """Change ready data to planned for step ``number``. Raises NotReadyError if some are not ready."""
     planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
     allowed: Json = {"$or": [{"status": DataStatus.READY.value}, planned]}
     result = await connection.collection(DATA).update_many(
-        {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}, session=session
+        {"_id": {"$in": list(ids)}, **allowed}, {"$set": planned}
     )
     if result.matched_count != len(ids):
         raise NotReadyError(
@@ -53,61 +50,49 @@ async def mark(connection: Connection, number: int, ids: Sequence[str], session:
         )
 
 
-async def train(
-    connection: Connection,
-    number: int,
-    pending: PendingCommit,
-    ids: Sequence[str],
-    session: AsyncClientSession,
-) -> None:
+async def train(connection: Connection, number: int, pending: PendingCommit, ids: Sequence[str]) -> None:
     """Count step ``number`` in its data and their Records; data that were not trained become ready."""
     untrained = set(pending.untrained)
     trained = [key for key in ids if key not in untrained]
     planned = {"status": DataStatus.PLANNED.value, "planned_step": number}
     await connection.collection(DATA).update_many(
-        {"_id": {"$in": trained}, **planned}, _trained(number, pending), session=session
+        {"_id": {"$in": trained}, **planned}, _trained(number, pending)
     )
     if len(trained) < len(ids):
-        await connection.collection(DATA).update_many(
-            {"_id": {"$in": list(ids)}, **planned}, _REOPENED, session=session
-        )
+        await connection.collection(DATA).update_many({"_id": {"$in": list(ids)}, **planned}, _REOPENED)
     await connection.collection(RECORD).update_many(
         {"_id": {"$in": trained}, "last_trained_step": {"$ne": number}},
-        {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}}, session=session,
+        {"$inc": {"trained_count": 1}, "$set": {"last_trained_step": number}},
     )  # fmt: skip
 
 
-async def count_groups(
-    connection: Connection, number: int, tasks: Sequence[str], session: AsyncClientSession
-) -> None:
+async def count_groups(connection: Connection, number: int, tasks: Sequence[str]) -> None:
     """Mark the groups of ``tasks`` as counted by the metrics of step ``number``."""
     if tasks:
         await connection.collection(TASK).update_many(
             {"_id": {"$in": list(tasks)}, "group.counted_at_step": None},
-            {"$set": {"group.counted_at_step": number}}, session=session,
+            {"$set": {"group.counted_at_step": number}},
         )  # fmt: skip
 
 
-async def uncount_some(connection: Connection, after: int, session: AsyncClientSession) -> int:
+async def uncount_some(connection: Connection, after: int) -> int:
     """Clear the mark of one chunk of groups that a step above ``after`` counted; return how many."""
     counted = {"group.counted_at_step": {"$gt": after}}
-    cursor = connection.collection(TASK).find(counted, {"_id": 1}, limit=CHUNK, session=session)
+    cursor = connection.collection(TASK).find(counted, {"_id": 1}, limit=CHUNK)
     ids = [task["_id"] async for task in cursor]
     if ids:
         await connection.collection(TASK).update_many(
-            {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}, session=session
+            {"_id": {"$in": ids}}, {"$set": {"group.counted_at_step": None}}
         )
     return len(ids)
 
 
-async def restore(
-    connection: Connection, after: int, ids: Sequence[str], session: AsyncClientSession
-) -> None:
+async def restore(connection: Connection, after: int, ids: Sequence[str]) -> None:
     """Restore data and their Records to their state after step ``after``."""
     later = {"$or": [{"planned_step": {"$gt": after}}, {"trained_at_steps": {"$gt": after}}]}
     chosen = {"_id": {"$in": list(ids)}}
-    await connection.collection(DATA).update_many({**chosen, **later}, _restored(after), session=session)
-    cursor = connection.collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1}, session=session)
+    await connection.collection(DATA).update_many({**chosen, **later}, _restored(after))
+    cursor = connection.collection(DATA).find(chosen, {"record": 1, "trained_at_steps": 1})
     records: dict[tuple[int, ...], list[str]] = {}
     async for data in cursor:
         records.setdefault(tuple(data["trained_at_steps"]), []).append(data["record"])
@@ -119,7 +104,7 @@ async def restore(
         for at, keys in records.items()
     ]
     if updates:
-        await connection.collection(RECORD).bulk_write(updates, session=session)
+        await connection.collection(RECORD).bulk_write(updates)
 
 
 _REOPENED: Json = {"$set": {"status": DataStatus.READY.value, "planned_step": None}}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+from agentrl.documents.base import Root
 from agentrl.documents.status import APPLIED_STEPS, VersionStatus, values
 from agentrl.store.mechanics.connection import Json
 from agentrl.store.names import STEP, VERSION
 
 
-def as_is(*fields: str) -> Json:
+def as_is(*names: str) -> Json:
     """Return a $project of fields to pass on unchanged; a filter on them can use an index."""
-    return dict.fromkeys(fields, 1)
+    return dict.fromkeys(names, 1)
+
+
+def row_of(row: type[Root], **computed: Any) -> Json:
+    """Return the $project of the fields of ``row``: the ``computed`` ones, and the others as they are."""
+    names = [field.name for field in fields(row) if field.name != "id"]  # type: ignore[arg-type]
+    return {"$project": {name: computed.get(name, 1) for name in names}}
 
 
 def fields_of(part: str, *names: str) -> Json:

@@ -157,15 +157,10 @@ class Views(AuditReads):
         data = await self._collection(DATA).find_one({"_id": record_id}, {"trained_at_steps": 1})
         return WholeTrajectory(
             record=record,
-            calls=(await self.calls([record_id]))[record_id],
+            calls=(await read_model_calls(self._connection, [record_id]))[record_id],
             trained_at_steps=tuple(data["trained_at_steps"]) if data else (),
             failures=await self._all(Record, RECORD, attempts, sort=[("attempt", 1)]),
         )
-
-    @database_call
-    async def calls(self, record_ids: Sequence[str]) -> dict[str, list[DispatchedSamplingTask]]:
-        """Return the model calls of several Records by index, with the texts and tokens that GridFS holds."""
-        return await read_model_calls(self._connection, list(record_ids))
 
     async def _data_of(self, query: Json) -> list[str]:
         """Return the ids of the data of a step."""

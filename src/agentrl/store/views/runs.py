@@ -12,7 +12,8 @@ from pymongo.errors import OperationFailure, PyMongoError
 from agentrl.config.schema import RunConfig
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
-from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, SlotStatus, TaskStatus, TrainerEnd, values
+from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, TrainerEnd, values
+from agentrl.store.claims import live_claims
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import LEASE, RECORD, RUN, SCHEMA_VERSION, SERVICE, SETTINGS, STEP, TASK
@@ -149,7 +150,7 @@ class Runs(Repository):
             trajectories=await database[RECORD].estimated_document_count(),
             trainer=lease.is_held(at),
             ended=lease.ended,
-            samplers=len(await self._samplers(empty.name, at)),
+            samplers=len(await live_claims(self._connection.beside(empty.name))),
             engines=engines,
             stepped_at=step.get("committed_at"),
             active_at=max(moments, default=None),
@@ -171,23 +172,9 @@ class Runs(Repository):
             lease = TrainerLease.from_document(await database[collection].find_one({"_id": TRAINER}) or {})
             if lease.is_held(at):
                 holders.append(f"trainer {lease.owner} on {lease.host}")
-        holders += [f"sampler {owner}" for owner in await self._samplers(name, at)]
+        holders += [f"sampler {owner}" for owner in await live_claims(self._connection.beside(name))]
         engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
         return holders + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
-
-    async def _samplers(self, name: str, at: datetime) -> list[str]:
-        claimed = {"status": SlotStatus.RUNNING.value, "lease_expires_at": {"$gt": at}}
-        # any split: the index begins with it
-        running = {"split": {"$gte": ""}, "status": TaskStatus.RUNNING.value}
-        pipeline: list[Json] = [
-            {"$match": running},
-            {"$match": {"slots": {"$elemMatch": claimed}}},
-            {"$unwind": "$slots"},
-            {"$match": {f"slots.{field}": value for field, value in claimed.items()}},
-            {"$group": {"_id": "$slots.owner"}},
-        ]
-        cursor = await self._connection.client[name][TASK].aggregate(pipeline)
-        return [group["_id"] for group in await cursor.to_list()]
 
 
 def _alive(at: datetime, alive_seconds: float) -> Json:

@@ -15,8 +15,10 @@ from agentrl.store.views.aggregation import (
     join,
     oldest_step,
     ratio,
+    row_of,
     seconds,
 )
+from agentrl.store.views.rows import EngineRow, TrajectoryRow
 
 _RECENT = 1000
 """The newest trajectories; an engine's speed is measured on their model calls."""
@@ -27,23 +29,15 @@ TRAJECTORIES: list[Json] = [
     join(DATA, "_id", "_id", "data", {"$project": _DATA_FIELDS}),
     first("data"),
     *oldest_step("$min_version", "$max_version", "$data.spans.version"),
-    {
-        "$project": {
-            **as_is(
-                "split", "epoch", "task", "traj_id", "attempt", "status", "query", "answer", "final_answer",
-                "score", "advantage", "stop_reason", "failure", "abandoned_because", "turns", "tool_calls",
-                "context_resets", "prompt_tokens", "generated_tokens", "min_version", "max_version",
-            ),
-            "training_status": "$data.status",
-            "quarantined_because": "$data.problem",
-            "trained_at_steps": "$data.trained_at_steps",
-            "staleness": age({"$subtract": ["$last_trained_step", 1]}),
-            **fields_of("data", "tokens", "trainable_tokens"),
-            "seconds": seconds("$created_at", "$scored_at"),
-            **as_is("trained_count", "last_trained_step", "owner", "created_at", "scored_at", "pruned_at"),
-        }
-    },
-]  # fmt: skip
+    row_of(
+        TrajectoryRow,
+        training_status="$data.status",
+        quarantined_because="$data.problem",
+        staleness=age({"$subtract": ["$last_trained_step", 1]}),
+        **fields_of("data", "trained_at_steps", "tokens", "trainable_tokens"),
+        seconds=seconds("$created_at", "$scored_at"),
+    ),
+]
 
 
 def _whole(messages: str, executions: Json) -> Json:
@@ -297,31 +291,27 @@ ENGINES: list[Json] = [
     _NEWER_VERSIONS,
     _SPEEDS,
     {"$set": {"newest": {"$first": "$newest._id"}, "speed": _SPEED}},
-    {
-        "$project": {
-            **as_is("url", "engine", "model", "status", "policy_version"),
-            "newest_version": "$newest",
-            "versions_behind": {
-                "$cond": [
-                    {
-                        "$or": [
-                            {"$eq": ["$status", ServiceStatus.STOPPED.value]},
-                            {"$not": [{"$isNumber": "$policy_version"}]},
-                        ]
-                    },
-                    None,
-                    {"$ifNull": [{"$first": "$newer.count"}, 0]},
-                ]
-            },
-            "recent_calls": {"$ifNull": ["$speed.calls", 0]},
-            "seconds_per_call": ratio("$speed.seconds", "$speed.calls"),
-            "slowest_seconds": "$speed.slowest",
-            "tokens_per_second": ratio("$speed.generated_tokens", "$speed.seconds"),
-            "prefix_cache_hit_rate": ratio("$speed.cached_tokens", "$speed.prompt_tokens"),
-            "last_call_at": "$speed.last_call_at",
-            "seconds_since_heartbeat": seconds("$heartbeat", "$$NOW"),
-            **as_is("running_requests", "running_tokens", "context_length"),
-            **as_is("detail", "host", "pid", "started_at", "heartbeat"),
-        }
-    },
-]  # fmt: skip
+    row_of(
+        EngineRow,
+        newest_version="$newest",
+        versions_behind={
+            "$cond": [
+                {
+                    "$or": [
+                        {"$eq": ["$status", ServiceStatus.STOPPED.value]},
+                        {"$not": [{"$isNumber": "$policy_version"}]},
+                    ]
+                },
+                None,
+                {"$ifNull": [{"$first": "$newer.count"}, 0]},
+            ]
+        },
+        recent_calls={"$ifNull": ["$speed.calls", 0]},
+        seconds_per_call=ratio("$speed.seconds", "$speed.calls"),
+        slowest_seconds="$speed.slowest",
+        tokens_per_second=ratio("$speed.generated_tokens", "$speed.seconds"),
+        prefix_cache_hit_rate=ratio("$speed.cached_tokens", "$speed.prompt_tokens"),
+        last_call_at="$speed.last_call_at",
+        seconds_since_heartbeat=seconds("$heartbeat", "$$NOW"),
+    ),
+]

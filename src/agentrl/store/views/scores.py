@@ -61,11 +61,6 @@ class Rewards(Repository):
             )
         return [_scored(record, people) for record in records]
 
-    @database_call
-    async def splits(self) -> list[str]:
-        """Return the splits with Records, in alphabetical order."""
-        return sorted(await self._collection(RECORD).distinct("split"))
-
 
 _PARTS = {
     "$map": {

@@ -14,8 +14,10 @@ from agentrl.store.views.aggregation import (
     first,
     join,
     oldest_step,
+    row_of,
     seconds,
 )
+from agentrl.store.views.rows import GroupRow, StepRow
 
 _SCORED: Json = {
     "$filter": {
@@ -49,16 +51,13 @@ _ALWAYS_WRONG: Json = {"$and": [{"$ne": ["$best_score", None]}, {"$lte": ["$best
 
 GROUPS: list[Json] = [
     {"$set": {"scores": {"$map": {"input": _SCORED, "as": "slot", "in": "$$slot.score"}}}},
-    {
-        "$project": {
-            **as_is("split", "epoch", "order", "task_id", "status", "query", "answer"),
-            "slots": {"$size": "$slots"},
-            "attempts": {"$sum": "$slots.attempt"},
-            **as_is("scores"),
-            "agreement": _AGREEMENT,
-            **fields_of("group", "mean_score", "scored", "failed", "outcome", "trained", "finalized_at"),
-        }
-    },
+    row_of(
+        GroupRow,
+        slots={"$size": "$slots"},
+        attempts={"$sum": "$slots.attempt"},
+        agreement=_AGREEMENT,
+        **fields_of("group", "mean_score", "scored", "failed", "outcome", "trained", "finalized_at"),
+    ),
 ]
 
 TASKS: list[Json] = [
@@ -102,19 +101,16 @@ _TASKS_OF_STEP: Json = {
 """The Tasks of a step's data, extracted from the ids of the data: slow over thousands of steps."""
 
 STEPS: list[Json] = [
-    {
-        "$project": {
-            **as_is("step", "status", "policy_version"),
-            **fields_of("metrics", "reward", "pass_rate", "loss", "entropy", "grad_norm"),
-            "trajectories": {"$size": "$data"},
-            "groups": {"$ifNull": ["$metrics.groups", {"$size": _TASKS_OF_STEP}]},
-            **fields_of("metrics", "tokens", "trainable_tokens", "staleness_mean", "staleness_max"),
-            "seconds": seconds("$planned_at", "$committed_at"),
-            "seconds_waiting_for_data": "$metrics.seconds_data",
-            "inherited": {"$ifNull": ["$inherited", False]},
-            **as_is("owner", "planned_at", "committed_at", "metrics"),
-        }
-    },
+    row_of(
+        StepRow,
+        **fields_of("metrics", "reward", "pass_rate", "loss", "entropy", "grad_norm"),
+        trajectories={"$size": "$data"},
+        groups={"$ifNull": ["$metrics.groups", {"$size": _TASKS_OF_STEP}]},
+        **fields_of("metrics", "tokens", "trainable_tokens", "staleness_mean", "staleness_max"),
+        seconds=seconds("$planned_at", "$committed_at"),
+        seconds_waiting_for_data="$metrics.seconds_data",
+        inherited={"$ifNull": ["$inherited", False]},
+    ),
 ]
 
 _OF_RECORD = (

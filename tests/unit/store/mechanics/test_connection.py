@@ -27,7 +27,8 @@ from agentrl.config.schema import RunConfig
 from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.client import open_store
 from agentrl.store.mechanics import retry as retry_module
-from agentrl.store.mechanics.connection import Connection, Repository, database_call, store_error
+from agentrl.store.mechanics.connection import Connection, Repository, database_call
+from agentrl.store.mechanics.driver_errors import store_error
 from agentrl.store.mechanics.retry import log_store_errors, retry_outages
 
 

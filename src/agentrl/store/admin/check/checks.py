@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.store.admin.check.columns import ColumnsOfRecords
-from agentrl.store.admin.check.contents import PACKED, Contents, Files, Images, StrayFiles
+from agentrl.store.admin.check.contents import Contents, Files, Images, StrayFiles
 from agentrl.store.admin.check.family import Family
 from agentrl.store.admin.check.groups import Evaluations, OutsideTokens, group_problems, score_problems
 from agentrl.store.admin.check.reading import Check, CheckOptions, Section, Snapshot, only_if
@@ -24,11 +24,11 @@ from agentrl.store.admin.check.trajectories import (
     CallParents,
     RecordParents,
     call_problems,
-    read_model_calls,
+    read_call_sizes,
     slot_problems,
 )
 from agentrl.store.admin.check.versions import Epochs, Versions, token_problems
-from agentrl.store.mechanics.blobs import PARTS
+from agentrl.store.mechanics.blobs import PACKED, PARTS
 from agentrl.store.mechanics.connection import Json, Repository, database_call
 from agentrl.store.names import DATA, RECORD, TASK, VERSION
 from agentrl.store.schema import VALIDATORS
@@ -142,7 +142,7 @@ class Tasks(Section):
         for record in await moment.find(RECORD, {"task": {"$in": ids}}, RECORD_FIELDS, by="task"):
             of_task[record["task"]].append(record)
         record_ids = [record["_id"] for records in of_task.values() for record in records]
-        of_record = await read_model_calls(moment, record_ids)
+        of_record = await read_call_sizes(moment, record_ids)
         trained = await moment.ids(DATA, record_ids)
         for task in page:
             records = sorted(of_task[task["_id"]], key=itemgetter("traj_id", "attempt"))

@@ -8,12 +8,9 @@ from typing import ClassVar
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, RecordStatus
 from agentrl.store.admin.check.reading import CheckOptions, Section, Snapshot, Whole
 from agentrl.store.admin.check.report import Findings, Invariant
-from agentrl.store.mechanics.blobs import CHECKSUMS, MARK, changed_parts, digest, moved_fields
+from agentrl.store.mechanics.blobs import CHECKSUMS, MARK, PACKED, changed_parts, digest, moved_fields
 from agentrl.store.mechanics.connection import Connection, Json
-from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP
-
-PACKED = (MODEL_CALL, DATA, IMAGE, COLUMN)
-"""Collections with files in GridFS."""
+from agentrl.store.names import DATA, IMAGE, RECORD, STEP
 
 _SAMPLED = frozenset(
     {RecordStatus.COMPLETED, RecordStatus.SCORING, RecordStatus.SCORED, RecordStatus.READY,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pymongo import ASCENDING
 from pymongo.asynchronous.client_session import AsyncClientSession
 
+from agentrl.batches import batches
 from agentrl.config.schema import GroupConfig
 from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.column import Column
@@ -160,9 +161,7 @@ class Section(Check):
 
     async def look_again(self, keys: Collection[Any], findings: Findings) -> None:
         """Check only the documents of ``keys``."""
-        ordered = list(keys)
-        for start in range(0, len(ordered), self.page_size):
-            some = ordered[start : start + self.page_size]
+        for some in batches(list(keys), self.page_size):
             async with snapshot(self.connection) as moment:
                 page = await moment.find(
                     self.collection, {self.order: {"$in": some}}, self.fields, by=self.order

@@ -6,14 +6,15 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any, ClassVar, Final
 
-from agentrl.store.admin.check.contents import PACKED
 from agentrl.store.admin.check.reading import Section, Snapshot, Whole
 from agentrl.store.admin.check.report import Findings, Invariant
+from agentrl.store.mechanics.blobs import PACKED
 from agentrl.store.mechanics.connection import Json
-from agentrl.store.names import COLLECTIONS, RETRACTION, TOMBSTONE
+from agentrl.store.names import RETRACTION, TOMBSTONE
+from agentrl.store.schema import VALIDATORS
 
 SEARCHED: Final = (
-    *(name for name in COLLECTIONS if name != TOMBSTONE),
+    *(name for name in VALIDATORS if name != TOMBSTONE),
     *(f"{name}.packed.{part}" for name in PACKED for part in ("files", "chunks")),
 )
 """The collections that may not name what is withdrawn."""

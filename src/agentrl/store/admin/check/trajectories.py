@@ -124,7 +124,7 @@ def _ended(name: str, task: Json, slot: Json, record: Json | None) -> Iterator[P
     )
 
 
-async def read_model_calls(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, list[Json]]:
+async def read_call_sizes(moment: Snapshot, record_ids: Sequence[str]) -> dict[str, list[Json]]:
     """Return the calls of Records by index, with the sizes in bytes of their token arrays."""
     calls: dict[str, list[Json]] = {key: [] for key in record_ids}
     pipeline: list[Json] = [
