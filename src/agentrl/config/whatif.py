@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.flags import Flags, flag, require
@@ -19,6 +20,7 @@ from agentrl.config.schema import (
     RunConfig,
     TraceConfig,
 )
+from agentrl.errors import ConfigError
 
 _OF_LOSS = LOSS_PARAMETERS | {
     "loss_args", "token_level_loss", "skip_length_normalization", "strict_in_bound", "epsilon",
@@ -84,11 +86,27 @@ class WhatIfConfig(Flags):
         )
         return found
 
+    @property
+    def excluded(self) -> frozenset[str]:
+        """The ids in the file ``without``. Raises ConfigError if it cannot be read or is empty."""
+        if self.without is None:
+            return frozenset()
+        try:
+            lines = Path(self.without).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--without {self.without} cannot be read: {error}", hint="write one id a line"
+            ) from error
+        found = frozenset(line.strip() for line in lines if line.strip())
+        require(bool(found), f"--without {self.without} names no Record", "write one id a line")
+        return found
 
-def check_given(given: Collection[str]) -> None:
-    """Raise ConfigError for a given flag that a what-if cannot change."""
+
+def check_flags(configs: Configs) -> None:
+    """Raise ConfigError for wrong steps or ids, and for a given flag that a what-if cannot change."""
+    _ = configs[WhatIfConfig].first_and_last, configs[WhatIfConfig].excluded
     own = CHANGEABLE.union(_OF_PROCESS, flag_names(WhatIfConfig))
-    for name in sorted(set(given) - own):
+    for name in sorted(configs.given - own):
         require(
             False,
             f"--{name} cannot differ from the parent's: the stored data, the checkpoint and the layout were"

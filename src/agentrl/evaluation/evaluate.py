@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from agentrl.concurrency import background, end_tasks, wait_for_any
+from agentrl.concurrency import background
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -25,9 +22,9 @@ from agentrl.errors import ENGINES, EngineError
 from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines
 from agentrl.evaluation.identity import evaluation_rules, read_unchanged
 from agentrl.evaluation.policy import Policy
+from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import evaluated_tasks, results_of
 from agentrl.observe.logging import describe_process_id
-from agentrl.observe.terminal import excerpt
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks
@@ -168,60 +165,3 @@ def configs_of(configs: Configs, policy: Policy) -> Configs:
 async def _no_limit() -> None:
     """Set no limit: an evaluation may begin any number of groups, and takes no part in admission."""
     return
-
-
-T = TypeVar("T")
-
-WORD_SECONDS = 3.0
-"""Interval of lines."""
-_COLUMNS = 80
-
-
-class StoppedError(Exception):
-    """A signal asked the command to stop."""
-
-
-class Progress:
-    """Says on stderr what a command does, and for how long."""
-
-    def __init__(self, name: str, stop: asyncio.Event, out: TextIO | None = None) -> None:
-        self._name = name
-        self._stop = stop
-        self._out = out or sys.stderr
-        self._what = "starting"
-        self._since = time.monotonic()
-        self._detail = ""
-
-    def say(self, text: str) -> None:
-        """Print one line of at most 80 columns."""
-        print(excerpt(f"{self._name}: {text}", _COLUMNS), file=self._out, flush=True)
-
-    def tell(self, detail: str) -> None:
-        """Add ``detail`` to the next lines, until the current work ends."""
-        self._detail = detail
-
-    async def until(self, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, which is described as ``what``. Raises StoppedError at a stop signal."""
-        self._what, self._since, self._detail = what, time.monotonic(), ""
-        task = asyncio.create_task(work)
-        try:
-            await wait_for_any(self._stop, tasks=[task], timeout=None)
-            if self._stop.is_set():
-                raise StoppedError(what)
-            return task.result()
-        finally:
-            await end_tasks(task)
-
-    @asynccontextmanager
-    async def lines(self) -> AsyncIterator[None]:
-        """Print a line every ``WORD_SECONDS`` inside the block."""
-        async with background(self._print()):
-            yield
-
-    async def _print(self) -> None:
-        while True:
-            await asyncio.sleep(WORD_SECONDS)
-            seconds = time.monotonic() - self._since
-            detail = f": {self._detail}" if self._detail else ""
-            with contextlib.suppress(OSError):  # the terminal may be gone; the evaluation goes on
-                self.say(f"{self._what} ({seconds:.0f} s){detail}")

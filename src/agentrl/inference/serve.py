@@ -102,8 +102,8 @@ async def _serve(store: Store, configs: Configs) -> None:
 async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
     """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
     config = configs[AdapterConfig]
-    stored = next((each.values for each in await store.settings.all() if each.id == "adapter"), None)
-    return config if config.lora_rank or stored is None else AdapterConfig(**stored)
+    stored = (await store.settings.all()).get("adapter")
+    return config if config.lora_rank or stored is None else AdapterConfig(**stored.values)
 
 
 async def _device_lease(run: RunConfig) -> DeviceLease:

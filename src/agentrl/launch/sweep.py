@@ -17,10 +17,9 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
 from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
-from agentrl.processes import exit_reason, start_child, stop_child, stop_on_signals
+from agentrl.processes import STOPPED, exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 
-_STOPPED = 130
 _READ_SECONDS = 2.0
 _GRACE_SECONDS = 120.0
 """How long a child may finish its step and its checkpoint after a signal."""
@@ -96,7 +95,7 @@ class SweepRunner:
                 await wait_for_any(stop, tasks=active.values(), timeout=_READ_SECONDS)
                 for key in [key for key, task in active.items() if task.done()]:
                     self._end(key, active.pop(key))
-            return _STOPPED
+            return STOPPED
         finally:
             await end_tasks(*active.values())
 
@@ -173,7 +172,7 @@ class SweepRunner:
 
 async def _eval_flags(source: Store, held_out: HeldOut) -> dict[str, Any]:
     """Return the flags of an evaluation: the file's, and those of the parent's engines and samplers."""
-    roles = {item.role: item for item in await source.settings.resolved()}
+    roles = await source.settings.resolved()
     found: dict[str, Any] = {}
     if "train" in roles:
         found["model_name_or_path"] = roles["train"].values.get("model_name_or_path")

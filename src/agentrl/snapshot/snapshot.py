@@ -222,7 +222,8 @@ class SnapshotReader:
         An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
         """
         store, counts = self._store, self._store.counts
-        configurations = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        configurations = list(resolved.values())
         if alive_seconds is None:
             alive_seconds = _alive_seconds(configurations)
         liveness = await store.services.liveness(TRAIN, alive_seconds)
@@ -251,6 +252,7 @@ class SnapshotReader:
             ),
         }
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        parts["settings"] = list(parts["settings"].values())
         parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)
         return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
 
