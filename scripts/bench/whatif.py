@@ -30,7 +30,7 @@ async def trained(name: str) -> tuple[list[TrainStep], float, str | None]:
     """Return a run's steps, the seconds of its trainer, and the digest of its newest weights."""
     async with await open_existing(RunConfig(run_name=name)) as store:
         steps = await store.steps.find()
-        [flags] = [item for item in await store.settings.resolved() if item.role == "train"]
+        flags = (await store.settings.resolved())["train"]
         newest = await store.policy_versions.latest()
     ended = max(step.committed_at for step in steps if step.committed_at is not None)
     return steps, (ended - flags.at).total_seconds(), None if newest is None else newest.digest

@@ -333,6 +333,10 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
+STOPPED = 130
+"""Exit code of a command that a signal has stopped, as in a shell."""
+
+
 def stop_on_signals() -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()

@@ -20,7 +20,7 @@ from agentrl.documents.run import Evaluation
 from agentrl.documents.training import StepOrigin, TrainStep
 from agentrl.errors import ConfigError
 from agentrl.evaluation.blame import blame
-from agentrl.evaluation.evaluate import Progress
+from agentrl.evaluation.progress import Progress
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
 

@@ -101,7 +101,7 @@ def test_other_settings_than_those_of_the_run_start_nothing(
     assert main(["launch", "train", *words]) == 2
     assert "--loss_calculater is 'GSPO', and the run has 'GRPO'" in capsys.readouterr().err
     assert started == []
-    assert [item.id for item in in_run(run_config, lambda store: store.settings.all())] == ["loss", "tasks"]
+    assert list(in_run(run_config, lambda store: store.settings.all())) == ["loss", "tasks"]
 
 
 @pytest.mark.parametrize(

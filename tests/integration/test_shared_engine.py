@@ -76,8 +76,8 @@ class Run:
         """Wait until samplers see the engine with ``version``."""
 
         async def known() -> bool:
-            await self.router.refresh()
-            return self.router.policy_versions() == {version}
+            await self.router.engines.refresh()
+            return self.router.engines.policy_versions() == {version}
 
         await until(known)
 

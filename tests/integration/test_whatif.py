@@ -65,7 +65,7 @@ async def test_unchanged_settings_give_the_same_run_bit_for_bit(run: StoredRun) 
     assert await digest(run, same) == await digest(run, run.name)
     async with await run.open(same) as store:
         assert await violations(store) == []
-        (flags,) = await store.settings.resolved()
+        (flags,) = (await store.settings.resolved()).values()
     assert flags.threads == 1
     assert flags.values["autocast_bf16"] == "false", "what auto came to for the parent, whose model is narrow"
     page = (run.folder / same / "whatif.html").read_text()
@@ -140,7 +140,7 @@ async def test_preferences_train_the_best_against_the_worst_of_stored_groups(run
     said = run.whatif(dpo, "--loss_calculater", "DPO", "--preference_beta", "0.5")
     assert f"computes with the threads of {run.name}'s trainer: 3" in said
     async with await run.open(dpo) as store:
-        (flags,) = await store.settings.resolved()
+        (flags,) = (await store.settings.resolved()).values()
     assert flags.threads == 3
     parents, own = await run.steps(), await run.steps(dpo)
     assert own[0].metrics["loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -160,7 +160,7 @@ async def test_groups_are_decided_again_by_other_rules_and_without_records(run: 
     assert again[1].data == steps[1].data
     assert again[1].metrics["loss"] != steps[1].metrics["loss"]
     async with await run.open(rules) as store:
-        [groups] = [item for item in await store.settings.all() if item.id == "groups"]
+        groups = (await store.settings.all())["groups"]
         assert groups.values["advantage"] == "dr_grpo"
         assert await violations(store) == []
     for flags, said in {

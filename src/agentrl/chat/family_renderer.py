@@ -276,6 +276,15 @@ def make_family_renderer(
             f"the chat format {name} does not fit this model: its tokenizer has no {missing[0]}",
             hint="give another by --chat_format",
         )
+    renderer, extender = _of_package(name, files, tokens, template_kwargs)
+    tags = tags_in(files.template or "")
+    return FamilyRenderer(renderer, extender, tokens, stop_ids=files.stop_ids, parser=parser, tags=tags)
+
+
+def _of_package(
+    name: str, files: ChatFiles, tokens: ControlTokens, template_kwargs: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Return the package's renderer, and the one that keeps all reasoning. Raises ConfigError."""
     from renderers import base, config_from_name, create_renderer
 
     eos = tokens.token_id(files.special_tokens.get("eos_token", ""))
@@ -283,22 +292,13 @@ def make_family_renderer(
     try:
         with harmony_vocabulary(files.tokenizer) if name == HARMONY else nullcontext():
             config = base.merge_chat_template_kwargs(config_from_name(name), dict(template_kwargs))
-            renderer = create_renderer(tokenizer, config)
             keeping = config.model_copy(update={"thinking_retention": "all"})
-            extender = create_renderer(tokenizer, keeping)
+            return create_renderer(tokenizer, config), create_renderer(tokenizer, keeping)
     except Exception as error:
         raise ConfigError(
             f"the chat format {name} does not fit this model: {error}",
             hint="give another by --chat_format, or other --chat_template_kwargs",
         ) from error
-    return FamilyRenderer(
-        renderer,
-        extender,
-        tokens,
-        stop_ids=files.stop_ids,
-        parser=parser,
-        tags=tags_in(files.template or ""),
-    )
 
 
 class _Tokenizer:

@@ -11,8 +11,6 @@ from agentrl.config.schema import ModelConfig, RunConfig, TrainConfig
 from agentrl.documents.record import check_label
 from agentrl.errors import ConfigError
 
-_STOPPED = 130
-
 
 def main(argv: list[str]) -> int:
     """Parse ``argv``, and print and write the ranking; 130 if a signal stopped it."""
@@ -48,9 +46,9 @@ def main(argv: list[str]) -> int:
 async def _blame(configs: Configs, a: str, b: str) -> int:
     from agentrl.evaluation.blame import blame
     from agentrl.evaluation.blame_report import put_labels, show, to_json, write_files
-    from agentrl.evaluation.evaluate import Progress, StoppedError
+    from agentrl.evaluation.progress import Progress, StoppedError
     from agentrl.observe.terminal import print_json, stdout_console
-    from agentrl.processes import stop_on_signals
+    from agentrl.processes import STOPPED, stop_on_signals
     from agentrl.store.client import open_existing
 
     flags = configs[BlameConfig]
@@ -60,7 +58,7 @@ async def _blame(configs: Configs, a: str, b: str) -> int:
             found = await blame(configs, a, b, progress)
     except StoppedError as stopped:
         progress.say(f"stopped in {stopped}: nothing is written")
-        return _STOPPED
+        return STOPPED
     blamed = found.effects[: flags.top_of(len(found.effects))]
     write_files(found, blamed, flags)
     if flags.label is not None:

@@ -89,8 +89,9 @@ async def check(run: RunConfig, arguments: argparse.Namespace) -> int:
     options = check_options(arguments)
     async with await open_existing(run) as store:
         if arguments.max_trained_count is None:
-            flags = {each.role: each.values for each in await store.settings.resolved()}
-            options = replace(options, max_trained_count=flags.get("train", {}).get("max_trained_count", 1))
+            trainer = (await store.settings.resolved()).get("train")
+            stored = {} if trainer is None else trainer.values
+            options = replace(options, max_trained_count=stored.get("max_trained_count", 1))
         with progress(f"checking run {run.run_name}"):
             report = await Checks(store.connection).run(options)
     if arguments.json:

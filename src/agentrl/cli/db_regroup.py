@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.load import group_of
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.data.rescore import RescoreReport
 
 KINDS = (
     "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
@@ -40,7 +43,6 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.data.rescore import RescoreOptions, rescore_run
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
-    from agentrl.observe.terminal import clean, fixed, stdout_console, table
     from agentrl.registry import allow_imports
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.admin.rescore import SCORED
@@ -54,8 +56,8 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     allow_imports(group_of(TaskConfig, arguments).allowed_names)
     if "failed" in arguments.status:
         return await _score_failed(run, arguments)
-    allow_imports(scorer_weights(arguments.scorer) if arguments.scorer else {})
     if arguments.scorer is not None:
+        allow_imports(scorer_weights(arguments.scorer))
         require_scorer(arguments.scorer)
     options = RescoreOptions(
         scorer=arguments.scorer,
@@ -72,6 +74,14 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     async with await open_existing(run) as store:
         allow_imports(await store.imports.paths())
         report = await rescore_run(store, options)
+    _print_rescored(report, "Rescored, nothing written" if options.dry_run else "Rescored")
+    return 1 if report.errors else 0
+
+
+def _print_rescored(report: RescoreReport, title: str) -> None:
+    """Print a row per split, and what is to be said of the run."""
+    from agentrl.observe.terminal import clean, fixed, stdout_console, table
+
     rows = [
         [name, len(split.old), fixed(split.old_mean), fixed(split.new_mean), split.changed,
          split.decided_again, sum(split.kept.values())]
@@ -79,11 +89,9 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     ]  # fmt: skip
     columns = ["split", "Records", "old mean", "new mean", "scores changed", "groups decided again",
                "groups left"]  # fmt: skip
-    title = "Rescored, nothing written" if options.dry_run else "Rescored"
     stdout_console().print(table(title, columns, rows))
     for line in report.remarks():
         print(clean(line))
-    return 1 if report.errors else 0
 
 
 async def _score_failed(run: RunConfig, arguments: argparse.Namespace) -> int:

@@ -52,12 +52,12 @@ async def fork(arguments: argparse.Namespace) -> int:
     new, step = arguments.new_name, arguments.from_step
     if step is not None and step < 1:
         raise ConfigError(f"--from_step is {step}", hint="give a step with a checkpoint, 1 or more")
-    run = group_of(RunConfig, argparse.Namespace(**vars(arguments) | {"output_dir": None}))
+    run = replace(group_of(RunConfig, arguments), output_dir=None)
     named = await open_connection(replace(run, run_name=new))  # refuses a name that differs in case only
     await named.close()
     await asyncio.to_thread(_require_empty, Path(replace(run, run_name=new).output))
     async with await open_existing(run) as store:
-        flags = {each.role: each for each in await store.settings.resolved()}
+        flags = await store.settings.resolved()
         stored = flags["train"].values.get("output_dir") if "train" in flags else None
         parent_output = Path(arguments.output_dir or stored or run.output)
         work = Fork(store.connection)

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,8 @@ async def _main(arguments: argparse.Namespace) -> int:
     if arguments.parallel < 1:
         raise ConfigError(f"--parallel is {arguments.parallel}", hint="give 1 or more")
     sweep = await asyncio.to_thread(read_sweep, arguments.file)
-    flags = argparse.Namespace(**vars(arguments) | {"run_name": sweep.run, "output_dir": None})
-    run, output, console = group_of(RunConfig, flags), arguments.output_dir, stdout_console()
+    run = replace(group_of(RunConfig, arguments), run_name=sweep.run, output_dir=None)
+    output, console = arguments.output_dir, stdout_console()
     shares = [{}] if arguments.state else await asyncio.to_thread(_shares, arguments.parallel)
     code = 0
     failed: dict[str, str] = {}
@@ -100,7 +101,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 def _shares(parallel: int) -> list[dict[str, str]]:
     """Return the environment of each child that runs at a time: its own GPUs, if there are any to divide."""
-    from agentrl.cli.gpus import UnseenGpuError, find_gpus
+    from agentrl.launch.gpus import UnseenGpuError, find_gpus
 
     try:
         gpus = find_gpus(os.environ) if parallel > 1 else None

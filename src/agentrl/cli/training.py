@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl.config.agreement import require_trainable
 from agentrl.config.load import Configs, parse
@@ -33,6 +34,10 @@ from agentrl.config.schema import (
 )
 from agentrl.config.training import PlanConfig, SFTConfig
 from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.plan.estimates import Services
+    from agentrl.plan.search import Search
 
 NOTHING_FITS = 3
 """Exit code of ``agentrl plan`` when no layout fits."""
@@ -108,13 +113,25 @@ def plan(argv: list[str]) -> int:
         ],
         extra=[PlanConfig],
     )
+    search, services = _search(configs)
+    from agentrl.observe.terminal import stdout_console
+    from agentrl.plan.report import plan_json, print_plan
+
+    if configs[PlanConfig].json:
+        print(json.dumps(plan_json(search, services), indent=2))
+    else:
+        print_plan(stdout_console(), search, services)
+    return NOTHING_FITS if services is None else 0
+
+
+def _search(configs: Configs) -> tuple[Search, Services | None]:
+    """Return the layouts, and the services beside the fastest one that fits; None if none fits."""
+    from agentrl.plan.workload import build_workload, parse_gpus
+
     flags = configs[PlanConfig]
     folder = flags.model or configs[ModelConfig].model_name_or_path
     if folder is None:
         raise ConfigError("no model is given", hint="give --model FOLDER; its config.json is enough")
-
-    from agentrl.plan.workload import parse_gpus
-
     cluster = parse_gpus(
         flags.gpus,
         memory_gib=flags.gpu_memory_gib,
@@ -122,14 +139,11 @@ def plan(argv: list[str]) -> int:
         network_gbps=flags.network_gbps,
     )
     engine = parse_gpus(flags.engine_gpu).gpu if flags.engine_gpu else cluster.gpu
-    from agentrl.observe.terminal import stdout_console
+    work = build_workload(configs)
     from agentrl.plan.estimates import size_services
     from agentrl.plan.model import open_model, reference_parameters
-    from agentrl.plan.report import plan_json, print_plan
     from agentrl.plan.search import Search
-    from agentrl.plan.workload import build_workload
 
-    work = build_workload(configs)
     trust = configs[ModelConfig].trust_remote_code
     model = open_model(Path(folder), flags.context, trust_remote_code=trust)
     search = Search(
@@ -138,14 +152,9 @@ def plan(argv: list[str]) -> int:
     )  # fmt: skip
     search.run()
     fitting = next((item for item in search.verdicts if item.state == "fits"), None)
-    services = None
-    if fitting is not None:
-        services = size_services(
-            model, work, fitting.candidate.time.total, engine,
-            request_tokens_per_second=flags.request_tokens_per_second, tool_seconds=flags.tool_seconds,
-        )  # fmt: skip
-    if flags.json:
-        print(json.dumps(plan_json(search, services), indent=2))
-    else:
-        print_plan(stdout_console(), search, services)
-    return 0 if fitting is not None else NOTHING_FITS
+    if fitting is None:
+        return search, None
+    return search, size_services(
+        model, work, fitting.candidate.time.total, engine,
+        request_tokens_per_second=flags.request_tokens_per_second, tool_seconds=flags.tool_seconds,
+    )  # fmt: skip

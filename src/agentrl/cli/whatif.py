@@ -11,7 +11,6 @@ database and a folder of its own, which reads the data of the parent where they 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from agentrl.config.schema import (
     RunConfig,
     TraceConfig,
 )
-from agentrl.config.whatif import WhatIfConfig, check_given
+from agentrl.config.whatif import WhatIfConfig, check_flags
 from agentrl.errors import ConfigError
 
 _NAMES = 2
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
             "no run is named" if not names else "--compare trains nothing, and a run is named",
             hint="agentrl whatif RUN --loss_calculater GSPO; or agentrl whatif --compare CHILD,CHILD",
         )
-    check_given(configs.given)
+    check_flags(configs)
     require_writable("--out", flags.out)
     from agentrl.observe.logging import setup
 
@@ -61,20 +60,11 @@ def main(argv: list[str]) -> int:
     setup(replace(configs[RunConfig], run_name=[*names, *children][0]), "whatif")
     if children:
         return _compare(children, configs, flags.out or f"output/{children[0]}/whatif.html")
-    from agentrl.train.whatif import WhatIf, train_again
+    from agentrl.distributed.world import is_first_rank
+    from agentrl.train.whatif import train_again
 
-    child = train_again(
-        WhatIf(
-            parent=names[0],
-            child=names[1] if len(names) == _NAMES else None,
-            steps=flags.first_and_last,
-            without=_read_ids(flags.without),
-            scorer=flags.scorer,
-            order_seed=flags.order_seed,
-        ),
-        configs,
-    )
-    if os.environ.get("RANK", "0") != "0":
+    child = train_again(names[0], names[1] if len(names) == _NAMES else None, configs)
+    if not is_first_rank():
         return 0
     folder = configs[RunConfig].output_dir or f"output/{child}"
     return _compare([child], configs, flags.out or f"{folder}/whatif.html")
@@ -91,17 +81,3 @@ def _compare(children: Sequence[str], configs: Configs, out: str) -> int:
     write_page(found, Path(out))
     print(out)
     return 0
-
-
-def _read_ids(path: str | None) -> frozenset[str]:
-    """Return the ids in a file, one a line. Raises ConfigError for a file that cannot be read or is empty."""
-    if path is None:
-        return frozenset()
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--without {path} cannot be read: {error}", hint="write one id a line") from error
-    found = frozenset(line.strip() for line in lines if line.strip())
-    if not found:
-        raise ConfigError(f"--without {path} names no Record", hint="write one id a line")
-    return found

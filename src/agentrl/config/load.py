@@ -37,15 +37,25 @@ class Configs:
         self._groups = {type(group): group for group in groups}
         self.given = frozenset(given)
 
+    @classmethod
+    def of(cls, groups: Sequence[type], values: Mapping[str, Any], given: Iterable[str]) -> Configs:
+        """Return ``groups`` with the flags ``values``, by name; the others have their defaults."""
+        return cls([_group(group, values) for group in groups], given)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The value of every flag, by name."""
+        return {name: getattr(group, name) for group in self for name in flag_names(type(group))}
+
     def only(self, *groups: type) -> Configs:
         """Return the configuration with ``groups`` alone, and the flags of theirs that were given."""
-        return Configs([self._groups[group] for group in groups], self.given & set(_names(groups)))
+        return Configs([self._groups[group] for group in groups], self.given & set(flag_names(*groups)))
 
     def with_flags(self, values: Mapping[str, Any]) -> Configs:
         """Return a copy in which the flags ``values`` were given too, by name."""
         groups = [
             dataclasses.replace(
-                group, **{name: values[name] for name in _names([type(group)]) if name in values}
+                group, **{name: values[name] for name in flag_names(type(group)) if name in values}
             )
             for group in self
         ]
@@ -77,7 +87,7 @@ def parse(
     parser = _parser(command, description, shown, extra)
     end_if_collected(parser, command)
     groups = (*GROUPS, *extra)
-    known = [f"--{name}" for name in _names(groups)]
+    known = [f"--{name}" for name in flag_names(*groups)]
     words = ["--verbose" if word == "-v" else _underscored(word, known) for word in replace_flags(argv)]
     parsed, rest = parser.parse_known_args(words)
     if rest:
@@ -89,9 +99,7 @@ def parse(
     if path is not None:
         file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
         given = {**flags_of(file, file.content or {}, groups), **flags}
-    configs = Configs(
-        [group(**{name: given[name] for name in _names([group]) if name in given}) for group in groups], given
-    )
+    configs = Configs.of(groups, given, given)
     _warn_of_ignored(configs)
     if validate is not None:
         validate(configs)
@@ -154,35 +162,38 @@ def flags_of(file: SettingsFile, content: Any, groups: Sequence[type]) -> dict[s
     hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
     names = {section.key: [item.name for item in section.flags] for section in sections(*groups)}
     found: dict[str, Any] = {}
+    for place, name, value in _entries(file, content, names):
+        if name not in hints and name in REPLACEMENTS:
+            text = str(value).lower() if isinstance(value, bool) or value is None else str(value)
+            name = replace_flag(name, text)
+            if name is None:
+                continue
+        if name not in hints:
+            raise _unknown("key", str(name), [*flag_names(*groups), *names], file, *place)
+        if name in found:
+            raise file.error(f"{name} is given twice", *place, hint="leave one of them out")
+        if not _fits(hints[name], value):
+            raise file.error(
+                f"{name} is {value!r} ({type(value).__name__}), and it takes {_describe(hints[name])}",
+                *place,
+                hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
+            )
+        found[name] = str(value).lower() if hints[name] == Switch else value
+    return found
+
+
+def _entries(
+    file: SettingsFile, content: Mapping[Any, Any], names: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    """Yield the place, the name and the value of each flag, flat or in one of the sections ``names``."""
     for key, value in content.items():
         if isinstance(value, dict):
             if key not in names:
                 raise _unknown("section", str(key), list(names), file, key)
             _require_in_section(file, key, value, names)
-            given = value
-        elif key in names and value is None:
-            continue
-        else:
-            given = {key: value}
-        for name, item in given.items():
-            place = (key, name) if given is value else (key,)
-            if name not in hints and name in REPLACEMENTS:
-                text = str(item).lower() if isinstance(item, bool) or item is None else str(item)
-                name = replace_flag(name, text)
-                if name is None:
-                    continue
-            if name not in hints:
-                raise _unknown("key", str(name), [*_names(groups), *names], file, *place)
-            if name in found:
-                raise file.error(f"{name} is given twice", *place, hint="leave one of them out")
-            if not _fits(hints[name], item):
-                raise file.error(
-                    f"{name} is {item!r} ({type(item).__name__}), and it takes {_describe(hints[name])}",
-                    *place,
-                    hint="mind YAML's types: 1e-6 without a dot is text, write 1.0e-6",
-                )
-            found[name] = str(item).lower() if hints[name] == Switch else item
-    return found
+            yield from (((key, name), name, item) for name, item in value.items())
+        elif key not in names or value is not None:
+            yield (key,), key, value
 
 
 def _require_in_section(
@@ -217,8 +228,13 @@ def _describe(hint: Any) -> str:
     return "null" if hint is NoneType else str(hint.__name__)
 
 
-def _names(groups: Sequence[type]) -> list[str]:
-    return [field.name for group in groups for field in dataclasses.fields(group)]
+def flag_names(*groups: type) -> list[str]:
+    """Return the names of the flags of ``groups``, in order."""
+    return [item.name for group in groups for item in dataclasses.fields(group)]
+
+
+def _group(group: type[T], values: Mapping[str, Any]) -> T:
+    return group(**{name: values[name] for name in flag_names(group) if name in values})
 
 
 def _unknown(
@@ -237,8 +253,7 @@ def leading_words(argv: Sequence[str], most: int) -> list[str]:
 
 def group_of(group: type[T], arguments: argparse.Namespace) -> T:
     """Return a dataclass of flags with those that ``arguments`` has. Raises ConfigError for a wrong value."""
-    given = {name: getattr(arguments, name) for name in _names([group]) if name in arguments}
-    return group(**given)
+    return _group(group, vars(arguments))
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -84,6 +84,10 @@ class RunConfig(Flags):
         """The run's output folder."""
         return self.output_dir or f"output/{self.run_name}"
 
+    def checkpoint_roots(self, fallback: str | None) -> list[Path]:
+        """Return the folders of checkpoints; ``fallback`` is the trainer's ``--fallback_output_dir``."""
+        return [Path(self.output), *([Path(fallback) / self.run_name] if fallback else [])]
+
 
 def uri_of_variables(variables: Mapping[str, str]) -> str | None:
     """Return the URI in MONGO_URI or in the file MONGO_URI_FILE; None if neither variable is set.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.config.flags import Flags, flag, require
-from agentrl.config.load import Configs
+from agentrl.config.load import Configs, flag_names
 from agentrl.config.loss import LOSS_PARAMETERS
 from agentrl.config.schema import (
     GROUPS,
@@ -19,6 +20,7 @@ from agentrl.config.schema import (
     RunConfig,
     TraceConfig,
 )
+from agentrl.errors import ConfigError
 
 _OF_LOSS = LOSS_PARAMETERS | {
     "loss_args", "token_level_loss", "skip_length_normalization", "strict_in_bound", "epsilon",
@@ -37,14 +39,10 @@ _TRAINING = frozenset({
 })  # fmt: skip
 
 
-def _names(*groups: type) -> frozenset[str]:
-    return frozenset(item.name for group in groups for item in dataclasses.fields(group))
-
-
-GROUP_RULES = _names(GroupConfig)
-CHANGEABLE = (_names(LossConfig, OptimConfig, MemoryConfig) - {"freeze"}) | GROUP_RULES | _TRAINING
+GROUP_RULES = frozenset(flag_names(GroupConfig))
+CHANGEABLE = GROUP_RULES | _TRAINING | set(flag_names(LossConfig, OptimConfig, MemoryConfig)) - {"freeze"}
 """Flags that may differ from the parent's."""
-_OF_PROCESS = _names(RunConfig, TraceConfig) - {"seed", "run_name"} | {"lease_seconds"}
+_OF_PROCESS = set(flag_names(RunConfig, TraceConfig)) - {"seed", "run_name"} | {"lease_seconds"}
 """Flags of this process, which are not the parent's."""
 
 
@@ -88,11 +86,27 @@ class WhatIfConfig(Flags):
         )
         return found
 
+    @property
+    def excluded(self) -> frozenset[str]:
+        """The ids in the file ``without``. Raises ConfigError if it cannot be read or is empty."""
+        if self.without is None:
+            return frozenset()
+        try:
+            lines = Path(self.without).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--without {self.without} cannot be read: {error}", hint="write one id a line"
+            ) from error
+        found = frozenset(line.strip() for line in lines if line.strip())
+        require(bool(found), f"--without {self.without} names no Record", "write one id a line")
+        return found
 
-def check_given(given: Collection[str]) -> None:
-    """Raise ConfigError for a given flag that a what-if cannot change."""
-    own = _names(WhatIfConfig) | _OF_PROCESS | CHANGEABLE
-    for name in sorted(set(given) - own):
+
+def check_flags(configs: Configs) -> None:
+    """Raise ConfigError for wrong steps or ids, and for a given flag that a what-if cannot change."""
+    _ = configs[WhatIfConfig].first_and_last, configs[WhatIfConfig].excluded
+    own = CHANGEABLE.union(_OF_PROCESS, flag_names(WhatIfConfig))
+    for name in sorted(configs.given - own):
         require(
             False,
             f"--{name} cannot differ from the parent's: the stored data, the checkpoint and the layout were"
@@ -108,10 +122,8 @@ def parent_configs(stored: Mapping[str, Any], given: Collection[str], here: Conf
     ``stored`` are the flags of the parent's trainer, ``given`` those that were given to it. ``here`` has the
     flags of this command: those of the process are taken from it.
     """
-    values = dict(stored) | {name: value for name, value in _flags(here).items() if name in _OF_PROCESS}
-    values |= _CHILD
-    groups = [group(**{name: values[name] for name in _names(group) if name in values}) for group in GROUPS]
-    return Configs(groups, set(given) & _names(*GROUPS))
+    of_process = {name: value for name, value in here.flags.items() if name in _OF_PROCESS}
+    return Configs.of(GROUPS, {**stored, **of_process, **_CHILD}, set(given) & set(flag_names(*GROUPS)))
 
 
 def child_configs(parent: Configs, here: Configs) -> Configs:
@@ -120,7 +132,7 @@ def child_configs(parent: Configs, here: Configs) -> Configs:
     With another ``--loss_calculater``, the flags whose defaults belong to the loss are the new loss's, unless
     they are given here.
     """
-    changed = {name: value for name, value in _flags(here).items() if name in here.given & CHANGEABLE}
+    changed = {name: value for name, value in here.flags.items() if name in here.given & CHANGEABLE}
     loss = changed.get("loss_calculater")
     if loss is not None and loss != parent[LossConfig].loss_calculater:
         of_loss = dataclasses.asdict(LossConfig())
@@ -135,10 +147,5 @@ def changes(parent: Configs, child: Configs, loss: LossConfig) -> dict[str, Any]
 
     ``loss`` are the child's flags of the loss with the defaults of the loss filled in, as the parent's are.
     """
-    old, new = _flags(parent), _flags(child)
-    new |= {item.name: getattr(loss, item.name) for item in dataclasses.fields(LossConfig)}
+    old, new = parent.flags, child.flags | Configs([loss]).flags
     return {name: [old[name], new[name]] for name in sorted(CHANGEABLE) if old[name] != new[name]}
-
-
-def _flags(configs: Configs) -> dict[str, Any]:
-    return {item.name: getattr(group, item.name) for group in configs for item in dataclasses.fields(group)}

@@ -96,32 +96,14 @@ class GroupRules:
             outcomes = [RecordOutcome(record_id=record.id, status=RecordStatus.READY) for record in scored]
             summed = {**summarize(scored, failed, 0, rules), "right_threshold": self.config.right_threshold}
             return GroupOutcome(records=tuple(outcomes), summary=summed)
-        filtered = self.filtered or {}
-        if self.filtered is None and self.config.group_filter is not None and scored:
-            filtered = dropped_by_filter(self.config.group_filter, task, scored)
-        if self.recorded and self.config.advantage not in BUILT_IN:
-            decisions = recorded_decisions(scored)
-        else:
-            rng = random.Random(f"{self.seed}/{task.id}")
-            decisions = decide_group(scored, self.config, rng, filtered)
+        filtered = self._filtered(task, scored)
         by_id = {record.id: record for record in scored}
-        data: list[DBRecordData] = []
-        outcomes = []
-        masked: Counter[str] = Counter()
-        for decision in decisions:
-            record = by_id[decision.record_id]
-            reasons = self._masked(group, record, decision)
-            masked.update(reasons)
-            converted = self._convert(group, record, decision, reasons)
-            outcome = RecordOutcome(record_id=record.id, status=RecordStatus.READY)
-            if isinstance(converted, str):
-                outcome = replace(outcome, status=RecordStatus.ABANDONED, because=converted)
-            else:
-                data.append(converted)
-                outcome = replace(
-                    outcome, advantage=decision.advantage, turn_advantages=decision.turn_advantages
-                )
-            outcomes.append(outcome)
+        converted = [
+            self._convert(group, by_id[decision.record_id], decision)
+            for decision in self._decisions(task, scored, filtered)
+        ]
+        data = tuple(each.data for each in converted if each.data is not None)
+        masked = Counter(what for each in converted for what in each.masked)
         summary = {
             **summarize(scored, failed, len(data), rules),
             "masked_calls": [
@@ -130,40 +112,66 @@ class GroupRules:
             "filtered": [{"record": key, "because": because} for key, because in filtered.items()],
             "rules": rules,
         }
-        return GroupOutcome(data=tuple(data), records=tuple(outcomes), summary=summary)
+        return GroupOutcome(data=data, records=tuple(each.outcome for each in converted), summary=summary)
 
-    def _masked(self, group: StoredGroup, record: Record, decision: Decision) -> list[str]:
-        """Return ``masked_calls`` of a Record that is trained, else an empty list."""
-        if decision.advantage is None:
-            return []
-        calls = group.calls.get(record.id, ())
+    def _filtered(self, task: Task, scored: Sequence[Record]) -> Mapping[str, str]:
+        """Return the Records that ``--group_filter`` drops, and why."""
+        if self.filtered is None and self.config.group_filter is not None and scored:
+            return dropped_by_filter(self.config.group_filter, task, scored)
+        return self.filtered or {}
+
+    def _decisions(
+        self, task: Task, scored: Sequence[Record], filtered: Mapping[str, str]
+    ) -> Sequence[Decision]:
+        if self.recorded and self.config.advantage not in BUILT_IN:
+            return recorded_decisions(scored)
+        return decide_group(scored, self.config, random.Random(f"{self.seed}/{task.id}"), filtered)
+
+    def _convert(self, group: StoredGroup, record: Record, decision: Decision) -> _Converted:
+        """Return the training data of a Record, or why there are none."""
+        advantage, turn_advantages = decision.advantage, decision.turn_advantages
+        if advantage is None:
+            return _abandoned(record, decision.abandoned_because or "abandoned")
+        calls, columns = group.calls.get(record.id, ()), group.columns.get(record.id, ())
         chosen = [call for call in calls if call.index not in record.untrained_calls]
-        return masked_calls(chosen, decision.advantage, self.config, decision.turn_advantages)
-
-    def _convert(
-        self, group: StoredGroup, record: Record, decision: Decision, reasons: Sequence[str]
-    ) -> DBRecordData | str:
-        """Return the training data, or why there are none."""
-        if decision.advantage is None:
-            return decision.abandoned_because or "abandoned"
-        columns = group.columns.get(record.id, ())
+        masked = masked_calls(chosen, advantage, self.config, turn_advantages)
         if (missing := _missing_column(columns, self.config.column_names)) is not None:
-            return missing
+            return _abandoned(record, missing, masked)
         try:
             data = to_training_data(
-                group.task, record, group.calls.get(record.id, ()), decision.advantage, self.config,
-                turn_advantages=decision.turn_advantages, columns=columns,
+                group.task, record, calls, advantage, self.config, turn_advantages=turn_advantages,
+                columns=columns,
             )  # fmt: skip
         except StoreError as error:
             logger.error("a trajectory cannot be trained", extra={"record": record.id, "why": error.message})
-            return error.message
+            return _abandoned(record, error.message, masked)
         if data is not None:
-            return data
-        if decision.advantage == 0 and self.config.drop_zero_advantage:
-            return "its advantage is 0, and drop_zero_advantage leaves it out"
-        if reasons:
-            return f"no model call to train: {_listed(reasons)}, which the engine's logprobs leave out"
-        return "no model call has an advantage to train with"
+            ready = RecordOutcome(
+                record_id=record.id, status=RecordStatus.READY, advantage=advantage,
+                turn_advantages=turn_advantages,
+            )  # fmt: skip
+            return _Converted(ready, masked, data)
+        why = "no model call has an advantage to train with"
+        if advantage == 0 and self.config.drop_zero_advantage:
+            why = "its advantage is 0, and drop_zero_advantage leaves it out"
+        elif masked:
+            why = f"no model call to train: {_listed(masked)}, which the engine's logprobs leave out"
+        return _abandoned(record, why, masked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Converted:
+    """What became of a Record, its training data, and why sampling parameters mask some of its calls."""
+
+    outcome: RecordOutcome
+    masked: Sequence[str]
+    data: DBRecordData | None = None
+
+
+def _abandoned(record: Record, because: str, masked: Sequence[str] = ()) -> _Converted:
+    return _Converted(
+        RecordOutcome(record_id=record.id, status=RecordStatus.ABANDONED, because=because), masked
+    )
 
 
 def decide_stored(task: Task) -> Decide | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,22 +10,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.data.depth_first import depth_first
-from agentrl.data.forest_images import ForestImages, concatenate_images, images_of_spans
+from agentrl.data.forest_images import ForestImages, concatenate_images
 from agentrl.data.forest_routing import ForestRouting, concatenate_routing, routing_of
+from agentrl.data.stored_trajectory import (
+    check_nodes,
+    columns_of,
+    depth_first,
+    ids_of,
+    images_of,
+    labels_of,
+    mask_of,
+    require,
+    targets_of,
+)
 from agentrl.documents.column import TokenColumns
 from agentrl.documents.images import ImageSpan
-from agentrl.documents.model_call import pack_floats, pack_ids, unpack_floats, unpack_ids
+from agentrl.documents.model_call import pack_floats, pack_ids
 from agentrl.documents.routing import ExpertShape
 from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.documents.training import DBRecordData, Node, TrainableSpan
-from agentrl.errors import ForestError, StoreError
+from agentrl.errors import ForestError
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Images = tuple[ImageSpan, ...]
-_MISMATCH = "another version wrote the document, or it was altered: convert its Record again"
-_VOCABULARY = "sample and train with the same model and tokenizer (--model_name_or_path)"
 LABELS = ("label", "advantage", "behavior_logprob", "version", "temperature", "age")
 """The fields of a TokenForest with a value per trainable token that packing does not renumber."""
 
@@ -191,11 +199,11 @@ def forest_from_sequences(
     chains = []
     for index, (ids, mask) in enumerate(zip(input_ids, trainable, strict=True)):
         name = f"sequence {index}"
-        _require(len(ids) > 0, name, "it has no tokens", "drop empty sequences")
+        require(len(ids) > 0, name, "it has no tokens", "drop empty sequences")
         lengths = f"{len(ids)} ids, but a mask of {len(mask)}"
-        _require(len(mask) == len(ids), name, lengths, "give one mask entry per id")
+        require(len(mask) == len(ids), name, lengths, "give one mask entry per id")
         first = "its first token is trainable, and no token predicts it"
-        _require(not mask[0], name, first, "mask only tokens that have a token before them")
+        require(not mask[0], name, first, "mask only tokens that have a token before them")
         chains.append(chain(name, np.asarray(ids, np.int64), np.asarray(mask, np.bool_), temperature))
     return forest_from_data(chains)
 
@@ -221,130 +229,32 @@ def chain(
     )  # fmt: skip
 
 
-def _require(good: bool, name: str, message: str, hint: str = _MISMATCH) -> None:
-    if not good:
-        raise ForestError(f"training data {name}: {message}", hint=hint)
-
-
-def _check_vocabulary(name: str, ids: Ints, vocab_size: int | None) -> None:
-    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
-    outside = ids[(ids < 0) | (ids >= limit)]
-    if outside.size:
-        size = "" if vocab_size is None else f" of {vocab_size} ids"
-        _require(False, name, f"token id {outside[0]} is outside the vocabulary{size}", _VOCABULARY)
-
-
 def _one_trajectory(
     data: DBRecordData, vocab_size: int | None, ages: Mapping[int, int] | None, experts: ExpertShape | None
 ) -> TokenForest:
-    ids = unpack_ids(data.input_ids).astype(np.int64)
-    _require(len(ids) == data.tokens > 0, data.id, f"says {data.tokens} tokens and holds {len(ids)}")
-    _check_vocabulary(data.id, ids, vocab_size)
-    end = 0
-    for index, node in enumerate(data.nodes):
-        where = f"node {index} [{node.start}, {node.end})"
-        _require(node.start == end and node.end > node.start, data.id, f"{where} does not follow token {end}")
-        _require(-1 <= node.parent < index, data.id, f"{where} has parent {node.parent}, not an earlier node")
-        end = node.end
-    _require(end == data.tokens, data.id, f"nodes cover {end} of {data.tokens} tokens")
+    ids = ids_of(data, vocab_size)
+    check_nodes(data)
     new_index, parent, position, subtree_end = depth_first(data.nodes)
-    target = _targets(data)
-    per_span = np.array([span.end - span.start for span in data.spans], np.int64)
-    advantage = np.repeat(np.array([span.advantage for span in data.spans], np.float32), per_span)
-    temperature = np.repeat(np.array([span.temperature for span in data.spans], np.float32), per_span)
-    behavior = unpack_floats(data.behavior_logprobs)
-    _require(
-        len(behavior) == len(target) == data.trainable_tokens,
-        data.id,
-        f"says {data.trainable_tokens} trainable tokens; spans have {len(target)}, logprobs {len(behavior)}",
-    )
-    _require(bool(np.isfinite(advantage).all()), data.id, "an advantage is not finite")
-    _require(bool(np.isfinite(behavior).all()), data.id, "a behavior logprob is not finite")
-    usable = np.isfinite(temperature) & (temperature > 0)
-    _require(bool(usable.all()), data.id, f"temperature {temperature[~usable][:1]} is not a number above 0")
-    placed = new_index[target]
-    roots = target[parent[placed] < 0]
-    _require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: no token predicts it")
+    stored = targets_of(data)
+    labels = labels_of(data, len(stored), ages)
+    target = new_index[stored]
+    roots = stored[parent[target] < 0]
+    require(roots.size == 0, data.id, f"token {roots[:1]} is trainable and a root: no token predicts it")
     laid_out = np.empty_like(ids)
     laid_out[new_index] = ids
     return TokenForest(
+        **labels,
         input_ids=laid_out,
         position_ids=position,
         parent=parent,
         subtree_end=subtree_end,
         row=np.zeros(len(target), np.int64),
-        target=placed,
-        label=np.arange(len(target)),
-        advantage=advantage,
-        behavior_logprob=behavior,
-        version=np.repeat(np.array([span.version for span in data.spans], np.int64), per_span),
-        temperature=temperature,
-        age=np.repeat(_span_ages(data, ages), per_span),
-        owner=at_or_below(placed, subtree_end) - 1,
+        target=target,
+        owner=at_or_below(target, subtree_end) - 1,
         trajectory=np.zeros(1, np.int64),
         row_tokens=np.array([len(target)]),
-        images=_images(data, target, new_index),
-        sampling_mask=_sampling_mask(data, ids[target], vocab_size),
+        images=images_of(data, stored, new_index),
+        sampling_mask=mask_of(data, ids[stored], vocab_size),
         routing=routing_of(data, experts, new_index),
-        columns=_columns(data, vocab_size),
+        columns=columns_of(data, vocab_size),
     )
-
-
-def _images(data: DBRecordData, target: Ints, index: Ints) -> ForestImages | None:
-    """Return the images of a trajectory; none of their tokens is trainable."""
-    try:
-        images = images_of_spans(data.images, data.tokens, index)
-    except ValueError as error:
-        raise ForestError(f"training data {data.id}: {error}", hint=_MISMATCH) from error
-    if images is not None:
-        trained = target[images.image[index[target]] >= 0]
-        _require(trained.size == 0, data.id, f"token {trained[:1]} of an image is trainable")
-    return images
-
-
-def _sampling_mask(data: DBRecordData, targets: Ints, vocab_size: int | None) -> SamplingMask | None:
-    """Return the mask of a trajectory's trainable tokens, each of which is among the ids that it keeps."""
-    if not data.sampling_mask:
-        return None
-    mask: SamplingMask = _unpack(data, SamplingMask.unpack, data.sampling_mask)
-    _check_vocabulary(data.id, mask.ids, vocab_size)
-    _require(mask.keeps(targets), data.id, "a token is not among the ids of its sampling mask")
-    return mask
-
-
-def _columns(data: DBRecordData, vocab_size: int | None) -> TokenColumns | None:
-    columns: TokenColumns | None = _unpack(data, TokenColumns.unpack, data.columns)
-    for top in () if columns is None else columns.top.values():
-        _check_vocabulary(data.id, top.ids.ids, vocab_size)
-    return columns
-
-
-def _unpack(data: DBRecordData, unpack: Callable[[bytes, int], Any], packed: bytes) -> Any:
-    try:
-        return unpack(packed, data.trainable_tokens)
-    except StoreError as error:
-        raise ForestError(f"training data {data.id}: {error.message}", hint=_MISMATCH) from error
-
-
-def _span_ages(data: DBRecordData, ages: Mapping[int, int] | None) -> Ints:
-    """Return int64[spans]: the age of each span's tokens."""
-    if ages is None:
-        return np.zeros(len(data.spans), np.int64)
-    unknown = [span.version for span in data.spans if span.version not in ages]
-    if unknown:
-        _require(False, data.id, f"policy version {unknown[0]} has no age", "give an age for every version")
-    return np.array([ages[span.version] for span in data.spans], np.int64)
-
-
-def _targets(data: DBRecordData) -> Ints:
-    """Return int64[T]: the stored index of each trainable token, in the order of spans."""
-    pieces = [np.zeros(0, np.int64)]
-    for span in data.spans:
-        where = f"span [{span.start}, {span.end})"
-        _require(
-            0 <= span.start < span.end <= data.tokens, data.id, f"{where} is outside {data.tokens} tokens"
-        )
-        pieces.append(np.arange(span.start, span.end))
-    target = np.concatenate(pieces)
-    _require(len(np.unique(target)) == len(target), data.id, "spans overlap")
-    return target

@@ -207,7 +207,7 @@ def _paths(forest: TokenForest) -> list[Ints]:
     return made
 
 
-def common_prefix(ids: Ints, others: Ints) -> int:
+def common_prefix(ids: NDArray[np.integer], others: NDArray[np.integer]) -> int:
     """Return the number of equal leading ids."""
     length = min(len(ids), len(others))
     different = np.flatnonzero(ids[:length] != others[:length])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +14,7 @@ from agentrl.data.finalize_group import decide_stored
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     branches_of,
-    full_messages,
+    conversation,
     main_branch,
     of_main_role,
 )
@@ -186,14 +187,11 @@ def scorer_context(
 ) -> ScorerContext:
     """Return the scorer's input, rebuilt from stored documents; without messages if they were pruned."""
     path: Sequence[DispatchedSamplingTask] = of_main_role(calls)
-    main = None if record.train_rule is None else main_branch(branches_of(path))
-    path = path if main is None else main.calls
+    is_branched = any(call.parent not in (None, before.id) for before, call in pairwise(path))
+    if is_branched or record.train_rule is not None:
+        main = main_branch(branches_of(path))
+        path = () if main is None else main.calls
     first = max((number for number, call in enumerate(path) if call.parent is None), default=0)
-    messages = [
-        message
-        for parent, call in zip((None, *path[first:]), path[first:], strict=False)
-        for message in (*full_messages(call, parent), {"role": "assistant", **call.response})
-    ]
     scored = tuple(
         ScoredCall.of(call.response, call.tool_executions, call.status, call.role) for call in calls
     )
@@ -202,7 +200,7 @@ def scorer_context(
         final_answer=record.final_answer,
         answer=task.answer,
         aug_answers=task.aug_answers,
-        messages=tuple(messages),
+        messages=tuple(conversation(path[first:])),
         calls=scored,
         meta=task.meta,
         environment=task.environment,

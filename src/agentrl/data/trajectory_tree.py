@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agentrl.config.schema import GroupConfig
 from agentrl.data.token_tree import build_tree
@@ -17,6 +18,7 @@ from agentrl.documents.column import Column, TokenColumns
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     VersionSpan,
+    append_span,
     pack_floats,
     pack_ids,
     unpack_floats,
@@ -46,6 +48,17 @@ class _TrainableCall:
     temperature: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive tokens of one call that one policy version sampled, and what is trained of each."""
+
+    span: TrainableSpan
+    logprobs: NDArray[np.float32]
+    mask: SamplingMask
+    places: NDArray[np.int64]
+    """Indices among the generated tokens of all calls of the Record."""
+
+
 def to_training_data(
     task: Task,
     record: Record,
@@ -72,26 +85,17 @@ def to_training_data(
     chosen = [call for call in calls if call.index not in record.untrained_calls]
     trainable = _trainable_calls(chosen, advantage, turn_advantages, config, supervised)
     tree = build_tree(calls, [item.call.id for item in trainable])
-    spans: list[TrainableSpan] = []
-    logprobs: list[np.ndarray] = []
-    masks: list[SamplingMask] = []
-    places: list[np.ndarray] = []
-    ends = np.cumsum([len(call.output_ids) // 4 for call in calls])
-    end_of = dict(zip((call.id for call in calls), ends.tolist(), strict=True))
-    for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id]):
-        output_start = tree.output_starts[item.call.id]
-        packed = b"" if supervised else item.call.sampling_mask
-        mask = SamplingMask.unpack(packed, len(item.call.output_ids) // 4)
-        for version in _versions(item.call, first=0 if output_start else 1):
-            spans.append(_span(item, version, output_start))
-            logprobs.append(unpack_floats(item.call.logprobs)[version.start : version.end])
-            masks.append(mask.select(slice(version.start, version.end)))
-            first = end_of[item.call.id] - len(item.call.output_ids) // 4
-            places.append(np.arange(first + version.start, first + version.end))
-    if not spans:
+    counts = [len(call.output_ids) // 4 for call in calls]
+    first_of = dict(zip((call.id for call in calls), np.cumsum([0, *counts]).tolist(), strict=False))
+    trained = [
+        run
+        for item in sorted(trainable, key=lambda item: tree.output_starts[item.call.id])
+        for run in _runs(item, tree.output_starts[item.call.id], first_of[item.call.id], supervised)
+    ]
+    if not trained:
         return None
     named = [column for column in columns if column.name in config.column_names]
-    generated = TokenColumns.of_record(named, int(ends[-1]))
+    generated = TokenColumns.of_record(named, sum(counts))
     return DBRecordData(
         id=record.id,
         record=record.id,
@@ -100,21 +104,21 @@ def to_training_data(
         score=record.score,
         advantage=advantage,
         turn_advantages=tuple(turn_advantages),
-        min_version=min(span.version for span in spans),
-        max_version=max(span.version for span in spans),
+        min_version=min(run.span.version for run in trained),
+        max_version=max(run.span.version for run in trained),
         tokens=len(tree.input_ids),
-        trainable_tokens=sum(span.end - span.start for span in spans),
+        trainable_tokens=sum(len(run.logprobs) for run in trained),
         turns=record.turns,
         untrained_calls=record.untrained_calls,
         faulty_calls=tuple(sorted(item.call.index for item in trainable if item.call.status in FAULTY)),
         nodes=tree.nodes,
-        spans=tuple(spans),
+        spans=tuple(run.span for run in trained),
         images=tree.images,
         input_ids=pack_ids(tree.input_ids),
-        behavior_logprobs=pack_floats(np.concatenate(logprobs)),
-        sampling_mask=SamplingMask.join(masks).pack(),
+        behavior_logprobs=pack_floats(np.concatenate([run.logprobs for run in trained])),
+        sampling_mask=SamplingMask.join([run.mask for run in trained]).pack(),
         routing=tree.routing,
-        columns=generated.select(np.concatenate(places)).pack(),
+        columns=generated.select(np.concatenate([run.places for run in trained])).pack(),
     )
 
 
@@ -221,10 +225,7 @@ def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
         if span.start != reached or span.end < span.start:
             break
         reached = span.end
-        if merged and merged[-1].version == span.version:
-            merged[-1] = VersionSpan(version=span.version, start=merged[-1].start, end=span.end)
-        else:
-            merged.append(span)
+        append_span(merged, span.version, span.start, span.end)
     if reached * 4 != len(call.output_ids):
         raise StoreError(
             f"the policy versions of model call {call.id} do not cover its {len(call.output_ids) // 4} tokens"
@@ -233,12 +234,23 @@ def _versions(call: DispatchedSamplingTask, first: int) -> list[VersionSpan]:
     return [span for span in kept if span.start < span.end]
 
 
-def _span(item: _TrainableCall, version: VersionSpan, output_start: int) -> TrainableSpan:
-    return TrainableSpan(
-        start=output_start + version.start,
-        end=output_start + version.end,
-        call=item.call.index,
-        version=version.version,
-        advantage=item.advantage,
-        temperature=item.temperature,
-    )
+def _runs(item: _TrainableCall, start: int, first: int, supervised: bool) -> Iterator[_Run]:
+    """Yield what is trained of a call: its output begins at token ``start`` of the tree.
+
+    ``first`` is its first token's index among the generated tokens of the Record. A token without one before
+    it cannot be trained.
+    """
+    call = item.call
+    packed = b"" if supervised else call.sampling_mask
+    mask, logprobs = SamplingMask.unpack(packed, len(call.output_ids) // 4), unpack_floats(call.logprobs)
+    for version in _versions(call, first=0 if start else 1):
+        here = slice(version.start, version.end)
+        span = TrainableSpan(
+            start=start + version.start,
+            end=start + version.end,
+            call=call.index,
+            version=version.version,
+            advantage=item.advantage,
+            temperature=item.temperature,
+        )
+        yield _Run(span, logprobs[here], mask.select(here), np.arange(first + here.start, first + here.stop))

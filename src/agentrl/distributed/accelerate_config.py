@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.distributed.mesh import plan_layout
+from agentrl.distributed.world import is_first_rank
 from agentrl.errors import ConfigError
 from agentrl.weights.folder import base_folder, read_config
 
@@ -78,7 +79,7 @@ def with_launch_settings(configs: Configs) -> Configs:
             )
     configs = configs.with_flags({setting.flag: setting.flag_value for setting in settings})
     _check_shards(sizes.dp_shard_size, configs[TrainConfig])
-    if settings and os.environ.get("RANK", "0") == "0":
+    if settings and is_first_rank():
         logger.info("accelerate launch: %s", ", ".join(map(str, settings)))
     return configs
 

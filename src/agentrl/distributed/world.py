@@ -112,6 +112,11 @@ def join_alone(device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
+def is_first_rank() -> bool:
+    """Return whether a launcher made this process rank 0, or there is no launcher; needs no process group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _timeout(model: Path | None) -> datetime.timedelta:
     """Return how long a collective may take: as long as the slowest rank needs to write a checkpoint."""
     seconds = 0.0 if model is None else _CHECKPOINT_SHARE * stored_bytes(model) / _STORAGE_RATE

@@ -57,6 +57,13 @@ class VersionSpan(Document):
     end: int
 
 
+def append_span(spans: list[VersionSpan], version: int, start: int, end: int) -> None:
+    """Append the span ``[start, end)``; join it with the last one if that has the same version."""
+    if spans and spans[-1].version == version:
+        start = spans.pop().start
+    spans.append(VersionSpan(version=version, start=start, end=end))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrowseCall(Document):
     """One question to the browse agent about one part of a tool's result; ``problem``: no model answered."""

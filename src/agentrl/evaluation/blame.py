@@ -6,26 +6,33 @@ import asyncio
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from agentrl.config.agreement import public_flags
 from agentrl.config.blame import BlameConfig
 from agentrl.config.load import Configs
-from agentrl.config.schema import LossConfig, RunConfig, SamplingConfig, TrainConfig
+from agentrl.config.schema import RunConfig, TrainConfig
 from agentrl.config.whatif import parent_configs
-from agentrl.data.freshness import Freshness, VersionSteps, weigh
+from agentrl.data.freshness import VersionSteps, weigh
 from agentrl.data.step_source import images_of
+from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.run import Evaluation
 from agentrl.documents.training import DBRecordData, TrainStep
 from agentrl.errors import ConfigError
-from agentrl.evaluation.blame_weights import assign_weights, available_weights, build_at, local_folder
+from agentrl.evaluation.blame_weights import (
+    Weights,
+    assign_weights,
+    available_weights,
+    build_at,
+    local_folder,
+)
 from agentrl.evaluation.changed_tasks import ChangedTask, changed_tasks, held_out_data
-from agentrl.evaluation.evaluate import Progress
+from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import find
 from agentrl.store.client import open_existing
 from agentrl.store.records import RecordOrigin
 from agentrl.train.influence import Direction, Images, influences, likelihood_direction
+from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer
 from agentrl.train.whatif import stored_flags
 from agentrl.weights.local_copy import LocalCopy, weights_dir
@@ -99,31 +106,24 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Progress
         held_out = await held_out_data(store, configs, (a, b), tasks)
         available = await available_weights(store, configs)
         plan = assign_weights(steps, available, flags.checkpoints)
-        moments = [item.checkpoint for item in available if item.checkpoint and flags.adam_scale]
-        copy = LocalCopy(weights_dir(store.run_name, None) / "blame", is_exact=True)
+        measuring = _Measuring(
+            store=store,
+            configs=configs,
+            progress=progress,
+            steps=steps,
+            held_out=held_out,
+            moments=[item.checkpoint for item in available if item.checkpoint and flags.adam_scale],
+        )
         effects: dict[str, Effect] = {}
         missing = 0
         for weights, chosen in plan.items():
-            where = f"the weights of step {weights.step}"
-            nearest = min(moments, key=lambda item: abs(item.state.step - weights.step), default=None)
-            folder = await local_folder(store, weights, copy)
-            try:
-                build = partial(build_at, configs, folder, weights, nearest)
-                trainer = await progress.until(f"loading {where}", asyncio.to_thread(build))
-            finally:
-                copy.release()
-            direct = partial(_direction, trainer, *held_out, is_scaled=bool(moments))
-            direction = await progress.until(f"held-out tasks at {where}", asyncio.to_thread(direct))
-            for step in chosen:
-                what = f"step {step.step}, {steps.index(step) + 1} of {len(steps)}, at {where}"
-                found, lost = await progress.until(what, _of_step(store, configs, step, trainer, direction))
-                missing += lost
-                for item in found:
-                    before = effects.get(item.record)
-                    more = 0.0 if before is None else before.effect
-                    effects[item.record] = replace(item, effect=item.effect + more)
-            del trainer, direction
-            gc.collect()
+            found, lost = await measuring.at(weights, chosen)
+            gc.collect()  # the trainer, before the next one is loaded
+            missing += lost
+            for item in found:
+                before = effects.get(item.record)
+                more = 0.0 if before is None else before.effect
+                effects[item.record] = replace(item, effect=item.effect + more)
     if not effects:
         raise ConfigError(
             f"the training data of steps {steps[0].step} to {steps[-1].step} are deleted",
@@ -137,7 +137,7 @@ async def blame(configs: Configs, named_a: str, named_b: str, progress: Progress
         effects=tuple(sorted(effects.values(), key=lambda item: (-item.effect, item.record))),
         steps=tuple(step.step for step in steps),
         weights=tuple(weights.step for weights in plan),
-        is_scaled=bool(moments),
+        is_scaled=bool(measuring.moments),
         missing=missing,
     )
 
@@ -179,37 +179,65 @@ async def _steps_between(store: Store, a: Evaluation, b: Evaluation) -> list[Tra
     return steps
 
 
-def _direction(
-    trainer: PolicyTrainer, data: Sequence[DBRecordData], images: Images, *, is_scaled: bool
-) -> Direction:
-    direction = likelihood_direction(trainer, data, images)
-    return direction.scaled_by(trainer.optimizer) if is_scaled else direction
+@dataclass(frozen=True, kw_only=True)
+class _Measuring:
+    """Measures how far the trajectories of steps moved the held-out tasks, at one set of weights a time."""
 
+    store: Store
+    configs: Configs
+    progress: Progress
+    steps: Sequence[TrainStep]
+    """All steps between the evaluations."""
+    held_out: tuple[Sequence[DBRecordData], Images]
+    """The trajectories of the tasks, with advantages along which the tasks change as they did."""
+    moments: Sequence[Checkpoint]
+    """Checkpoints with AdamW's moments; empty if gradients are not scaled."""
 
-async def _of_step(
-    store: Store, configs: Configs, step: TrainStep, trainer: PolicyTrainer, direction: Direction
-) -> tuple[list[Effect], int]:
-    """Return the effects of the trajectories of one step, and how many have no training data any more."""
-    stored, _ = await store.training.fetch_readable(step.data)
-    data = [stored[key] for key in step.data if key in stored]
-    if not data:
-        return [], len(step.data)
-    ages = await VersionSteps(store).ages(
-        {span.version for item in data for span in item.spans}, step.step - 1
-    )
-    sampling, train = configs[SamplingConfig], configs[TrainConfig]
-    freshness = Freshness(
-        max_staleness=0 if sampling.sync_sampling else sampling.max_staleness,
-        policy=train.staleness_policy,
-        decay=configs[LossConfig].out_of_date_decay,
-    )
-    weighed = weigh(data, ages, freshness, whitens=train.advantage_whitening == "batch")
-    images = await images_of(store, data)
-    found = await asyncio.to_thread(influences, trainer, weighed, direction, ages, images)
-    origins = await store.records.origins([item.record for item in data])
-    scale = _learning_rate(step, trainer.max_grad_norm)
-    effects = [_effect(item, step, scale * found[item.id], origins) for item in weighed]
-    return effects, len(step.data) - len(data)
+    async def at(self, weights: Weights, steps: Sequence[TrainStep]) -> tuple[list[Effect], int]:
+        """Return the effects of the trajectories of ``steps``, and how many have no training data left."""
+        where, until = f"the weights of step {weights.step}", self.progress.until
+        trainer = await until(f"loading {where}", self._load(weights))
+        direction = await until(f"held-out tasks at {where}", asyncio.to_thread(self._direction, trainer))
+        effects: list[Effect] = []
+        missing = 0
+        for step in steps:
+            what = f"step {step.step}, {self.steps.index(step) + 1} of {len(self.steps)}, at {where}"
+            found, lost = await until(what, self._of_step(step, trainer, direction))
+            effects += found
+            missing += lost
+        return effects, missing
+
+    async def _load(self, weights: Weights) -> PolicyTrainer:
+        """Return the run's trainer with ``weights`` and the moments nearest to them."""
+        nearest = min(self.moments, key=lambda item: abs(item.state.step - weights.step), default=None)
+        copy = LocalCopy(weights_dir(self.store.run_name, None) / "blame", is_exact=True)
+        folder = await local_folder(self.store, weights, copy)
+        try:
+            return await asyncio.to_thread(build_at, self.configs, folder, weights, nearest)
+        finally:
+            copy.release()
+
+    def _direction(self, trainer: PolicyTrainer) -> Direction:
+        direction = likelihood_direction(trainer, *self.held_out)
+        return direction.scaled_by(trainer.optimizer) if self.moments else direction
+
+    async def _of_step(
+        self, step: TrainStep, trainer: PolicyTrainer, direction: Direction
+    ) -> tuple[list[Effect], int]:
+        stored, _ = await self.store.training.fetch_readable(step.data)
+        data = [stored[key] for key in step.data if key in stored]
+        if not data:
+            return [], len(step.data)
+        versions = {span.version for item in data for span in item.spans}
+        ages = await VersionSteps(self.store).ages(versions, step.step - 1)
+        whitens = self.configs[TrainConfig].advantage_whitening == "batch"
+        weighed = weigh(data, ages, freshness_of(self.configs), whitens=whitens)
+        images = await images_of(self.store, data)
+        found = await asyncio.to_thread(influences, trainer, weighed, direction, ages, images)
+        origins = await self.store.records.origins([item.record for item in data])
+        scale = _learning_rate(step, trainer.max_grad_norm)
+        effects = [_effect(item, step, scale * found[item.id], origins) for item in weighed]
+        return effects, len(step.data) - len(data)
 
 
 def _learning_rate(step: TrainStep, max_grad_norm: float) -> float:

@@ -42,9 +42,8 @@ async def available_weights(store: Store, configs: Configs) -> list[Weights]:
         if is_there and version.step > 0 and version.encoding in encodings:
             found[version.step] = Weights(version.step, version=version)
     steps = await store.steps.find(status=None)
-    run, fallback = configs[RunConfig], configs[TrainConfig].fallback_output_dir
-    roots = [Path(run.output), *([Path(fallback) / run.run_name] if fallback else [])]
-    for root in roots:
+    run = configs[RunConfig]
+    for root in run.checkpoint_roots(configs[TrainConfig].fallback_output_dir):
         for item in checkpoint.usable(root, steps, run_name=run.run_name):
             found[item.state.step] = Weights(item.state.step, checkpoint=item)
     base = base_folder(configs[ModelConfig])

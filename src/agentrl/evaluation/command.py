@@ -13,19 +13,18 @@ from agentrl.documents.run import Evaluation, PolicyVersion
 from agentrl.documents.status import EvaluationStatus
 from agentrl.errors import ModelError
 from agentrl.evaluation.engines import PolicyEngines, shared_versions, wait_for_shared
-from agentrl.evaluation.evaluate import EvaluationRun, Progress, StoppedError
+from agentrl.evaluation.evaluate import EvaluationRun
 from agentrl.evaluation.identity import identify, read_file
 from agentrl.evaluation.policy import Policy, find_model, find_version, of_published
+from agentrl.evaluation.progress import Progress, StoppedError
 from agentrl.evaluation.report import render
 from agentrl.observe.terminal import print_json
-from agentrl.processes import stop_on_signals
+from agentrl.processes import STOPPED, stop_on_signals
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 
 logger = logging.getLogger(__name__)
-_STOPPED = 130
-"""Exit code after a stop signal, as in a shell."""
 
 
 async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
@@ -41,7 +40,7 @@ async def evaluate(configs: Configs, *, as_json: bool = False) -> int:
         except StoppedError as stopped:
             progress.say(f"stopped while {stopped}")
             progress.say("claims are released; the same command goes on")
-            return _STOPPED
+            return STOPPED
     return 0
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from agentrl.concurrency import background
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -23,12 +22,13 @@ from agentrl.errors import ENGINES, EngineError
 from agentrl.evaluation.engines import FixedVersionRouter, PolicyEngines
 from agentrl.evaluation.identity import evaluation_rules, read_unchanged
 from agentrl.evaluation.policy import Policy
+from agentrl.evaluation.progress import Progress
 from agentrl.evaluation.report import evaluated_tasks, results_of
 from agentrl.observe.logging import describe_process_id
-from agentrl.observe.terminal import excerpt
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, probe
+from agentrl.rollout.load_tasks import load_read_tasks
+from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, sampler_config
 from agentrl.scoring.evaluation import Prices
@@ -116,15 +116,12 @@ class EvaluationRun:
             )  # fmt: skip
             sampler = Sampler(self._store, worker, finalizer, config, _no_limit)
             sampling = asyncio.create_task(sampler.run(ending))
-            watching = asyncio.create_task(self._watch(worker, split))
             try:
-                done, _ = await asyncio.wait({sampling, watching}, return_when=asyncio.FIRST_COMPLETED)
+                async with background(self._watch(worker, split)):
+                    await asyncio.shield(sampling)
             finally:
                 ending.set()  # a sampler that is cancelled could lose a claim that is being granted
-                watching.cancel()
-                await asyncio.gather(sampling, watching, return_exceptions=True)
-            for task in done:
-                task.result()
+                await asyncio.wait([sampling])
 
     async def _watch(self, worker: Worker, split: str) -> None:
         """Report the progress. Raises EngineError if the engine ends or all are down for too long."""
@@ -168,66 +165,3 @@ def configs_of(configs: Configs, policy: Policy) -> Configs:
 async def _no_limit() -> None:
     """Set no limit: an evaluation may begin any number of groups, and takes no part in admission."""
     return
-
-
-T = TypeVar("T")
-
-WORD_SECONDS = 3.0
-"""Interval of lines."""
-_COLUMNS = 80
-
-
-class StoppedError(Exception):
-    """A signal asked the command to stop."""
-
-
-class Progress:
-    """Says on stderr what a command does, and for how long."""
-
-    def __init__(self, name: str, stop: asyncio.Event, out: TextIO | None = None) -> None:
-        self._name = name
-        self._stop = stop
-        self._out = out or sys.stderr
-        self._what = "starting"
-        self._since = time.monotonic()
-        self._detail = ""
-
-    def say(self, text: str) -> None:
-        """Print one line of at most 80 columns."""
-        print(excerpt(f"{self._name}: {text}", _COLUMNS), file=self._out, flush=True)
-
-    def tell(self, detail: str) -> None:
-        """Add ``detail`` to the next lines, until the current work ends."""
-        self._detail = detail
-
-    async def until(self, what: str, work: Coroutine[Any, Any, T]) -> T:
-        """Await ``work``, which is described as ``what``. Raises StoppedError at a stop signal."""
-        self._what, self._since, self._detail = what, time.monotonic(), ""
-        task = asyncio.ensure_future(work)
-        stopped = asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set():
-                raise StoppedError(what)
-            return task.result()
-        finally:
-            for each in (task, stopped):
-                each.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
-
-    @asynccontextmanager
-    async def lines(self) -> AsyncIterator[None]:
-        """Print a line every ``WORD_SECONDS`` inside the block."""
-        printing = asyncio.create_task(self._print())
-        try:
-            yield
-        finally:
-            printing.cancel()
-            await asyncio.gather(printing, return_exceptions=True)
-
-    async def _print(self) -> None:
-        while True:
-            await asyncio.sleep(WORD_SECONDS)
-            seconds = time.monotonic() - self._since
-            detail = f": {self._detail}" if self._detail else ""
-            self.say(f"{self._what} ({seconds:.0f} s){detail}")

@@ -105,8 +105,8 @@ def sampling_settings(configs: Configs) -> dict[str, Any]:
 async def evaluation_rules(store: Store, configs: Configs) -> GroupConfig:
     """Return the group flags, with the run's ``right_threshold`` where none is given."""
     rules = configs[GroupConfig]
-    settings = {item.id: item.values for item in await store.settings.all()}
-    threshold = settings.get("groups", {}).get("right_threshold")
+    groups = (await store.settings.all()).get("groups")
+    threshold = None if groups is None else groups.values.get("right_threshold")
     if threshold is None or "right_threshold" in configs.given:
         return rules
     return replace(rules, right_threshold=float(threshold))

@@ -13,7 +13,7 @@ from pathlib import Path
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
-from agentrl.config.whatif import WhatIfConfig, check_given
+from agentrl.config.whatif import WhatIfConfig, check_flags
 from agentrl.errors import ConfigError, Place
 from agentrl.losses.settings import LossSettings
 from agentrl.settings_file import SettingsFile, read_settings
@@ -172,8 +172,7 @@ def _check(
             extra=(WhatIfConfig,) if is_whatif else (),
         )  # fmt: skip
         if is_whatif:
-            _ = found[WhatIfConfig].first_and_last
-            check_given(found.given)
+            check_flags(found)
             _ = LossSettings.of_run(found).loss
     except ConfigError as error:
         said = f"{error.message} "

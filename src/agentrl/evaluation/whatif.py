@@ -134,28 +134,33 @@ async def _child(
         if (found := await _tokens(store, source, relative, (parents[number], steps[number]), configs))
     ]
     tokens = min(compared, key=lambda found: found.cosine, default=None)
-    layers: Sequence[LayerDifference] = ()
-    why: str | None = "the what-if has trained no step"
-    if steps:
-        last = max(steps)
-        folders = (
-            await _weights(source, configs[0], last),
-            await _weights(store, configs[1], steps[last].step),
-        )
-        why = next(
-            (f"the weights of step {last} of {name} are no longer stored; a what-if without other flags makes"
-             " them again" for name, folder in zip((relative.run, store.run_name), folders, strict=True)
-             if folder is None), None,
-        )  # fmt: skip
-        if folders[0] is not None and folders[1] is not None:
-            try:
-                layers = await asyncio.to_thread(layer_differences, folders[0], folders[1])
-            except AgentRLError as error:
-                why = error.message
+    layers, why = await _layers(store, source, steps, configs)
     return Child(
         name=store.run_name, changed=relative.changed, without=len(relative.without),
         steps=dict(sorted(steps.items())), tokens=tokens, layers=layers, no_layers=why,
     )  # fmt: skip
+
+
+async def _layers(
+    store: Store, source: Store, steps: Mapping[int, TrainStep], configs: tuple[Configs, Configs]
+) -> tuple[Sequence[LayerDifference], str | None]:
+    """Return how far the weights of the last step are apart, or why that is not known."""
+    if not steps:
+        return (), "the what-if has trained no step"
+    last = max(steps)
+    folders = []
+    for run, flags, step in ((source, configs[0], last), (store, configs[1], steps[last].step)):
+        folder = await _weights(run, flags, step)
+        if folder is None:
+            return (), (
+                f"the weights of step {last} of {run.run_name} are no longer stored; a what-if without other"
+                " flags makes them again"
+            )
+        folders.append(folder)
+    try:
+        return await asyncio.to_thread(layer_differences, *folders), None
+    except AgentRLError as error:
+        return (), error.message
 
 
 async def _configs(store: Store, here: Configs) -> Configs:

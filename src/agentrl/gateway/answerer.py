@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -25,7 +25,7 @@ from agentrl.inference.engine import Engine, EngineRefusedError, Generation, Pro
 from agentrl.rollout.model_call import PendingCall, images_of, parse
 from agentrl.rollout.prompts import Budget, Chain, Prompt, digest_after
 from agentrl.rollout.trace import end_model_call, gateway_call_span
-from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import renewed
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -78,7 +78,8 @@ class Answerer:
         then marked as failed.
         """
         try:
-            async with self._renewing(ask.call):
+            renew = partial(self.store.gateways.renew, ask.call, self.lease_seconds)
+            async with renewed(renew, self.lease_seconds, f"the lease of {ask.call.id}"):
                 return await self._answer(ask, await prompting, checking)
         except LeaseLostError as error:
             raise dead_url() from error
@@ -173,16 +174,3 @@ class Answerer:
         chain = Chain(stored.id, prompt.ids, output, messages, prompt.encoded, prompt.images)
         self.prompts.chains.add(chain, (claim.record_id, after))
         return stored
-
-    @contextlib.asynccontextmanager
-    async def _renewing(self, call: GatewayCall) -> AsyncIterator[None]:
-        what = f"the lease of {call.id}"
-        renewing = keep_renewed(
-            lambda: self.store.gateways.renew(call, self.lease_seconds),
-            self.lease_seconds / RENEWALS_PER_LEASE, what,
-        )  # fmt: skip
-        task = asyncio.create_task(renewing, name=what)
-        try:
-            yield
-        finally:
-            task.cancel()

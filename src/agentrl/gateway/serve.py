@@ -88,7 +88,7 @@ async def _answerer(store: Store, configs: Configs) -> AsyncIterator[Answerer]:
     engine = configs[EngineConfig]
     router = open_router(lambda: live_engines(store, engine), configs, chat_format, folder)
     try:
-        await router.refresh()
+        await router.engines.refresh()
         yield Answerer(
             store=store,
             router=router,

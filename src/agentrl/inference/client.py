@@ -35,7 +35,6 @@ from agentrl.inference.engine import (
     EngineRefusedError,
     Generation,
     Progress,
-    adapter_version,
     known_format,
     malformed,
 )
@@ -94,67 +93,68 @@ class EngineClient(EngineControl):
         collector = await self._collector(params)
         encoded = EncodedIds() if encoded is None else encoded
         ids_json = encoded.update(input_ids, collector.vocab_size)
-        if self._experts is None or routed_from is None or not self._fits(input_ids, params, routed_from):
+        if routed_from is not None and not self._fits(len(input_ids) + params.max_new_tokens - routed_from):
             routed_from = None
-        adapter = self.adapter
-        if adapter is not None:
-            collector.version, collector.is_fixed = adapter_version(adapter), True
-        masked = self._returns_masks and params.truncates
+        asks_for_masks = self._returns_masks and params.truncates
         path, body = self._request(ids_json, params, rid, images, routed_from)
         headers = {_ROUTING_KEY: routing_key} if routing_key else {}
-        start = time.monotonic()
         try:
             await self._collect(collector, path, body, headers, progress)
+        except asyncio.CancelledError:
+            if (part := collector.partial()) is not None:
+                keep(part)
+            await asyncio.shield(self._abort_quietly(rid))
+            raise
         except EngineError as error:
             self._unverified = self._instance  # the address may belong to another server by the next call
-            if masked and _NO_MASKS.search(error.message):
+            if asks_for_masks and _NO_MASKS.search(error.message):
                 self._stop_asking(error.message)
-                if (part := collector.partial(time.monotonic() - start)) is not None:
+                if (part := collector.partial()) is not None:
                     raise EngineInterruptedError(error.message, part) from error
                 return await self.generate(
                     input_ids, params, rid, encoded=encoded, routing_key=routing_key, images=images,
                     keep=keep, progress=progress, routed_from=routed_from,
                 )  # fmt: skip
-            if isinstance(error, EngineRefusedError):
-                if adapter is not None and adapter in error.message:  # unloaded; a newer one is there
-                    raise EngineError(error.message, hint=error.hint) from error
-                raise
-            await self._abort_quietly(rid)
+            if not isinstance(error, EngineRefusedError):
+                await self._abort_quietly(rid)
+            elif collector.adapter is not None and collector.adapter in error.message:
+                raise EngineError(error.message, hint=error.hint) from error  # unloaded; a newer one is there
             raise
-        except asyncio.CancelledError:
-            if (part := collector.partial(time.monotonic() - start)) is not None:
-                keep(part)
-            await asyncio.shield(self._abort_quietly(rid))
-            raise
-        generation = collector.result(time.monotonic() - start)
-        if masked and generation.output_ids and generation.logprobs_of != "truncated":
-            self._stop_asking("its answer has none")
+        generation = collector.result()
         if images and generation.prompt_tokens != len(input_ids):
             raise malformed(
                 self.url,
                 f"for a prompt of {generation.prompt_tokens} tokens; {len(input_ids)} with"
                 f" {len(images)} images were sent",
             )
-        if self._experts is None or routed_from is None:
+        if asks_for_masks and generation.output_ids and generation.logprobs_of != "truncated":
+            self._stop_asking("its answer has none")
+        if routed_from is None:
             return generation
-        tokens = len(input_ids) + len(generation.output_ids) - 1 - routed_from
-        packed = await asyncio.to_thread(
-            packed_experts, collector.routed_experts, routed_from, tokens, self._experts
-        )
-        if packed is None and generation.output_ids and not self._is_unrouted:
+        routed = range(routed_from, len(input_ids) + len(generation.output_ids) - 1)
+        return replace(generation, routing=await self._routing(collector, routed))
+
+    def _fits(self, tokens: int) -> bool:
+        """Return whether the routing of ``tokens`` tokens fits into one event; False if none is wanted."""
+        experts = self._experts
+        return experts is not None and tokens * experts.per_token * _ROUTING_BYTES < LARGEST_ANSWER // 2
+
+    async def _routing(self, collector: Collector, tokens: range) -> bytes:
+        """Return the packed experts of the prompt's and the generation's ``tokens``; empty without them.
+
+        The first answer without them is logged.
+        """
+        assert self._experts is not None
+        encoded = collector.routed_experts
+        packed = await asyncio.to_thread(packed_experts, encoded, tokens, self._experts)
+        if packed is None and collector.ids and not self._is_unrouted:
             self._is_unrouted = True
             log.warning(
                 "engine %s returned %s routed experts: its calls are trained with the trainer's own routing"
                 " (SGLang needs --enable-return-routed-experts)",
-                self.url, "no" if collector.routed_experts is None else "malformed",
+                self.url, "no" if encoded is None else "malformed",
             )  # fmt: skip
-        return replace(generation, routing=packed or b"")
-
-    def _fits(self, input_ids: Sequence[int], params: SamplingParams, routed_from: int) -> bool:
-        """Return whether the routing fits into one event, even if the generation is as long as it may be."""
-        tokens = len(input_ids) + params.max_new_tokens - routed_from
-        experts = 0 if self._experts is None else self._experts.per_token
-        return tokens * experts * _ROUTING_BYTES < LARGEST_ANSWER // 2
+        return packed or b""
 
     async def _collector(self, params: SamplingParams) -> Collector:
         if self._vocab_size is None:
@@ -170,6 +170,7 @@ class EngineClient(EngineControl):
             max_new_tokens=params.max_new_tokens,
             logprobs_of=self._logprobs_of(params),
             version=await self._version_at_start(),
+            adapter=self.adapter,
         )
 
     async def _collect(
@@ -181,7 +182,7 @@ class EngineClient(EngineControl):
         progress: Progress | None,
     ) -> None:
         """Read the stream to its end. Raises EngineInterruptedError if it ends before the generation."""
-        start = last = time.monotonic()
+        last = time.monotonic()
         try:
             async with aclosing(self._http.stream(path, body, self._timeout, headers)) as events:
                 async for event in events:
@@ -203,8 +204,7 @@ class EngineClient(EngineControl):
         except (EngineRefusedError, EngineAnswerError):
             raise
         except EngineError as error:
-            partial = collector.partial(time.monotonic() - start)
-            raise EngineInterruptedError(error.message, partial, hint=error.hint) from error
+            raise EngineInterruptedError(error.message, collector.partial(), hint=error.hint) from error
 
     def _request(
         self,
@@ -286,8 +286,8 @@ class EngineClient(EngineControl):
                 await self.abort(rid)
 
 
-def packed_experts(encoded: str | None, start: int, tokens: int, shape: ExpertShape) -> bytes | None:
-    """Return the packed experts of ``tokens`` tokens from ``start`` on.
+def packed_experts(encoded: str | None, tokens: range, shape: ExpertShape) -> bytes | None:
+    """Return the packed experts of ``tokens``, by their places in prompt and generation.
 
     None unless ``encoded`` holds these, or those of all tokens: an older SGLang knows no start.
     """
@@ -296,9 +296,9 @@ def packed_experts(encoded: str | None, start: int, tokens: int, shape: ExpertSh
         experts = experts.reshape(-1, shape.layers, shape.top_k)
     except (binascii.Error, ValueError, TypeError):
         return None
-    if len(experts) == start + tokens:
-        experts = experts[start:]
-    if len(experts) != tokens:
+    if len(experts) == tokens.stop:
+        experts = experts[tokens.start :]
+    if len(experts) != len(tokens):
         return None
     is_valid = experts.size > 0 and experts.min() >= 0 and experts.max() < shape.experts
     return pack_routing(experts) if is_valid else None

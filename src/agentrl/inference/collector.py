@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from agentrl.documents.model_call import VersionSpan
+from agentrl.documents.model_call import VersionSpan, append_span
 from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.sampling_mask import SamplingMask
-from agentrl.inference.engine import FinishReason, Generation, malformed
+from agentrl.inference.engine import FinishReason, Generation, adapter_version, malformed
 
 _LARGEST_LOGPROB = 1e-3
 """Rounding may put the logprob of a token with probability 1 slightly above 0."""
@@ -39,7 +40,10 @@ class Chunk:
 
 @dataclass(slots=True, kw_only=True)
 class Collector:
-    """Collect the chunks of one generation. ``add`` and ``result`` raise EngineError for malformed data."""
+    """Collect the chunks of one generation, from its request on.
+
+    ``add`` and ``result`` raise EngineError for malformed data.
+    """
 
     url: str
     vocab_size: int
@@ -47,10 +51,11 @@ class Collector:
     logprobs_of: LogprobsOf
     version: int
     """Policy version of tokens for which the engine names none: the version at the start of the request."""
+    adapter: str | None = None
+    """The adapter that samples all tokens: they are of its version, and the engine names that of its base."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    is_fixed: bool = False
-    """All tokens are of ``version``, that of an adapter: the engine names the version of its base."""
+    _started: float = field(default_factory=time.monotonic)
     _masks: list[SamplingMask] = field(default_factory=list)
     _chunk_spans: list[VersionSpan] = field(default_factory=list)
     _spans: Sequence[VersionSpan] | None = None
@@ -59,21 +64,23 @@ class Collector:
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        if self.adapter is not None:
+            self.version = adapter_version(self.adapter)
+
     def add(self, chunk: Chunk) -> None:
         """Append one chunk, after checking its ids and logprobs."""
         self._check(chunk)
-        if self.is_fixed:
+        if self.adapter is not None:
             chunk = replace(chunk, version=None, spans=None)
         if chunk.ids:
             start = len(self.ids)
+            version = self._version_of(chunk)
             self.ids.extend(chunk.ids)
             self.logprobs.extend(chunk.logprobs)
             if chunk.kept:
                 self._masks.append(SamplingMask.of(chunk.kept))
-            version = self._version_of(chunk)
-            if self._chunk_spans and self._chunk_spans[-1].version == version:
-                start = self._chunk_spans.pop().start
-            self._chunk_spans.append(VersionSpan(version=version, start=start, end=len(self.ids)))
+            append_span(self._chunk_spans, version, start, len(self.ids))
         if chunk.spans is not None:
             self._spans = chunk.spans
         self._finish_reason = chunk.finish_reason or self._finish_reason
@@ -87,20 +94,20 @@ class Collector:
         """Whether the engine has given a finish reason."""
         return self._finish_reason is not None
 
-    def result(self, seconds: float) -> Generation:
+    def result(self) -> Generation:
         """Return the complete generation."""
         reason = self._finish_reason
         if reason not in ("stop", "length", "abort"):
             raise malformed(self.url, f"finish reason {reason!r}")
-        return self._generation(reason, self._checked_spans(), seconds)  # type: ignore[arg-type]
+        return self._generation(reason, self._checked_spans())  # type: ignore[arg-type]
 
-    def partial(self, seconds: float) -> Generation | None:
+    def partial(self) -> Generation | None:
         """Return the tokens so far as an aborted generation; None if there are none."""
         if not self.ids:
             return None
         if self._spans is None or self._spans[-1].end != len(self.ids):
-            return self._generation("abort", tuple(self._chunk_spans), seconds)
-        return self._generation("abort", self._checked_spans(), seconds)
+            return self._generation("abort", tuple(self._chunk_spans))
+        return self._generation("abort", self._checked_spans())
 
     def _mask(self) -> SamplingMask | None:
         """Return the sampling mask; None if a token has none, or is not among its ids."""
@@ -117,9 +124,9 @@ class Collector:
         older = self.version
         if chunk.version is not None:
             self.version = chunk.version
-        return older if self.ids[: -len(chunk.ids)] else self.version
+        return older if self.ids else self.version
 
-    def _generation(self, reason: FinishReason, spans: tuple[VersionSpan, ...], seconds: float) -> Generation:
+    def _generation(self, reason: FinishReason, spans: tuple[VersionSpan, ...]) -> Generation:
         mask = self._mask() if self._masks else None
         logprobs_of: LogprobsOf = "other" if self._masks else self.logprobs_of
         return Generation(
@@ -129,7 +136,7 @@ class Collector:
             finish_reason=reason,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
-            seconds=seconds,
+            seconds=time.monotonic() - self._started,
             engine_url=self.url,
             logprobs_of=logprobs_of if mask is None else "truncated",
             sampling_mask=b"" if mask is None else mask.pack(),

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, Protocol
 
 import orjson
@@ -14,7 +13,6 @@ import orjson
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import LogprobsOf, SamplingParams
-from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.errors import ENGINES, EngineError
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -171,35 +169,6 @@ class Router(Protocol):
         has the engines' devices.
         """
         ...
-
-
-def join(parts: Sequence[Generation], reason: FinishReason, prompt_tokens: int, seconds: float) -> Generation:
-    """Concatenate the consecutive parts of one generation; neighbouring spans of one version become one."""
-    spans: list[VersionSpan] = []
-    offset = 0
-    for part in parts:
-        for span in part.versions:
-            start = offset + span.start
-            if spans and spans[-1].version == span.version:
-                start = spans.pop().start
-            spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
-        offset += len(part.output_ids)
-    kinds = {part.logprobs_of for part in parts if part.output_ids} or {parts[-1].logprobs_of}
-    kind = kinds.pop() if len(kinds) == 1 else "other"
-    masks = [SamplingMask.unpack(part.sampling_mask, len(part.output_ids)) for part in parts]
-    return Generation(
-        output_ids=tuple(chain.from_iterable(part.output_ids for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        versions=tuple(spans),
-        finish_reason=reason,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=parts[0].cached_tokens,
-        seconds=seconds,
-        engine_url=parts[-1].engine_url,
-        logprobs_of=kind,
-        sampling_mask=SamplingMask.join(masks).pack() if kind == "truncated" else b"",
-        routing=b"".join(part.routing for part in parts),
-    )
 
 
 def adapter_name(run_name: str, version: int) -> str:

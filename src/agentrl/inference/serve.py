@@ -78,17 +78,13 @@ async def _serve(store: Store, configs: Configs) -> None:
         why_merged=None if is_shared else why_merged(config.engine, folder, lora, has_gpu=has_gpu()),
     )  # fmt: skip
     service_id = f"{socket.gethostname().split('.')[0]}-{urlsplit(client.url).port}-{uuid.uuid4().hex[:6]}"
-    log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
-    lease = None
-    if config.is_colocated:
-        owner = f"the engine of run {run.run_name}"
-        lease = DeviceLease(leased_devices(run.output), owner, shared=not has_gpu())
-        await lease.acquire()
+    lease = await _device_lease(run) if config.is_colocated else None
     process: EngineProcess | AttachedEngine
     if is_shared:
         process = await AttachedEngine.find(client, folder, config.engine_start_seconds)
     else:
         command = engine_command(folder, model, config, port, lora)
+        log_file = Path(run.log_dir) / f"{run.run_name}_{config.engine}_{service_id}.log"
         # The engine has the locks too: the device is free when it has ended, also if this process is killed.
         process = EngineProcess(command, log_file, () if lease is None else lease.locks)
     served = ServedEngine(
@@ -106,8 +102,15 @@ async def _serve(store: Store, configs: Configs) -> None:
 async def _adapter_of(store: Store, configs: Configs) -> AdapterConfig:
     """Return the adapter that the run trains: that of the flags, or the one that its trainer has stored."""
     config = configs[AdapterConfig]
-    stored = next((each.values for each in await store.settings.all() if each.id == "adapter"), None)
-    return config if config.lora_rank or stored is None else AdapterConfig(**stored)
+    stored = (await store.settings.all()).get("adapter")
+    return config if config.lora_rank or stored is None else AdapterConfig(**stored.values)
+
+
+async def _device_lease(run: RunConfig) -> DeviceLease:
+    """Wait for the devices that the trainer uses too, and hold them."""
+    lease = DeviceLease(leased_devices(run.output), f"the engine of run {run.run_name}", shared=not has_gpu())
+    await lease.acquire()
+    return lease
 
 
 async def _until_signal(work: Callable[[], Awaitable[None]]) -> None:

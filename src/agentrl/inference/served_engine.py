@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
+from agentrl.concurrency import task_group
 from agentrl.config.schema import EngineConfig
 from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
@@ -94,33 +95,35 @@ class ServedEngine:
         )
         await self._store.services.register(service)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
-                await self._process.wait_ready(self._client, self._config.engine_start_seconds)
-                self._weights.started()
-                if not isinstance(self._process, AttachedEngine):
-                    await self._client.set_version(self._version)
-                if self._fetched is not None:
-                    await self._weights.fetch(self._fetched)
-                    self._version = await self._weights.load(self._fetched)
-                self._context_length = (await self._client.model_info()).context_length
-                self._status = ServiceStatus.READY
-                log.info("engine is ready at %s with version %d", self._client.url, self._version)
-                await self._report()
+                await self._start()
                 tasks.create_task(self._follow())
                 if self._lease is not None:
                     tasks.create_task(self._lend(self._lease))
                 if self._front is not None:
                     tasks.create_task(self._front.keep(self._client.url))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             if self._front is not None:
                 await self._front.leave(self._client.url)
             message = "the end of the engine is not recorded; its heartbeat expires"
             with log_store_errors(log, message, outages=True), retry_outages(0):
                 await self._store.services.stop(self._id)
+
+    async def _start(self) -> None:
+        """Wait until the server is ready, load its first adapter, and report that it takes requests."""
+        await self._process.wait_ready(self._client, self._config.engine_start_seconds)
+        self._weights.started()
+        if not isinstance(self._process, AttachedEngine):
+            await self._client.set_version(self._version)
+        if self._fetched is not None:
+            await self._weights.fetch(self._fetched)
+            self._version = await self._weights.load(self._fetched)
+        self._context_length = (await self._client.model_info()).context_length
+        self._status = ServiceStatus.READY
+        log.info("engine is ready at %s with version %d", self._client.url, self._version)
+        await self._report()
 
     async def _watch_process(self) -> None:
         """Raise EngineError once the engine's process has ended."""

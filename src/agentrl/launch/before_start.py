@@ -1,27 +1,23 @@
-"""Complete and check a run's flags before any of its processes starts: limits, memory, who runs already."""
+"""Prepare a run on this machine: complete and check its flags, place its processes, start its database."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Collection, Sequence
+import asyncio
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from agentrl.chat.model_folder import model_context_length
-from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
-from agentrl.cli.placement import Placement
-from agentrl.config.agreement import AgreedSettings, require_trainable, sampler_settings, trainer_settings
+from agentrl.config.agreement import AgreedSettings, sampler_settings, trainer_settings
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
-    AgentConfig,
     EngineConfig,
+    EvaluationConfig,
+    GroupConfig,
     ModelConfig,
-    PlacementConfig,
     RunConfig,
-    SamplingConfig,
-    TrainConfig,
+    TeacherConfig,
 )
 from agentrl.errors import (
     ConfigError,
@@ -31,96 +27,116 @@ from agentrl.errors import (
     RunMissingError,
     StoreUnavailableError,
 )
-from agentrl.launch.processes import environment_of_children
+from agentrl.launch.demo import SERVERS_FILE, default_servers, demo_model
+from agentrl.launch.memory import fit
+from agentrl.launch.placement import Placement, place_processes
+from agentrl.launch.processes import RunPlan, agentrl_command
+from agentrl.launch.recipe import TASK_FILES, AccelerateConfig, read_accelerate_config, read_recipe
+from agentrl.losses.settings import LossSettings, check_loss
+from agentrl.observe.begin_run import check_run
+from agentrl.rollout.setup import require_extensions
+from agentrl.store.client import Store, open_existing
+from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.train.lease import require_no_trainer
+from agentrl.weights.folder import require_folder
 
-if TYPE_CHECKING:
-    from agentrl.store.client import Store
-
-LONGEST_OUTPUT = 32768
-_SHORTEST = 2048
-"""Shortest context that ``--fit_context`` tries."""
-_TURN = 256
-"""Fewest tokens of context that a turn is expected to take."""
-_MASK_BYTES = 16
-"""Memory of a machine without GPUs for each pair of tokens: a dense float32 mask may take a quarter of it."""
+ROLES = ("serve", "sample", "train")
 
 
-def fit(
-    configs: Configs,
-    flags: Sequence[str],
-    placement: Placement | None,
-    machines: int,
-    report: Callable[[str], None],
-    *,
-    is_training: bool,
+def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Mapping[str, str]) -> RunPlan:
+    """Return what to start: everything is checked, the model is made, and the database runs.
+
+    ``command`` is ``train`` or ``eval``, ``configs`` are the parsed ``flags``, ``variables`` the environment.
+    """
+    flags, configs = _with(read_recipe(configs, TASK_FILES[command]), flags, configs)
+    run, is_training = configs[RunConfig], command == "train"
+
+    def report(text: str) -> None:
+        print(f"{run.run_name}: {text}", flush=True)
+
+    roles = _roles(command, configs, variables)
+    if command == "eval" and "serve" in roles:
+        flags = ["--eval_engine", "shared", *flags]
+    accelerate = read_accelerate_config(variables.get("ACCELERATE_CONFIG") if "train" in roles else None)
+    configs = configs.with_flags(accelerate.sizes)
+
+    is_demo = configs[ModelConfig].model_name_or_path is None
+    servers = default_servers(configs, is_demo=is_demo) if roles & {"sample", "eval"} else None
+    if servers is not None:
+        flags = ["--mcp_servers_file", str(SERVERS_FILE), *flags]
+    if is_demo:
+        flags, configs = _with({"model_name_or_path": str(demo_model())}, flags, configs)
+
+    agreed = require_usable(configs, roles)
+    columns = configs[GroupConfig].column_names
+    teacher = configs[TeacherConfig].teacher if "sample" in roles else None
+    if teacher is not None:
+        require_teacher(teacher, columns)
+    elif is_training and columns:
+        report(f"groups wait for {', '.join(columns)}, and no --teacher is given: start agentrl teach too")
+    mongo = EmbeddedMongo(run.mongo_dir)
+    has_database = run.db_connection_string is not None or mongo.status().running
+    if has_database:
+        asyncio.run(require_joinable(configs, roles, agreed))
+    placement = place_processes(
+        configs, report, trains="train" in roles and not accelerate.uses_cpu, serves="serve" in roles,
+        machines=accelerate.machines,
+    )  # fmt: skip
+    flags = fit(configs, flags, placement, accelerate.machines, report, is_training=is_training)
+    if not has_database:
+        mongo.up()
+        report(f"MongoDB started (data in {run.mongo_dir}); stop it with: agentrl mongo down")
+        asyncio.run(require_joinable(configs, roles, agreed))
+
+    return RunPlan(
+        name=run.run_name,
+        logs=Path(run.log_dir),
+        flags=flags,
+        engines=len(placement.engines) if placement is not None else int("serve" in roles),
+        port=configs[EngineConfig].port,
+        samplers=int(variables.get("SAMPLERS") or "2") if "sample" in roles else 0,
+        main=_main_command(command, flags, accelerate, placement) if command in roles else None,
+        follows=is_training and configs[EvaluationConfig].eval_steps is not None,
+        teaches=teacher is not None,
+        has_demo_tools=servers is not None,
+        inf_mem_ratio=configs[EngineConfig].inf_mem_ratio,
+        placement=placement,
+    )
+
+
+def _with(values: Mapping[str, Any], flags: Sequence[str], configs: Configs) -> tuple[Sequence[str], Configs]:
+    """Return the flags as words and parsed, with ``values``, none of which was given."""
+    return [*flag_words(values), *flags], configs.with_flags(values)
+
+
+def _roles(command: str, configs: Configs, variables: Mapping[str, str]) -> set[str]:
+    """Return the kinds of processes that run here. Raises ConfigError for an unknown one in ``ROLES``."""
+    if command == "eval":
+        has_own = configs.given & {"eval_engine", "eval_model"}
+        return {"eval"} if has_own else {"serve", "eval"}
+    roles = set((variables.get("ROLES") or " ".join(ROLES)).split())
+    unknown = sorted(roles - set(ROLES))
+    if unknown:
+        raise ConfigError(f"ROLES names {', '.join(unknown)}", hint=f"choose among: {', '.join(ROLES)}")
+    return roles
+
+
+def _main_command(
+    command: str, flags: Sequence[str], accelerate: AccelerateConfig, placement: Placement | None
 ) -> list[str]:
-    """Return ``flags`` with the limits of ``--fit_context``, halved until a training step fits the GPUs.
-
-    Raises ConfigError for limits that contradict one another, and for a model that does not fit.
-    """
-    model = configs[ModelConfig].model_name_or_path
-    longest = configs[PlacementConfig].fit_context if model is not None else None
-    if longest is not None and placement is None:  # the attention mask has to fit the memory of this machine
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        longest = min(longest, math.isqrt(memory // _MASK_BYTES))
-    while True:
-        limits = fitted_limits(configs, model, longest) if model is not None and longest is not None else {}
-        words = flag_words(limits)
-        fitted = configs.with_flags(limits)
-        if is_training:
-            require_trainable(fitted)
-        try:
-            if placement is not None and model is not None:
-                MemoryCheck(
-                    configs=fitted, flags=[*words, *flags], model=model, machines=machines, report=report
-                ).check(placement, environment_of_children())
-        except StepTooLargeError as error:
-            total = fitted[AgentConfig].max_prompt_tokens + fitted[SamplingConfig].max_new_tokens
-            if len({"max_prompt_tokens", "max_new_tokens"} & limits.keys()) == 0 or total < 2 * _SHORTEST:
-                raise
-            longest = total // 2
-            report(f"{error.message}: trying a context of {longest} tokens")
-            continue
-        if words:
-            report(f"limits: {' '.join(words)}")
-        return [*words, *flags]
-
-
-def fitted_limits(configs: Configs, model: str, longest: int) -> dict[str, int]:
-    """Return the limits that were not given, by flag.
-
-    Prompt and output together take ``longest`` tokens, the model's context or a given ``--max_tokens``,
-    whichever is least; a given limit of one changes the other. Raises ConfigError if a given limit leaves
-    nothing for the other.
-    """
-    agent, sampling, train = configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig]
-    given = configs.given
-    own = configs[ModelConfig].max_model_len or model_context_length(model)
-    total = min(longest, own or longest, *([train.max_tokens] if "max_tokens" in given else []))
-    prompt, output = agent.max_prompt_tokens, sampling.max_new_tokens
-    if not {"max_prompt_tokens", "max_new_tokens"} <= given:
-        for name, value in (("max_prompt_tokens", prompt), ("max_new_tokens", output)):
-            if name in given and value >= total:
-                raise ConfigError(
-                    f"--{name} is {value}, and prompt and output have {total} tokens together",
-                    hint=f"lower it; the model's context is {own or 'unknown'}, and --max_tokens and"
-                    " --fit_context limit both",
-                )
-        if "max_new_tokens" not in given:
-            left = total - prompt if "max_prompt_tokens" in given else max(1, total // 4)
-            output = min(LONGEST_OUTPUT, left)
-        if "max_prompt_tokens" not in given:
-            prompt = total - output
-    limits = {
-        "max_prompt_tokens": prompt,
-        "max_new_tokens": output,
-        "max_tokens": prompt + output,
-        "prompt_reserve_tokens": min(agent.prompt_reserve_tokens, prompt // 8),
-    }
-    turns = configs[PlacementConfig].fit_turns
-    if turns is not None:
-        limits["max_turns"] = min(turns, max(1, prompt // _TURN))
-    return {name: value for name, value in limits.items() if name not in given}
+    """Return the command of the evaluation, or of the trainer with a process for each of its GPUs."""
+    processes = len(placement.trainer) if placement is not None else 0
+    if placement is not None and placement.is_colocated:
+        flags = [*flags, "--colocate", "true"]
+    module = ["-m", "agentrl.train", *flags]
+    if command == "train" and accelerate.path is not None:
+        program = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+        count = ["--num_processes", str(processes * accelerate.machines)] if processes else []
+        return [*program, "--config_file", accelerate.path, *count, *module]
+    if command == "train" and processes > 1:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*launcher, "--nproc_per_node", str(processes), *module]
+    return agentrl_command(command, flags)
 
 
 def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
@@ -128,10 +144,6 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
 
     Raises ModelError for a folder without a model, and ConfigError for an unknown extension or loss.
     """
-    from agentrl.losses.settings import LossSettings, check_loss
-    from agentrl.rollout.setup import require_extensions
-    from agentrl.weights.folder import require_folder
-
     if set(roles) - {"serve"}:  # an engine serves a folder without a tokenizer
         require_folder(configs[ModelConfig])
     agreed: AgreedSettings = {}
@@ -167,10 +179,6 @@ async def require_joinable(configs: Configs, roles: Collection[str], agreed: Agr
 
     Raises LeaseHeldError if ``roles`` has a trainer and one is alive, and ConfigError for other settings.
     """
-    from agentrl.observe.begin_run import check_run
-    from agentrl.store.client import open_existing
-    from agentrl.train.lease import require_no_trainer
-
     run = configs[RunConfig]
     try:
         store = await open_existing(run)

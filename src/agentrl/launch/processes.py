@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.cli.placement import Numbers, Placement
 from agentrl.config.run import without_uri
 from agentrl.inference.engines.commands import SHARED_MEMORY
 from agentrl.launch.demo import units_server
+from agentrl.launch.placement import Numbers, Placement
 from agentrl.processes import half_of_cores, thread_limits
 from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor
 

@@ -7,7 +7,7 @@ Its section ``demo`` holds for a run without a model and tasks of its own, its s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from agentrl.errors import ConfigError, nearest
 from agentrl.settings_file import read_settings
 from agentrl.shipped_files import shipped_files
 
+TASK_FILES = {"train": "train_file", "eval": "eval_file"}
+"""Command that ``agentrl launch`` runs → the flag of its task file."""
 _VARIABLES = {
     "model_name_or_path": "MODEL_PATH",
     "tp_size": "TP_SIZE",
@@ -79,17 +81,18 @@ def read_recipe(configs: Configs, tasks: str) -> dict[str, Any]:
 class AccelerateConfig:
     """What ``ACCELERATE_CONFIG`` says about machines and devices."""
 
-    path: str
-    machines: int
-    uses_cpu: bool
-    sizes: Mapping[str, int]
+    path: str | None = None
+    """None: the variable names no file."""
+    machines: int = 1
+    uses_cpu: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
     """Flags that its ``parallelism_config`` sets, such as ``tp_size``."""
 
 
-def read_accelerate_config(path: str | None) -> AccelerateConfig | None:
+def read_accelerate_config(path: str | None) -> AccelerateConfig:
     """Read the file that ``ACCELERATE_CONFIG`` names. Raises ConfigError if it chooses GPUs itself."""
     if not path:
-        return None
+        return AccelerateConfig()
     file = read_settings(path, what="ACCELERATE_CONFIG", hint="accelerate config writes one")
     content = file.content
     if not isinstance(content, dict):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
@@ -16,10 +17,9 @@ from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
 from agentrl.evaluation.sweep_file import HeldOut, Sweep, launch_words
-from agentrl.processes import exit_reason, start_child, stop_child, stop_on_signals
+from agentrl.processes import STOPPED, exit_reason, start_child, stop_child, stop_on_signals
 from agentrl.store.client import Store
 
-_STOPPED = 130
 _READ_SECONDS = 2.0
 _GRACE_SECONDS = 120.0
 """How long a child may finish its step and its checkpoint after a signal."""
@@ -92,20 +92,12 @@ class SweepRunner:
                     return 1 if self.failed else 0
                 if self._show is not None:
                     self._show(self.children, found, self.failed)
-                stopping = asyncio.create_task(stop.wait())
-                await asyncio.wait(
-                    {*active.values(), stopping},
-                    timeout=_READ_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                stopping.cancel()
+                await wait_for_any(stop, tasks=active.values(), timeout=_READ_SECONDS)
                 for key in [key for key, task in active.items() if task.done()]:
                     self._end(key, active.pop(key))
-            return _STOPPED
+            return STOPPED
         finally:
-            for task in active.values():
-                task.cancel()
-            await asyncio.gather(*active.values(), return_exceptions=True)
+            await end_tasks(*active.values())
 
     async def _all_steps(self) -> str:
         """Return the steps of the children that are begun, else all: the parent may go on meanwhile."""
@@ -180,7 +172,7 @@ class SweepRunner:
 
 async def _eval_flags(source: Store, held_out: HeldOut) -> dict[str, Any]:
     """Return the flags of an evaluation: the file's, and those of the parent's engines and samplers."""
-    roles = {item.role: item for item in await source.settings.resolved()}
+    roles = await source.settings.resolved()
     found: dict[str, Any] = {}
     if "train" in roles:
         found["model_name_or_path"] = roles["train"].values.get("model_name_or_path")

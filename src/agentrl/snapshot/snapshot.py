@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
 from agentrl.documents.family import Relative
@@ -188,10 +189,7 @@ class Cache:
 
     async def close(self) -> None:
         """Cancel the reads that go on."""
-        reads = list(self._reads.values())
-        for reading in reads:
-            reading.cancel()
-        await asyncio.gather(*reads, return_exceptions=True)
+        await end_tasks(*self._reads.values())
 
     async def _read(self, key: Hashable, read: Callable[[], Awaitable[object]]) -> object:
         try:
@@ -224,7 +222,8 @@ class SnapshotReader:
         An engine is dead without a heartbeat for ``alive_seconds``, by default five of the run's intervals.
         """
         store, counts = self._store, self._store.counts
-        configurations = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        resolved = await self._cached("configurations", store.settings.resolved, _SLOW_SECONDS)
+        configurations = list(resolved.values())
         if alive_seconds is None:
             alive_seconds = _alive_seconds(configurations)
         liveness = await store.services.liveness(TRAIN, alive_seconds)
@@ -253,6 +252,7 @@ class SnapshotReader:
             ),
         }
         parts = dict(zip(reads, await asyncio.gather(*reads.values()), strict=True))
+        parts["settings"] = list(parts["settings"].values())
         parts["versions"] = published_versions(parts["versions"], parts["steps"], liveness.engines)
         return RunSnapshot(run_name=store.run_name, liveness=liveness, configurations=configurations, **parts)
 

@@ -74,21 +74,22 @@ class Settings(Repository):
         own = _document(flags_key(role), values, role, **more)
         with suppress(DuplicateKeyError):
             await self._collection(SETTINGS).insert_one(own.to_document())
-        return [
-            line for stored in await self.resolved() for line in _contradictions(stored, own, per_process)
-        ]
+        stored = (await self.resolved()).values()
+        return [line for each in stored for line in _contradictions(each, own, per_process)]
 
     @database_call
-    async def resolved(self) -> list[RunSettings]:
-        """Return the stored configuration of each role: its flags, and the versions of its packages."""
-        flags = [flags_key(role) for role in FLAGS]
-        return await self._all(RunSettings, SETTINGS, {"_id": {"$in": flags}}, sort=[("_id", ASCENDING)])
+    async def resolved(self) -> dict[str, RunSettings]:
+        """Return {role: its stored configuration}: its flags, and the versions of its packages."""
+        return {str(item.role): item for item in await self._stored("$in")}
 
     @database_call
-    async def all(self) -> list[RunSettings]:
-        """Return the settings of every concern that are stored."""
+    async def all(self) -> dict[str, RunSettings]:
+        """Return {concern: its stored settings}."""
+        return {item.id: item for item in await self._stored("$nin")}
+
+    async def _stored(self, operator: str) -> list[RunSettings]:
         flags = [flags_key(role) for role in FLAGS]
-        return await self._all(RunSettings, SETTINGS, {"_id": {"$nin": flags}}, sort=[("_id", ASCENDING)])
+        return await self._all(RunSettings, SETTINGS, {"_id": {operator: flags}}, sort=[("_id", ASCENDING)])
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.documents.column import TopLogprobs
-from agentrl.documents.model_call import DispatchedSamplingTask, full_messages, unpack_ids
+from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.task import Task
+from agentrl.rollout.prompts import chain_of, one_system
 from agentrl.teaching.alignment import align, token_ends
 from agentrl.teaching.engines import TeacherEngine
 
@@ -80,20 +81,18 @@ class Teaching:
     ) -> Iterator[tuple[DispatchedSamplingTask, Sequence[int] | None]]:
         """Yield each call with the ids before its answer; None for a call that another model answered."""
         known = {call.id: call for call in calls}
-        ids: dict[str, list[int]] = {}
-        said: dict[str, list[dict[str, Any]]] = {}
+        tools: dict[str, tuple[dict[str, Any], ...] | None] = {}
         for call in calls:
-            parent = None if call.parent is None else known[call.parent]
-            messages = [*(said[parent.id] if parent else ()), *full_messages(call, parent)]
-            said[call.id] = [*messages, {"role": "assistant", **call.response}]
-            prompt = [*(ids[parent.id] if parent else ()), *unpack_ids(call.context_ids).tolist()]
-            ids[call.id] = [*prompt, *unpack_ids(call.output_ids).tolist()]
+            tools[call.id] = call.tools if call.parent is None else tools[call.parent]
             if call.fixed is not None:
                 yield call, None
-            elif self.teacher is None:
-                yield call, prompt
+                continue
+            chain = chain_of(known, call.id)
+            if self.teacher is None:
+                yield call, chain.prompt_ids
             else:
-                yield call, self.teacher.render(self._privileged(task, messages), call.tools or None)
+                messages = self._privileged(task, one_system(chain.messages[:-1]))
+                yield call, self.teacher.render(messages, tools[call.id] or None)
 
     def _privileged(self, task: Task, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages with the privileged prompt at the end of the system message."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from dataclasses import replace
@@ -26,7 +25,8 @@ from agentrl.config.schema import (
 )
 from agentrl.distributed.apply import parallelize
 from agentrl.distributed.load_shards import load_shards
-from agentrl.distributed.mesh import Mesh, build_mesh, check_flags, plan_layout
+from agentrl.distributed.mesh import Layout, Mesh, build_mesh, check_flags, plan_layout
+from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import World, join_alone, single_process
 from agentrl.documents.training import BYTES_PER_TOKEN
 from agentrl.errors import ConfigError, ModelError
@@ -82,64 +82,30 @@ def build_trainer(
     """
     world = world or single_process()
     flags, optim = configs[ModelConfig], configs[OptimConfig]
-    train, adapter, memory = configs[TrainConfig], configs[AdapterConfig], configs[MemoryConfig]
+    train, memory = configs[TrainConfig], configs[MemoryConfig]
     precision = precision or step_precision(flags, train, world)
     settings = LossSettings.of_run(configs)
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if world.size == 1 and launched > 1:
-        raise ConfigError(
-            f"{launched} processes were launched, and this command runs in a single one",
-            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
-        )
-    layout = plan_layout(train, world.size)
-    check_flags(layout, adapter, memory)
+    layout = _plan_layout(configs, world)
     set_seed(configs[RunConfig].seed)
-    is_shared = world.size > 1
-    policy = load_policy(flags, weights, adapter, precision, is_empty=is_shared)
-    if train.publish == "adapter" and (policy.adapter is None or train.weight_sync != "disk"):
-        raise ConfigError(
-            "--publish adapter needs an adapter, and --weight_sync disk",
-            hint="give --lora_rank; an adapter is so small that it needs no other way to the engines",
-        )
-    wants_adapter = train.publish in ("auto", "adapter") and train.weight_sync == "disk"
-    policy = replace(policy, publishes_adapter=policy.adapter is not None and wants_adapter)
-    if policy.publishes_adapter:
-        logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
-    if policy.pixels is not None and is_shared:
-        raise ConfigError(
-            f"a vision model in {world.size} processes: images are trained in one",
-            hint="train with one process",
-        )
-    if not is_shared:  # with more ranks each reads only its part, after the model is split
-        policy.model.to(world.device)  # type: ignore[arg-type]
-    check_model(policy.model)
+    policy = _load_policy(configs, weights, precision, world)
     replay = build_replay(flags, memory, policy)
     mode = checkpointing_mode(memory, train.gradient_checkpointing)
     enable_checkpointing(policy.model, mode, offload=memory.activation_offload)
     if memory.torch_compile:
         compile_layers(policy.model)
     freeze(policy.model, optim.freeze)
-    is_mixed = precision.policy is not None
-    if is_mixed:
-        join_alone(world.device)
-    mesh = build_mesh(layout, world.device.type, single=is_mixed)
-    model = parallelize(
-        policy.model,
-        mesh,
-        max_tokens=train.max_tokens,
-        reduction=memory.gradient_reduction,
-        precision=precision,
-    )
-    if is_shared:
-        load_shards(policy.model, policy.source or policy.base, world.device, flags)
-    model.to(world.device)
+    model = _split(policy, layout, configs, precision, world)
     optimizer = build_optimizer(policy.model, optim, memory)
+    scheduler = build_scheduler(optimizer, optim, total_steps)
+    reference = build_reference(
+        settings, flags, policy, model.mesh, world.device, precision.products, max_tokens=train.max_tokens
+    )
     updates = optim.num_epochs_per_batch * optim.mini_batches
     return PolicyTrainer(
         policy=policy,
         model=model,
         optimizer=optimizer,
-        scheduler=build_scheduler(optimizer, optim, total_steps),
+        scheduler=scheduler,
         settings=settings,
         options=ForwardOptions(
             chunk_size=train.loss_seq_chunk_size or DEFAULT_CHUNK,
@@ -148,25 +114,70 @@ def build_trainer(
         max_tokens=train.max_tokens,
         prefix_merging=train.prefix_merging,
         max_grad_norm=optim.max_grad_norm,
-        frozen=FrozenLogprobs(
-            start=updates > 1 and settings.old_logprobs != "behavior",
-            reference=build_reference(
-                settings,
-                flags,
-                policy,
-                mesh,
-                world.device,
-                precision.products,
-                max_tokens=train.max_tokens,
-            ),
-        ),
+        frozen=FrozenLogprobs(start=updates > 1 and settings.old_logprobs != "behavior", reference=reference),
         epochs=optim.num_epochs_per_batch,
         mini_batches=optim.mini_batches,
-        memory=dataclasses.replace(memory, activation_checkpointing=mode),
+        memory=replace(memory, activation_checkpointing=mode),
         peak=device_peak(world.device, precision.products),
         recorded_tokens=int(train.token_statistics_mib * 2**20) // BYTES_PER_TOKEN,
         replay=replay,
     )
+
+
+def _plan_layout(configs: Configs, world: World) -> Layout:
+    """Return how the model is split. Raises ConfigError for flags that this world does not allow."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if world.size == 1 and launched > 1:
+        raise ConfigError(
+            f"{launched} processes were launched, and this command runs in a single one",
+            hint="launch it with one process; `agentrl train` and `agentrl sft` take several",
+        )
+    layout = plan_layout(configs[TrainConfig], world.size)
+    check_flags(layout, configs[AdapterConfig], configs[MemoryConfig])
+    return layout
+
+
+def _load_policy(configs: Configs, weights: Path | None, precision: Precision, world: World) -> Policy:
+    """Load the policy; without its weights if ``_split`` has each rank read its own part."""
+    train, is_shared = configs[TrainConfig], world.size > 1
+    policy = load_policy(configs[ModelConfig], weights, configs[AdapterConfig], precision, is_empty=is_shared)
+    may_publish_adapter = policy.adapter is not None and train.weight_sync == "disk"
+    if train.publish == "adapter" and not may_publish_adapter:
+        raise ConfigError(
+            "--publish adapter needs an adapter, and --weight_sync disk",
+            hint="give --lora_rank; an adapter is so small that it needs no other way to the engines",
+        )
+    policy = replace(policy, publishes_adapter=may_publish_adapter and train.publish in ("auto", "adapter"))
+    if policy.publishes_adapter:
+        logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")
+    if policy.pixels is not None and is_shared:
+        raise ConfigError(
+            f"a vision model in {world.size} processes: images are trained in one",
+            hint="train with one process",
+        )
+    if not is_shared:
+        policy.model.to(world.device)  # type: ignore[arg-type]
+    check_model(policy.model)
+    return policy
+
+
+def _split(
+    policy: Policy, layout: Layout, configs: Configs, precision: Precision, world: World
+) -> ParallelModel:
+    """Return the policy's model, split and sharded over the ranks, with its weights."""
+    is_mixed = precision.policy is not None
+    if is_mixed:
+        join_alone(world.device)
+    model = parallelize(
+        policy.model,
+        build_mesh(layout, world.device.type, single=is_mixed),
+        max_tokens=configs[TrainConfig].max_tokens,
+        reduction=configs[MemoryConfig].gradient_reduction,
+        precision=precision,
+    )
+    if world.size > 1:
+        load_shards(policy.model, policy.source or policy.base, world.device, configs[ModelConfig])
+    return model.to(world.device)
 
 
 def build_replay(config: ModelConfig, memory: MemoryConfig, policy: Policy) -> RouterReplay | None:

@@ -18,7 +18,7 @@ from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
 from agentrl.processes import identify, is_observable
-from agentrl.store.mechanics.lease import RENEWALS_PER_LEASE, keep_renewed
+from agentrl.store.mechanics.lease import renewed
 from agentrl.store.mechanics.retry import retry_outages
 
 if TYPE_CHECKING:
@@ -106,16 +106,10 @@ async def hold_lease(
         stop or asyncio.Event(),
     )
     lease = TrainerLease(store, attempt, seconds, owner)
-    every = seconds / RENEWALS_PER_LEASE
-    keeper = asyncio.create_task(
-        keep_renewed(lease.check, every, "the trainer's lease"), name="trainer-lease"
-    )
     try:
-        yield lease
+        async with renewed(lease.check, seconds, "the trainer's lease"):
+            yield lease
     finally:
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
         with contextlib.suppress(StoreError), retry_outages(0):
             await store.trainer_lease.release(attempt, lease.ended)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import begin_folder, discard_folder
+from agentrl.concurrency import wait_for_any
 from agentrl.config.schema import TrainConfig
 from agentrl.documents.run import LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
@@ -47,9 +48,8 @@ class Publication:
 
     step: int
     train_step: str | None
-    temporary: Path | None
-    write: Future[Written] | None
-    """What is stored in ``temporary``; both are None if it is in the trainer's memory alone."""
+    stored: tuple[Path, Future[Written]] | None
+    """The temporary folder and what is written there; None if it is in the trainer's memory alone."""
     base: PolicyVersion | None
     """The version from which it differs; None for whole weights."""
     live: Future[LiveWeights] | None
@@ -57,7 +57,7 @@ class Publication:
     """The checkpoint of the same step that links its files; it is published after that."""
     task: asyncio.Task[PublishError | None] = field(init=False)
     """Returns why it failed."""
-    began: float = field(default_factory=time.perf_counter)
+    began: float
 
 
 @dataclass(kw_only=True)
@@ -174,24 +174,23 @@ class Publisher:
         folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
         target = folder / f"step-{step:06d}"
 
-        def copy() -> tuple[Path | None, Future[Written] | None, Future[LiveWeights] | None]:
+        def copy() -> tuple[tuple[Path, Future[Written]] | None, Future[LiveWeights] | None]:
             live = None if sync == "disk" else self.controller.hold_version(step, sync)
             if not is_stored:
-                return None, None, live
+                return None, live
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
             since = None if base is None else base.step
-            return temporary, self.controller.write_version(step, temporary, since), live
+            return (temporary, self.controller.write_version(step, temporary, since)), live
 
         await self.turns.begin()
         began = time.perf_counter()
-        temporary, write, live = await asyncio.to_thread(copy)
+        stored, live = await asyncio.to_thread(copy)
         publication = Publication(
             step=step,
             train_step=progress.train_steps[-1] if progress.train_steps else None,
-            temporary=temporary,
-            write=write,
+            stored=stored,
             base=base,
             live=live,
             checkpoint=asyncio.get_running_loop().create_future(),
@@ -225,8 +224,8 @@ class Publisher:
             live: LiveWeights | None = None
             if publication.live is not None:
                 live = await asyncio.wrap_future(publication.live)
-            if publication.write is not None:
-                published = await self._publish_stored(publication, live)
+            if publication.stored is not None:
+                published = await self._publish_stored(publication, *publication.stored, live)
             else:
                 assert live is not None
                 published = await publish_live(
@@ -248,17 +247,17 @@ class Publisher:
         self.metrics["published_bytes"] = published.bytes
         return None
 
-    async def _publish_stored(self, publication: Publication, live: LiveWeights | None) -> PolicyVersion:
+    async def _publish_stored(
+        self, publication: Publication, temporary: Path, write: Future[Written], live: LiveWeights | None
+    ) -> PolicyVersion:
         """Publish a version whose files are being written; PublishError if that fails."""
         checkpoint: Unfinished | None = None
-        assert publication.temporary is not None
-        assert publication.write is not None
         try:
-            with explain_write_errors(publication.temporary, self.controller.writer.model.bytes):
-                written = await asyncio.wrap_future(publication.write)
+            with explain_write_errors(temporary, self.controller.writer.model.bytes):
+                written = await asyncio.wrap_future(write)
             checkpoint = await publication.checkpoint
             if checkpoint is not None:
-                await asyncio.to_thread(checkpoint.link_model, publication.temporary)
+                await asyncio.to_thread(checkpoint.link_model, temporary)
             target = PublishTarget(
                 root=self.root,
                 attempt=self.progress.attempt,
@@ -269,7 +268,7 @@ class Publisher:
             if publication.base is not None:
                 base = publication.base.id
             return await publish(
-                self.store, publication.temporary, written, target,
+                self.store, temporary, written, target,
                 step=publication.step, train_step_id=publication.train_step, live=live,
                 base=base,
             )  # fmt: skip
@@ -277,7 +276,7 @@ class Publisher:
             checkpoint = checkpoint or await publication.checkpoint
             if checkpoint is not None and not checkpoint.model.done():
                 checkpoint.model.set_exception(PublishError("the version of the same step was not written"))
-            await asyncio.to_thread(discard_folder, publication.temporary)
+            await asyncio.to_thread(discard_folder, temporary)
 
     async def end(self) -> None:
         """Wait for the publication in flight, if any; keep why it failed in ``failure``."""
@@ -308,13 +307,7 @@ class Publisher:
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, or return earlier when training is stopped or another trainer takes over."""
-        events = [asyncio.create_task(event.wait()) for event in (self.stop, self.lease.lost)]
-        try:
-            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in events:
-                task.cancel()
-            await asyncio.gather(*events, return_exceptions=True)
+        await wait_for_any(self.stop, self.lease.lost, timeout=seconds)
 
 
 async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> PublishError | None:

@@ -102,9 +102,10 @@ def _follow(configs: Configs, world: World) -> None:
 
 async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     """Train on all ranks; return False if a signal ended it."""
-    stop, roots = _stop_on_signals(), _checkpoint_roots(configs)
+    stop, run = _stop_on_signals(), configs[RunConfig]
+    roots = run.checkpoint_roots(configs[TrainConfig].fallback_output_dir)
     precision = await asyncio.to_thread(step_precision, configs[ModelConfig], configs[TrainConfig], world)
-    with retry_outages(configs[RunConfig].db_wait_seconds, stop):
+    with retry_outages(run.db_wait_seconds, stop):
         async with (
             await _join(configs, precision, is_agreed=lead_in is None) as store,
             hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
@@ -136,13 +137,6 @@ async def _take_device(configs: Configs) -> DeviceLease | None:
     lease = DeviceLease(leased_devices(run.output), f"the trainer of run {run.run_name}")
     await lease.acquire(urgent=True)
     return lease
-
-
-def _checkpoint_roots(configs: Configs) -> list[Path]:
-    """Return the folders of checkpoints: ``--output_dir``, and the run's in ``--fallback_output_dir``."""
-    run, fallback = configs[RunConfig], configs[TrainConfig].fallback_output_dir
-    output = Path(run.output)
-    return [output] if not fallback else [output, Path(fallback) / run.run_name]
 
 
 def _versions_root(configs: Configs) -> str:
@@ -220,7 +214,7 @@ async def _trainer(
     lead_in: int | None,
 ) -> Trainer:
     run, config, controller = configs[RunConfig], configs[TrainConfig], turns.controller
-    output, *fallback = _checkpoint_roots(configs)
+    output, *fallback = run.checkpoint_roots(config.fallback_output_dir)
     source = await open_source(store, configs, controller, progress, lead_in)
     publisher = Publisher(
         store=store,

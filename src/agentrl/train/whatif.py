@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,10 @@ import torch
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.schema import ModelConfig, RunConfig
-from agentrl.config.whatif import changes, child_configs, parent_configs
+from agentrl.config.whatif import WhatIfConfig, changes, child_configs, parent_configs
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
+from agentrl.distributed.world import is_first_rank
 from agentrl.documents.checkpoint import Checkpoint, readable_checkpoints
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import RunSettings
@@ -40,34 +40,18 @@ _COMPARED = ("loss", "grad_norm", "lr", "kl_k3", "entropy", "reward")
 """Metrics of a step that do not depend on the time that it takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """Which steps of which run are trained again, and without which Records."""
+def train_again(parent: str, child: str | None, here: Configs) -> str:
+    """Train stored steps of the run ``parent`` with the flags that are given in ``here``; return the child.
 
-    parent: str
-    child: str | None = None
-    """Name of the child; None: the next free name."""
-    steps: tuple[int, int] | None = None
-    """The first and the last step of the parent; None: all."""
-    without: frozenset[str] = frozenset()
-    """``_id`` of Records; their groups are decided as if they had never been sampled."""
-    scorer: str | None = None
-    """Scores the Records again, for the child alone."""
-    order_seed: int = 0
-    """Shuffles the order of the steps; 0: the parent's order."""
-
-
-def train_again(whatif: WhatIf, here: Configs) -> str:
-    """Train the steps of ``whatif`` with the flags that are given in ``here``; return the child's name.
-
-    The steps between the parent's checkpoint and the first one are trained before, with the parent's flags.
-    Every rank of a launch calls it; a second call goes on. Writes nothing of the parent but the note of its
-    child. Raises ConfigError for steps that the parent does not have and for a child with other settings,
-    TrainingError if data of the steps are gone.
+    ``here`` has a WhatIfConfig too. ``child`` is its name; None: the next free one. The steps between the
+    parent's checkpoint and the first one are trained before, with the parent's flags. Every rank of a launch
+    calls it; a second call goes on. Writes nothing of the parent but the note of its child. Raises
+    ConfigError for steps that the parent does not have and for a child with other settings, TrainingError if
+    data of the steps are gone.
     """
-    begun = asyncio.run(_begin(whatif, here))
+    begun = asyncio.run(_begin(parent, child, here))
     if begun.threads not in (None, torch.get_num_threads()):
-        logger.info("computes with the threads of %s's trainer: %d", whatif.parent, begun.threads)
+        logger.info("computes with the threads of %s's trainer: %d", parent, begun.threads)
         torch.set_num_threads(begun.threads)
     relative = begun.relative
     run_trainer(begun.child, LeadIn(begun.parent, relative.since - 1) if begun.lacks_lead_in else None)
@@ -90,53 +74,62 @@ class _Begun:
     """Whether steps before the first one are still to be trained as the parent trained them."""
 
 
-async def _begin(whatif: WhatIf, here: Configs) -> _Begun:
+async def _begin(parent_name: str, child_name: str | None, here: Configs) -> _Begun:
     """Begin the child, or find it begun with the same settings."""
-    run = replace(here[RunConfig], run_name=whatif.parent)
+    run = replace(here[RunConfig], run_name=parent_name)
     async with await open_existing(run) as source:
-        steps = await _trained_steps(source)
-        first, last = whatif.steps or (1, steps[-1].step)
-        require(
-            last <= steps[-1].step,
-            f"--steps ends with {last}, and run {source.run_name!r} has trained {steps[-1].step} steps",
-            f"give steps up to {steps[-1].step}",
-        )
-        stored = await stored_flags(source)
+        steps, stored = await _trained_steps(source), await stored_flags(source)
+        roots = await _roots(source, stored.values)
         parent = parent_configs(stored.values, stored.given, here)
         child = child_configs(parent, here)
-        found = _newest_below(await _roots(source, stored.values), steps, first - 1, parent)
-        wanted = Relative(
-            id=PARENT,
-            run=source.run_name,
-            kind="whatif",
-            step=0 if found is None else found.state.step,
-            checkpoint="" if found is None else str(found.folder.resolve()),
-            steps=(first, last),
-            since=first,
-            without=tuple(sorted(whatif.without)),
-            changed=changes(parent, child, LossSettings.of_run(child))
-            | _scorer(whatif.scorer)
-            | ({ORDER_SEED: [0, whatif.order_seed]} if whatif.order_seed else {}),
-        )
-        name = whatif.child or await _free_name(source, run, wanted)
-        output = here[RunConfig].output_dir
-        own = {"run_name": name, "output_dir": output if output is not None else f"output/{name}"}
+        wanted = _wanted(parent_name, here[WhatIfConfig], steps, roots, parent, child)
+        name = child_name or await _free_name(source, run, wanted)
+        own = {"run_name": name, "output_dir": run.output_dir or f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
-        if _is_first_rank():
-            left = [step for step in steps if wanted.step < step.step <= last]
-            await require_data(source, left, whatif.without)
+        if is_first_rank():
+            left = [step for step in steps if wanted.step < step.step <= wanted.steps[-1]]
+            await require_data(source, left, frozenset(wanted.without))
             await _begin_child(source, wanted, child)
         relative = await _await_child(source, wanted, name)
-        async with await open_store(child[RunConfig]) as store:
-            lacks = relative.since > relative.step + 1 and await _lacks_lead_in(store, relative, parent)
-    if lacks:
-        logger.info(
-            "steps %d-%d are trained before, as %s trained them: %s",
-            relative.step + 1, relative.since - 1, relative.run,
-            f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
-            else "it has no checkpoint below, and they begin with the base model",
-        )  # fmt: skip
+    async with await open_store(child[RunConfig]) as store:
+        lacks = await _lacks_lead_in(store, relative, parent)
     return _Begun(relative=relative, parent=parent, child=child, threads=stored.threads, lacks_lead_in=lacks)
+
+
+def _wanted(
+    run_name: str,
+    flags: WhatIfConfig,
+    steps: Sequence[TrainStep],
+    roots: Sequence[Path],
+    parent: Configs,
+    child: Configs,
+) -> Relative:
+    """Return what the child is to its parent. Raises ConfigError for steps that the parent does not have."""
+    first, last = flags.first_and_last or (1, steps[-1].step)
+    require(
+        last <= steps[-1].step,
+        f"--steps ends with {last}, and run {run_name!r} has trained {steps[-1].step} steps",
+        f"give steps up to {steps[-1].step}",
+    )
+    changed = changes(parent, child, LossSettings.of_run(child))
+    if flags.scorer is not None:
+        allow_imports(scorer_weights(flags.scorer))
+        require_scorer(flags.scorer)
+        changed[SCORER] = [None, flags.scorer]
+    if flags.order_seed:
+        changed[ORDER_SEED] = [0, flags.order_seed]
+    found = _newest_below(roots, steps, first - 1, parent)
+    return Relative(
+        id=PARENT,
+        run=run_name,
+        kind="whatif",
+        step=0 if found is None else found.state.step,
+        checkpoint="" if found is None else str(found.folder.resolve()),
+        steps=(first, last),
+        since=first,
+        without=tuple(sorted(flags.excluded)),
+        changed=changed,
+    )
 
 
 async def _trained_steps(source: Store) -> list[TrainStep]:
@@ -158,14 +151,14 @@ async def _trained_steps(source: Store) -> list[TrainStep]:
 
 async def stored_flags(source: Store) -> RunSettings:
     """Return the flags of a run's trainer, with the rules of its groups as its samplers had them."""
-    found = next((item for item in await source.settings.resolved() if item.role == "train"), None)
+    found = (await source.settings.resolved()).get("train")
     if found is None:
         raise ConfigError(
             f"run {source.run_name!r} does not hold the flags of its trainer",
             hint="a run keeps them since its trainer first started; train it with this version of AgentRL",
         )
-    groups = next((item.values for item in await source.settings.all() if item.id == "groups"), {})
-    return replace(found, values=found.values | groups)
+    groups = (await source.settings.all()).get("groups")
+    return found if groups is None else replace(found, values=found.values | groups.values)
 
 
 async def _roots(source: Store, flags: Mapping[str, Any]) -> list[Path]:
@@ -198,15 +191,6 @@ async def _free_name(source: Store, run: RunConfig, wanted: Relative) -> str:
     return f"{source.run_name}_whatif_{number}"
 
 
-def _scorer(name: str | None) -> dict[str, Any]:
-    """Return the change of the scorer, which may be imported from now on. ConfigError if there is none."""
-    if name is None:
-        return {}
-    allow_imports(scorer_weights(name))
-    require_scorer(name)
-    return {SCORER: [None, name]}
-
-
 def _is_same(one: Relative, other: Relative) -> bool:
     return (one.kind, one.steps, one.changed, one.without) == (
         other.kind, other.steps, other.changed, other.without,
@@ -226,7 +210,7 @@ async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
                 f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
                 hint=f"give another name, or delete it first: agentrl runs rm {name} --folders",
             )
-        for item in await source.settings.all():
+        for item in (await source.settings.all()).values():
             if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these
                 new = {key: wanted.changed.get(key, [None, value])[1] for key, value in item.values.items()}
                 await store.settings.begin(item.id, new, "whatif")
@@ -248,13 +232,9 @@ async def _await_child(source: Store, wanted: Relative, name: str) -> Relative:
         ) from error
 
 
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 async def _report_equality(begun: _Begun, last: int) -> None:
     """Log whether the steps up to ``last``, trained as the parent's, have its metrics bit for bit."""
-    if not _is_first_rank():
+    if not is_first_rank():
         return
     async with await open_store(begun.child[RunConfig]) as store:
         own = {step.recorded.step: step for step in await store.steps.find() if step.recorded is not None}
@@ -274,12 +254,20 @@ async def _report_equality(begun: _Begun, last: int) -> None:
 
 
 async def _lacks_lead_in(store: Store, relative: Relative, configs: Configs) -> bool:
-    """Return whether no checkpoint of the child holds the last step before ``since``."""
+    """Return whether steps before ``since`` are still to be trained: no checkpoint of the child has them."""
+    if relative.since <= relative.step + 1:
+        return False
     steps = await store.steps.find(status=None)
     run, base = configs[RunConfig], base_folder(configs[ModelConfig])
     found = checkpoint.find(Path(run.output), "auto", steps, run_name=run.run_name, base=base)
     held = set(() if found is None else found.state.train_steps)
-    return all(
-        step.id not in held or step.recorded is None or step.recorded.step < relative.since - 1
-        for step in steps
-    )
+    own = (step.recorded.step for step in steps if step.id in held and step.recorded is not None)
+    if max(own, default=0) >= relative.since - 1:
+        return False
+    logger.info(
+        "steps %d-%d are trained before, as %s trained them: %s",
+        relative.step + 1, relative.since - 1, relative.run,
+        f"{relative.checkpoint} is its last checkpoint below" if relative.checkpoint
+        else "it has no checkpoint below, and they begin with the base model",
+    )  # fmt: skip
+    return True

@@ -97,7 +97,7 @@ async def renamed_whole(old: RunConfig, new: RunConfig, output: Path, before: di
     assert await contents(new) == before
     async with await open_existing(new) as store:
         assert old.run_name not in await store.connection.client.list_database_names()
-        flags = (await store.settings.resolved())[0].values
+        flags = (await store.settings.resolved())["train"].values
         assert flags == {"output_dir": str(folder), "run_name": new.run_name}
         version = await store.database["PolicyVersion"].find_one({"_id": 1})
         assert version is not None

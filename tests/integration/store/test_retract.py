@@ -13,7 +13,6 @@ import small_run as run
 from db_command import agentrl_db, violations
 
 from agentrl.cli import retract
-from agentrl.config.load import group_of
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.family import PARENT, Kinship, Relative
@@ -39,7 +38,7 @@ async def agentrl_retract(config: RunConfig, *words: str) -> int:
     """Run ``agentrl retract`` inside a running event loop."""
     where = (config.run_name, "--db_connection_string", str(config.db_connection_string), "--yes")
     arguments = retract.parser().parse_args([*where, *words])
-    return await retract.retract(group_of(RunConfig, arguments), arguments)
+    return await retract.retract(arguments)
 
 
 async def mentions(store: Store, text: str) -> dict[str, int]:

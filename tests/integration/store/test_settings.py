@@ -43,7 +43,7 @@ async def test_the_first_process_writes_and_every_other_is_compared(store: Store
         return_exceptions=True,
     )
     assert sum(isinstance(result, ConfigError) for result in results) == 4
-    (tasks,) = [fact for fact in await store.settings.all() if fact.id == "tasks"]
+    tasks = (await store.settings.all())["tasks"]
     stored = tasks.values["num_generations"]
     other = 9 - stored
     with pytest.raises(ConfigError) as caught:
@@ -102,8 +102,9 @@ async def test_what_may_change_between_restarts_is_not_compared(store: Store) ->
 async def test_the_resolved_configuration_of_each_role_is_stored(store: Store) -> None:
     await join(store, "sample", "--max_turns", "3")
     await join(store, "train", "--loss_calculater", "GSPO")
-    sample, train = await store.settings.resolved()
-    assert (sample.role, train.role) == ("sample", "train")
+    stored = await store.settings.resolved()
+    assert list(stored) == ["sample", "train"]
+    sample, train = stored.values()
     assert sample.given == ("max_turns",)
     assert train.values["epsilon"] == 3e-4
     assert train.packages is not None

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import gpus, launch
-from agentrl.cli.gpus import MemoryCheck, StepTooLargeError
-from agentrl.cli.placement import Gpus
+from agentrl.cli import launch
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.launch import before_start, processes
+from agentrl.launch import before_start, placement, processes
+from agentrl.launch.gpus import Gpus
+from agentrl.launch.memory import MemoryCheck, StepTooLargeError
 from agentrl.launch.processes import RunPlan
 
 
@@ -87,7 +87,7 @@ def eight_gpus(environment: Mapping[str, str]) -> Gpus:
 def on_gpus(given: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The same flags on a machine with eight GPUs."""
     monkeypatch.delenv("ACCELERATE_CONFIG", raising=False)
-    monkeypatch.setattr(gpus, "find_gpus", eight_gpus)
+    monkeypatch.setattr(placement, "find_gpus", eight_gpus)
     return [*given, "--check_memory", "false"]
 
 
@@ -181,7 +181,7 @@ def test_limits_of_a_recipe_follow_the_model_and_the_memory(
             raise StepTooLargeError("the trainer does not fit GPU 0")
 
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
-    monkeypatch.setattr(gpus, "find_gpus", eight_gpus)
+    monkeypatch.setattr(placement, "find_gpus", eight_gpus)
     monkeypatch.setattr(MemoryCheck, "check", check)
     words = ["--fit_context", "161536", "--fit_turns", "200", "--max_new_tokens", "512"]
     plan = plan_of(monkeypatch, "train", *given, *words)
@@ -207,7 +207,7 @@ def test_engine_and_trainer_share_the_cores_of_a_machine_without_gpus(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
+    monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     plan = plan_of(monkeypatch, "train", *given)
     monkeypatch.setattr(processes, "half_of_cores", lambda: 4)
     helpers, main = processes.processes_of(plan)

@@ -13,9 +13,9 @@ from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
 from agentrl.errors import EngineError
-from agentrl.evaluation import evaluate
+from agentrl.evaluation import progress as progress_module
 from agentrl.evaluation.engines import FixedVersionRouter
-from agentrl.evaluation.evaluate import Progress, StoppedError
+from agentrl.evaluation.progress import Progress, StoppedError
 from agentrl.inference.engine import EncodedIds, Generation, Held
 from agentrl.inference.engine import Progress as TokenProgress
 
@@ -88,7 +88,7 @@ class Output(io.StringIO):
 
 
 async def test_a_stop_ends_a_wait_and_cancels_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "WORD_SECONDS", 0.01)
+    monkeypatch.setattr(progress_module, "WORD_SECONDS", 0.01)
     stop, out, ended = asyncio.Event(), Output(), asyncio.Event()
 
     async def work(told: Progress) -> None:

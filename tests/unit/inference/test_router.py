@@ -294,7 +294,7 @@ async def test_calls_wait_without_limit_while_the_trainer_has_every_device() -> 
     async with asyncio.timeout(10), router.session("t", held=clock) as session:
         call = asyncio.create_task(session.generate([1], PARAMS))
         await asyncio.sleep(0.2)
-        assert router.policy_versions() == {3}
+        assert router.engines.policy_versions() == {3}
         assert not call.done()
         fleet.services = [service("b"), service("a", status=ServiceStatus.LENT)]
         assert (await call).engine_url == "http://b"
@@ -326,12 +326,12 @@ async def test_a_call_does_not_wait_for_a_newer_list_of_engines() -> None:
     router = fleet.router(max_age=60.0)
     async with asyncio.timeout(10), router.session("t") as session:
         fleet.services[:] = [service("b")]
-        router._refreshed_at -= 100.0
+        router.engines._refreshed_at -= 100.0
         assert (await session.generate([1], PARAMS)).engine_url == "http://a"
         await fleet.asked_twice.wait()
         assert (await session.generate([1], PARAMS)).engine_url == "http://b"
         fleet.services[:] = [service("c")]
-        router._refreshed_at -= 1000.0
+        router.engines._refreshed_at -= 1000.0
         assert (await session.generate([1], PARAMS)).engine_url == "http://c"
 
 
@@ -340,21 +340,21 @@ async def test_the_versions_of_the_usable_engines_are_known() -> None:
         service("a", policy_version=4), service("b", policy_version=3), service("c", policy_version=None)
     )
     router = fleet.router()
-    assert router.policy_versions() == frozenset()
+    assert router.engines.policy_versions() == frozenset()
     async with router.session("t") as session:
         await session.generate([1], PARAMS)
-    assert router.policy_versions() == {3, 4}
+    assert router.engines.policy_versions() == {3, 4}
 
 
 async def test_the_versions_are_kept_fresh_without_any_generation() -> None:
     fleet = Fleet(service("a", policy_version=1))
     router = fleet.router()
-    assert router.policy_versions() == frozenset()
+    assert router.engines.policy_versions() == frozenset()
     await asyncio.sleep(0)
-    assert router.policy_versions() == {1}
+    assert router.engines.policy_versions() == {1}
     fleet.services[:] = [service("a", policy_version=2)]
     await asyncio.wait_for(fleet.asked_twice.wait(), 5)
-    assert router.policy_versions() == {2}
+    assert router.engines.policy_versions() == {2}
     await router.close()
 
 

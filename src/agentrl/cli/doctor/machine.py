@@ -20,13 +20,13 @@ import psutil
 from packaging.requirements import Requirement
 
 from agentrl import __version__
-from agentrl.cli.gpus import place_processes
 from agentrl.config.load import Configs
 from agentrl.config.schema import EngineConfig, RunConfig
 from agentrl.device_lease import has_gpu
 from agentrl.errors import AgentRLError
 from agentrl.extras import missing
 from agentrl.inference.engines.commands import engine_venv, install_hint
+from agentrl.launch.placement import place_processes
 from agentrl.tools.sandbox.linux import landlock_version
 from agentrl.tools.sandbox.local import namespace_problem
 

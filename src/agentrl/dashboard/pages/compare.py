@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -52,11 +52,11 @@ async def _runs(request: Request) -> Response:
     if len(chosen) < len(given) or len(chosen) == 1 or len(chosen) > MAX_RUNS:
         raise BadQueryError(f"{len(chosen)} different runs are given: choose 2 to {MAX_RUNS}")
     steps: dict[str, list[StepRow]] = {}
-    configurations: dict[str, Sequence[RunSettings]] = {}
+    configurations: list[Mapping[str, RunSettings]] = []
     for name in chosen:
         async with open_run(request, name) as store:
             steps[name] = await reader_of(request, store).steps()
-            configurations[name] = await store.settings.resolved()
+            configurations.append(await store.settings.resolved())
     figures = overlaid(steps, SMOOTHINGS[smoothing])
     return render(
         request,
@@ -67,7 +67,7 @@ async def _runs(request: Request) -> Response:
         figures=figures,
         rows=_ends(list(steps.values())),
         common=_common(list(steps.values())),
-        flags=_differences(list(configurations.values())),
+        flags=_differences(configurations),
         smoothing=smoothing,
         smoothings=SMOOTHINGS,
     )
@@ -90,9 +90,9 @@ def _ends(runs: Sequence[Sequence[StepRow]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _differences(runs: Sequence[Sequence[RunSettings]]) -> list[tuple[str, str, list[Any]]]:
+def _differences(runs: Sequence[Mapping[str, RunSettings]]) -> list[tuple[str, str, list[Any]]]:
     """Return (role, flag, value in each run) of each flag that all runs have, with more than one value."""
-    roles = [{str(item.role): item.values for item in settings} for settings in runs]
+    roles = [{role: item.values for role, item in run.items()} for run in runs]
     shared = [role for role in (roles[0] if roles else ()) if all(role in each for each in roles)]
     return [
         (role, name, values)

@@ -10,12 +10,14 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.collection import AsyncCollection
 
+from agentrl.concurrency import background
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
 from agentrl.store.mechanics.connection import Json
 
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 FREE: Json = {"owner": None, "lease_expires_at": None}
 """The owner and the lease of what nobody holds."""
 
-RENEWALS_PER_LEASE = 3
+_RENEWALS_PER_LEASE = 3
 
 _MAX_DOUBLINGS = 9
 
@@ -99,6 +101,13 @@ class DocumentLease:
         result = await self.collection.update_one(query, update)
         if not result.matched_count:
             raise self.lost(attempt)
+
+
+def renewed(
+    renew: Callable[[], Awaitable[None]], seconds: float, what: str
+) -> AbstractAsyncContextManager[None]:
+    """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
+    return background(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what))
 
 
 async def keep_renewed(

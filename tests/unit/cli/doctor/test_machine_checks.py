@@ -10,12 +10,12 @@ from typing import Literal
 
 import pytest
 
-from agentrl.cli import gpus
 from agentrl.cli.doctor import machine
 from agentrl.cli.doctor.machine import Check, check_memory, check_open_files, check_processes
-from agentrl.cli.placement import Gpus
 from agentrl.config.load import parse
 from agentrl.config.schema import EngineConfig
+from agentrl.launch import gpus, placement
+from agentrl.launch.gpus import Gpus
 
 
 def test_an_old_python_fails_with_a_hint() -> None:
@@ -126,11 +126,11 @@ def test_torch_is_held_against_the_gpu(
 def test_the_gpus_are_divided_as_launch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = parse(["--train_gpus", "0-1"], command="agentrl doctor", description="", shown=())
     eight = Gpus(names=tuple("01234567"), kind="NVIDIA H100", memory_gib=(79.1,) * 8)
-    monkeypatch.setattr(gpus, "find_gpus", lambda environment: eight)
+    monkeypatch.setattr(placement, "find_gpus", lambda environment: eight)
     check = machine.check_gpus(configs)
     assert (check.state, check.hint) == ("ok", "")
     assert "8 GPUs (NVIDIA H100, 79.1 GiB): trainer on 0-1; 6 engines on 2, 3" in check.found
-    monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
+    monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     assert machine.check_gpus(configs).state == "fail"
     plain = parse([], command="agentrl doctor", description="", shown=())
     assert machine.check_gpus(plain).found == "none: all processes run on the CPU"

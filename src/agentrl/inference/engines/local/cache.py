@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.data.forest_cuts import common_prefix
 from agentrl.documents.routing import ExpertShape
 from agentrl.inference.engines.local.adapters import LoadedAdapter
 
@@ -89,7 +90,7 @@ class KVCache:
         for slot in self._slots:
             if slot.adapter is not adapter:
                 continue
-            common = min(_common_prefix(slot.tokens, prompt), len(prompt) - 1)
+            common = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
             pending = max(pending, common)
             ready = min(common, slot.computed)
             if ready > length or (ready == length > 0 and best is not None and best.busy and not slot.busy):
@@ -183,10 +184,3 @@ class KVCache:
         for tensor in (*self.keys, *self.values, *([] if self.experts is None else [self.experts])):
             rows = tensor[source : source + length]
             tensor[target : target + length] = rows.clone() if overlap else rows
-
-
-def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
-    """Return the length of the longest common prefix."""
-    count = min(len(left), len(right))
-    different = np.flatnonzero(left[:count] != right[:count])
-    return int(different[0]) if len(different) else count

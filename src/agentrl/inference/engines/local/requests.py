@@ -43,6 +43,20 @@ async def read_json(request: Request, **needed: type) -> dict[str, Any]:
     return body
 
 
+def read_ids(body: Mapping[str, Any], vocab_size: int, context_length: int) -> list[int]:
+    """Return the prompt: ids of the vocabulary that leave a token of the context. Raises BadRequestError."""
+    ids = body.get("input_ids")
+    if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
+        raise BadRequestError("generate needs input_ids: a list of at least one integer")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise BadRequestError(f"input_ids are outside the vocabulary of {vocab_size} ids")
+    if len(ids) >= context_length:
+        raise BadRequestError(
+            f"a prompt of {len(ids)} tokens and one more do not fit the context of {context_length}"
+        )
+    return ids
+
+
 def read_routed_from(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
     """Return the first token whose experts are wanted; None if none are."""
     if not body.get("return_routed_experts"):

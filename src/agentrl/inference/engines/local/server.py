@@ -17,13 +17,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from agentrl.concurrency import end_tasks
 from agentrl.documents.images import image_of_url
-from agentrl.documents.sampling import logprobs_of
+from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError, ImageError
+from agentrl.inference.engines.local.adapters import LoadedAdapter
 from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.requests import (
     BadRequestError,
     bad_request,
+    read_ids,
     read_json,
     read_routed_from,
     refusal,
@@ -117,8 +120,7 @@ class LocalServer:
                 self._worker.call(lambda scheduler: scheduler.abort(generation.rid))
             return await finished
         finally:
-            gone.cancel()
-            finished.cancel()
+            await end_tasks(gone, finished)
 
     async def _events(
         self, generation: GenerationRequest, parts: asyncio.Queue[Json]
@@ -213,29 +215,10 @@ class LocalServer:
     def _generation(
         self, body: Mapping[str, Any], report: Callable[[GenerationRequest], None]
     ) -> GenerationRequest:
-        model, ids = self._weights.model, body.get("input_ids")
-        if not isinstance(ids, list) or not ids or any(type(item) is not int for item in ids):
-            raise BadRequestError("generate needs input_ids: a list of at least one integer")
-        if min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise BadRequestError(f"input_ids are outside the vocabulary of {model.vocab_size} ids")
-        if len(ids) >= self._context_length:
-            raise BadRequestError(
-                f"a prompt of {len(ids)} tokens and one more do not fit the context of {self._context_length}"
-            )
-        adapter = None
-        if (lora := body.get("lora_path")) is not None:
-            adapter = self._scheduler.adapters.get(lora) if isinstance(lora, str) else None
-            if adapter is None:
-                loaded = ", ".join(self._scheduler.adapters) or "none"
-                raise BadRequestError(f"lora_path {lora!r} names no loaded adapter; loaded: {loaded}")
-        try:
-            params, options = read_params(body.get("sampling_params") or {})
-            stops = read_stops(options["stop"])
-            if stops and self._tokenizer is None:
-                raise ValueError("the local engine has no tokenizer for the sampling parameter stop")
-            stop_strings = StopStrings(self._tokenizer(), stops) if stops and self._tokenizer else None
-        except (ValueError, TypeError, AgentRLError) as error:
-            raise BadRequestError(str(error)) from error
+        model = self._weights.model
+        ids = read_ids(body, model.vocab_size, self._context_length)
+        adapter = self._adapter(body.get("lora_path"))
+        params, options, stop_strings = self._sampling(body.get("sampling_params") or {})
         limit = min(params.max_new_tokens, self._context_length - len(ids))
         tokens = np.zeros(len(ids) + limit, dtype=np.int32)
         tokens[: len(ids)] = ids
@@ -254,6 +237,32 @@ class LocalServer:
             routed_from=read_routed_from(body, len(ids)),
             adapter=adapter,
         )
+
+    def _adapter(self, name: Any) -> LoadedAdapter | None:
+        """Return the adapter that a request names. Raises BadRequestError if it is not loaded."""
+        if name is None:
+            return None
+        loaded = self._scheduler.adapters
+        if not isinstance(name, str) or name not in loaded:
+            raise BadRequestError(
+                f"lora_path {name!r} names no loaded adapter; loaded: {', '.join(loaded) or 'none'}"
+            )
+        return loaded[name]
+
+    def _sampling(self, values: Any) -> tuple[SamplingParams, dict[str, Any], StopStrings | None]:
+        """Return the parameters, the options and the stop strings of a request. Raises BadRequestError."""
+        try:
+            params, options = read_params(values)
+            stops = read_stops(options["stop"])
+            if stops and self._tokenizer is None:
+                raise ValueError("the local engine has no tokenizer for the sampling parameter stop")
+            return (
+                params,
+                options,
+                StopStrings(self._tokenizer(), stops) if stops and self._tokenizer else None,
+            )
+        except (ValueError, TypeError, AgentRLError) as error:
+            raise BadRequestError(str(error)) from error
 
     def _add_images(self, generation: GenerationRequest, data: Any) -> None:
         """Read the images of a request: a list of ``data:`` URLs, one for each run of image tokens."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cli import gpus
-from agentrl.cli.gpus import MemoryCheck
-from agentrl.cli.placement import Gpus, Placement
 from agentrl.config.load import parse
 from agentrl.errors import ConfigError
+from agentrl.launch import memory as memory_of_run
+from agentrl.launch.gpus import Gpus
+from agentrl.launch.memory import MemoryCheck
+from agentrl.launch.placement import Placement
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "head_dim": 128,
@@ -83,5 +84,5 @@ def test_what_cannot_be_planned_is_said_and_started(model: Path, monkeypatch: py
     (model / "config.json").write_text(json.dumps(CONFIG | {"vision_config": {}}), encoding="utf-8")
     lines = check(model)
     assert lines[-1].startswith("the trainer's memory is not checked: agentrl plan: error:")
-    monkeypatch.setattr(gpus, "_PLAN_SECONDS", 0.01)
+    monkeypatch.setattr(memory_of_run, "_PLAN_SECONDS", 0.01)
     assert check(model)[-1] == "the trainer's memory is not checked: no answer in 0.01 s"

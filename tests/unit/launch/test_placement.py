@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.cli.placement import Gpus, Need, Placement, place, ranges
 from agentrl.config.load import parse
 from agentrl.config.schema import PlacementConfig
 from agentrl.errors import ConfigError
+from agentrl.launch.gpus import Gpus
+from agentrl.launch.placement import Need, Placement, place, ranges
 
 
 def gpus(count: int, *names: str, memory: float = 79.1) -> Gpus:

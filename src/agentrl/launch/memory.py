@@ -1,19 +1,19 @@
-"""Find the GPUs of this machine, divide them among a run's processes, and check that these fit them."""
+"""Fit a run's limits to its model, and its processes to the memory of their GPUs."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.chat.model_folder import model_context_length
-from agentrl.cli.placement import Gpus, Need, Placement, place, ranges
+from agentrl.config.agreement import require_trainable
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import Configs
 from agentrl.config.run import without_uri
@@ -26,112 +26,101 @@ from agentrl.config.schema import (
     SamplingConfig,
     TrainConfig,
 )
-from agentrl.device_lease import has_gpu
-from agentrl.errors import AgentRLError, ConfigError
-from agentrl.inference.engines.commands import COLOCATED_MEMORY, SHARED_MEMORY
+from agentrl.errors import ConfigError
+from agentrl.inference.engines.commands import SHARED_MEMORY
+from agentrl.launch.gpus import GIB
+from agentrl.launch.placement import Placement, ranges
+from agentrl.launch.processes import environment_of_children
 from agentrl.weights.folder import stored_bytes
 
-_PROBE_SECONDS = 120.0
-_GIB = 2**30
-_VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-_PROBE = """
-import json, torch
-found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-print(json.dumps([torch.version.hip is not None, [[gpu.name, gpu.total_memory] for gpu in found]]))
-"""
+LONGEST_OUTPUT = 32768
+_SHORTEST = 2048
+"""Shortest context that ``--fit_context`` tries."""
+_TURN = 256
+"""Fewest tokens of context that a turn is expected to take."""
+_MASK_BYTES = 16
+"""Memory of a machine without GPUs for each pair of tokens: a dense float32 mask may take a quarter of it."""
 _PLAN_SECONDS = 60.0
 _OWN_SHARE = 0.85
 """Fraction of a GPU's memory that an engine takes by itself; the defaults of SGLang and vLLM are near it."""
 _OVERRIDE = "--check_memory false starts it all the same"
 
 
-class UnseenGpuError(AgentRLError):
-    """The machine has a GPU, and torch does not see it."""
+def fit(
+    configs: Configs,
+    flags: Sequence[str],
+    placement: Placement | None,
+    machines: int,
+    report: Callable[[str], None],
+    *,
+    is_training: bool,
+) -> list[str]:
+    """Return ``flags`` with the limits of ``--fit_context``, halved until a training step fits the GPUs.
 
-
-def find_gpus(environment: Mapping[str, str]) -> Gpus | None:
-    """Return the GPUs that torch sees under ``environment``; None on a machine without, or if it hides them.
-
-    A child process imports torch, which knows the driver, MIG instances and the variables that hide GPUs.
-    Raises UnseenGpuError.
+    Raises ConfigError for limits that contradict one another, and for a model that does not fit.
     """
-    if not has_gpu():
-        return None
-    shown = next((name for name in _VISIBLE if name in environment), None)
-    if shown is not None and environment[shown].strip() in ("", "-1"):
-        return None
-    names = [] if shown is None else [name.strip() for name in environment[shown].split(",")]
-    order = {} if shown else {"CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")}
-    views = [dict(environment) | order]
-    if shown and names[0].startswith("MIG-"):  # CUDA shows a process the first MIG instance only
-        views = [{**environment, shown: name} for name in names]
-    with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(_probe, views))
-    seen = [gpu for _, gpus in answers for gpu in gpus]
-    if not seen:
-        raise UnseenGpuError("torch sees no GPU", hint="agentrl doctor names the cause")
-    return Gpus(
-        names=tuple(names or map(str, range(len(seen))))[: len(seen)],
-        kind=" and ".join(dict.fromkeys(name for name, _ in seen)),
-        memory_gib=tuple(size / _GIB for _, size in seen),
-        variable=shown or ("HIP_VISIBLE_DEVICES" if answers[0][0] else "CUDA_VISIBLE_DEVICES"),
-        order=order,
-    )
+    model, longest = str(configs[ModelConfig].model_name_or_path), configs[PlacementConfig].fit_context
+    if longest is not None and placement is None:  # the attention mask has to fit the memory of this machine
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        longest = min(longest, math.isqrt(memory // _MASK_BYTES))
+    while True:
+        limits = {} if longest is None else fitted_limits(configs, model, longest)
+        words = flag_words(limits)
+        fitted = configs.with_flags(limits)
+        if is_training:
+            require_trainable(fitted)
+        try:
+            if placement is not None:
+                MemoryCheck(
+                    configs=fitted, flags=[*words, *flags], model=model, machines=machines, report=report
+                ).check(placement, environment_of_children())
+        except StepTooLargeError as error:
+            total = fitted[AgentConfig].max_prompt_tokens + fitted[SamplingConfig].max_new_tokens
+            if not {"max_prompt_tokens", "max_new_tokens"} & limits.keys() or total < 2 * _SHORTEST:
+                raise
+            longest = total // 2
+            report(f"{error.message}: trying a context of {longest} tokens")
+            continue
+        if words:
+            report(f"limits: {' '.join(words)}")
+        return [*words, *flags]
 
 
-def _probe(environment: Mapping[str, str]) -> tuple[bool, list[tuple[str, int]]]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE], env=without_uri(environment), capture_output=True, text=True,
-            timeout=_PROBE_SECONDS, check=True,
-        )  # fmt: skip
-        is_amd, gpus = json.loads(done.stdout.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise UnseenGpuError(f"torch cannot look for GPUs: {said[-1]}", hint="agentrl doctor") from error
-    return is_amd, [(name, size) for name, size in gpus]
+def fitted_limits(configs: Configs, model: str, longest: int) -> dict[str, int]:
+    """Return the limits that were not given, by flag.
 
-
-def place_processes(
-    configs: Configs, report: Callable[[str], None], *, trains: bool, serves: bool, machines: int = 1
-) -> Placement | None:
-    """Divide this machine's GPUs among the engines and the trainer that run here; None if none gets one.
-
-    ``report`` receives a line about the result. ``machines``: those of the trainer. Raises ConfigError if the
-    flags name GPUs that do not exist, or if they are too few.
+    Prompt and output together take ``longest`` tokens, the model's context or a given ``--max_tokens``,
+    whichever is least; a given limit of one changes the other. Raises ConfigError if a given limit leaves
+    nothing for the other.
     """
-    if not trains and not serves:
-        return None
-    flags = configs[PlacementConfig]
-    try:
-        gpus, missing = find_gpus(os.environ), "there is no GPU here"
-    except UnseenGpuError as error:
-        gpus, missing = None, error.message
-        report(f"no GPU is assigned to a process: {error.message}; {error.hint}")
-    if gpus is None:
-        named = [name for name in ("train_gpus", "engine_gpus") if getattr(flags, name) is not None]
-        if named:
-            raise ConfigError(f"--{named[0]} is given, and {missing}", hint=f"leave out --{named[0]}")
-        return None
-    has_images = _has_images(configs[ModelConfig].model_name_or_path)
-    need = Need.of(configs, gpus, trains=trains, serves=serves, machines=machines, has_images=has_images)
-    placement = place(gpus, flags, need)
-    share = configs[EngineConfig].inf_mem_ratio or shared_memory(placement)
-    note = f"; the engine takes {share:g} of its memory (--inf_mem_ratio)" if placement.shared else ""
-    report(f"{placement}{note}")
-    return placement
-
-
-def shared_memory(placement: Placement) -> float:
-    """Return the default fraction of memory for an engine on a GPU of the trainer."""
-    return COLOCATED_MEMORY if placement.is_colocated else SHARED_MEMORY
-
-
-def _has_images(folder: str | None) -> bool:
-    try:
-        return "vision_config" in json.loads(Path(folder or "", "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    agent, sampling, train = configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig]
+    given = configs.given
+    own = configs[ModelConfig].max_model_len or model_context_length(model)
+    total = min(longest, own or longest, *([train.max_tokens] if "max_tokens" in given else []))
+    prompt, output = agent.max_prompt_tokens, sampling.max_new_tokens
+    if not {"max_prompt_tokens", "max_new_tokens"} <= given:
+        for name, value in (("max_prompt_tokens", prompt), ("max_new_tokens", output)):
+            if name in given and value >= total:
+                raise ConfigError(
+                    f"--{name} is {value}, and prompt and output have {total} tokens together",
+                    hint=f"lower it; the model's context is {own or 'unknown'}, and --max_tokens and"
+                    " --fit_context limit both",
+                )
+        if "max_new_tokens" not in given:
+            left = total - prompt if "max_prompt_tokens" in given else max(1, total // 4)
+            output = min(LONGEST_OUTPUT, left)
+        if "max_prompt_tokens" not in given:
+            prompt = total - output
+    limits = {
+        "max_prompt_tokens": prompt,
+        "max_new_tokens": output,
+        "max_tokens": prompt + output,
+        "prompt_reserve_tokens": min(agent.prompt_reserve_tokens, prompt // 8),
+    }
+    turns = configs[PlacementConfig].fit_turns
+    if turns is not None:
+        limits["max_turns"] = min(turns, max(1, prompt // _TURN))
+    return {name: value for name, value in limits.items() if name not in given}
 
 
 class StepTooLargeError(ConfigError):
@@ -162,9 +151,9 @@ class MemoryCheck:
 
     def _check_engines(self, placement: Placement) -> None:
         config = self.configs[EngineConfig]
-        weights = stored_bytes(Path(self.model)) / _GIB
+        weights = stored_bytes(Path(self.model)) / GIB
         memory = min(placement.gpus.memory_gib[number] for group in placement.engines for number in group)
-        share = config.inf_mem_ratio or (shared_memory(placement) if placement.shared else _OWN_SHARE)
+        share = config.inf_mem_ratio or (placement.engine_share if placement.shared else _OWN_SHARE)
         limit = memory * share
         if weights / config.inf_tp_size > limit:
             raise ConfigError(
@@ -203,10 +192,10 @@ class MemoryCheck:
         self._judge(plan, placement, cluster)
 
     def _judge(self, plan: Mapping[str, Any], placement: Placement, cluster: Sequence[str]) -> None:
-        layouts, limit = plan["layouts"], plan["gpus"]["planned_bytes"] / _GIB
+        layouts, limit = plan["layouts"], plan["gpus"]["planned_bytes"] / GIB
         fitting = next((each for each in layouts if each["state"] == "fits"), None)
         if fitting is not None:
-            peak = fitting["peak_bytes"] / _GIB
+            peak = fitting["peak_bytes"] / GIB
             self.report(f"a training step needs {peak:.1f} of {limit:.1f} GiB a GPU (agentrl plan)")
             return
         reasons = [each["reason"] for each in (*layouts, *plan["refused"]) if each["reason"]]

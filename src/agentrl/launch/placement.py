@@ -3,65 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl.batches import batches
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import EngineConfig, EvaluationConfig, MemoryConfig, PlacementConfig, TrainConfig
+from agentrl.config.schema import (
+    EngineConfig,
+    EvaluationConfig,
+    MemoryConfig,
+    ModelConfig,
+    PlacementConfig,
+    TrainConfig,
+)
 from agentrl.errors import ConfigError
+from agentrl.inference.engines.commands import COLOCATED_MEMORY, SHARED_MEMORY
+from agentrl.launch.gpus import Gpus, UnseenGpuError, find_gpus
 
 Numbers = tuple[int, ...]
 """GPUs by number: their positions among those that are visible."""
 
 _SIZES = ("dp_replicate_size", "tp_size", "pp_size", "cp_size", "ep_size")
 _ELSEWHERE = "or start the other processes on another machine: ROLES names those of this one"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpus:
-    """The GPUs that this process sees, in the order of their numbers."""
-
-    names: tuple[str, ...]
-    """As ``variable`` lists them: numbers, UUIDs or MIG instances."""
-    kind: str
-    memory_gib: tuple[float, ...]
-    variable: str = "CUDA_VISIBLE_DEVICES"
-    """The environment variable that says which GPUs a process sees."""
-    order: dict[str, str] = field(default_factory=dict)
-    """Environment variables under which ``names`` mean these GPUs."""
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __str__(self) -> str:
-        least, most = min(self.memory_gib), max(self.memory_gib)
-        memory = f"{least:.1f} GiB" if most - least < 1 else f"{least:.1f} to {most:.1f} GiB"
-        return f"{len(self)} GPU{'s' if len(self) > 1 else ''} ({self.kind}, {memory})"
-
-    @property
-    def are_mig(self) -> bool:
-        """Whether these are MIG instances, of which CUDA gives a process a single one."""
-        return self.names[0].startswith("MIG-")
-
-    def environment(self, numbers: Sequence[int]) -> dict[str, str]:
-        """Return the variables of a process that sees the GPUs ``numbers``, and no others."""
-        return {**self.order, self.variable: ",".join(self.names[each] for each in numbers)}
-
-    def split(self, parallel: int) -> list[dict[str, str]]:
-        """Return the variables of ``parallel`` processes with equally many GPUs each; the rest stays unused.
-
-        Raises ConfigError if there are more processes than GPUs.
-        """
-        size = len(self) // parallel
-        require(
-            size > 0, f"--parallel {parallel}: there are {self}, and each child needs one",
-            f"use --parallel {len(self)} or less",
-        )  # fmt: skip
-        return [self.environment(range(first, first + size)) for first in range(0, size * parallel, size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +115,11 @@ class Placement:
         return self.takes_turns and bool(self.shared)
 
     @property
+    def engine_share(self) -> float:
+        """The default fraction of memory for an engine on a GPU of the trainer."""
+        return COLOCATED_MEMORY if self.is_colocated else SHARED_MEMORY
+
+    @property
     def others(self) -> Numbers:
         """The GPUs that samplers, tool servers and an evaluation see: the one GPU, or the unused ones."""
         if self.shared and len(self.gpus) == 1:
@@ -206,6 +180,43 @@ def place(gpus: Gpus, flags: PlacementConfig, need: Need) -> Placement:
     _require_engines(gpus, engines, need)
     groups = tuple(batches(engines, need.engine_gpus))
     return Placement(gpus=gpus, trainer=trainer, engines=groups, takes_turns=need.takes_turns)
+
+
+def place_processes(
+    configs: Configs, report: Callable[[str], None], *, trains: bool, serves: bool, machines: int = 1
+) -> Placement | None:
+    """Divide this machine's GPUs among the engines and the trainer that run here; None if none gets one.
+
+    ``report`` receives a line about the result. ``machines``: those of the trainer. Raises ConfigError if the
+    flags name GPUs that do not exist, or if they are too few.
+    """
+    if not trains and not serves:
+        return None
+    flags = configs[PlacementConfig]
+    try:
+        gpus, missing = find_gpus(os.environ), "there is no GPU here"
+    except UnseenGpuError as error:
+        gpus, missing = None, error.message
+        report(f"no GPU is assigned to a process: {error.message}; {error.hint}")
+    if gpus is None:
+        named = [name for name in ("train_gpus", "engine_gpus") if getattr(flags, name) is not None]
+        if named:
+            raise ConfigError(f"--{named[0]} is given, and {missing}", hint=f"leave out --{named[0]}")
+        return None
+    has_images = _has_images(configs[ModelConfig].model_name_or_path)
+    need = Need.of(configs, gpus, trains=trains, serves=serves, machines=machines, has_images=has_images)
+    placement = place(gpus, flags, need)
+    share = configs[EngineConfig].inf_mem_ratio or placement.engine_share
+    note = f"; the engine takes {share:g} of its memory (--inf_mem_ratio)" if placement.shared else ""
+    report(f"{placement}{note}")
+    return placement
+
+
+def _has_images(folder: str | None) -> bool:
+    try:
+        return "vision_config" in json.loads(Path(folder or "", "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def ranges(numbers: Sequence[int]) -> str:

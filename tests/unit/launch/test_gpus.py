@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli import gpus
-from agentrl.cli.gpus import UnseenGpuError, find_gpus, place_processes
 from agentrl.config.load import Configs, parse
 from agentrl.errors import ConfigError
+from agentrl.launch import gpus, placement
+from agentrl.launch.gpus import UnseenGpuError, find_gpus
+from agentrl.launch.placement import place_processes
 
 H100 = ("NVIDIA H100", 79 * 2**30)
 
@@ -86,7 +87,7 @@ def configs(*words: str) -> Configs:
 
 
 def test_gpus_that_are_named_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "find_gpus", lambda environment: None)
+    monkeypatch.setattr(placement, "find_gpus", lambda environment: None)
     lines: list[str] = []
     assert place_processes(configs(), lines.append, trains=True, serves=True) is None
     assert lines == []

@@ -1,0 +1,259 @@
+"""``agentrl retract``: withdraw trajectories and tasks from a run, its children and its exports, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
+from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
+from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
+from agentrl.observe.log_lines import remove_lines
+from agentrl.observe.progress import progress
+from agentrl.processes import user_name
+from agentrl.registry import allow_imports
+from agentrl.store.admin.retract import Retractions, Selection
+from agentrl.store.client import Store, open_existing, open_store
+from agentrl.store.views.runs import Runs
+from agentrl.train.lease import TrainerLease, hold_lease
+from agentrl.train.rebuild import Influence, go_back, influence, require_possible
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetractFlags:
+    """What is withdrawn, from where and why: flags of ``agentrl retract``."""
+
+    scorer: Sequence[str] = ()
+    task: Sequence[str] = ()
+    record: Sequence[str] = ()
+    because: str = ""
+    rebuild: bool = False
+    archive: Sequence[str] = ()
+    family: bool = False
+    dry_run: bool = False
+    yes: bool = False
+
+
+async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
+    """Show what would go, ask by ``confirm``, delete it, and say what to do next; return the exit code."""
+    run, flags = configs[RunConfig], configs[RetractFlags]
+    exports = [folder for given in flags.archive for folder in find_exports(given)]
+    async with await open_existing(run):
+        pass  # a misspelled run is not made
+    async with await open_store(run) as store:
+        allow_imports([*configs[TaskConfig].allowed_names, *await store.imports.paths()])
+        call = await _Call.of(store, configs)
+        for line in call.preview():
+            print(line)
+        if call.rebuilds:
+            require_possible(call.influence)
+        if flags.dry_run:
+            return 0
+        if not flags.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
+            print(f"{run.run_name} is unchanged")
+            return 0
+        waiting = await call.withdraw()
+        gone = await call.retractions.withdrawn()
+        if call.family:
+            await call.withdraw_from_children(run, store, list(gone.values()))
+            await call.retractions.plan_family(family=False)
+            waiting = await finish_withdrawn(store.connection, is_sampled=call.is_sampled)
+        await _remove_log_lines(store, run, gone)
+        for folder in exports:
+            held = await withdraw_from(run, folder, gone, because=flags.because, by=call.by)
+            print(f"{folder}: {held:,} withdrawn documents are taken out")
+    for line in call.report(waiting):
+        print(line)
+    return 1 if waiting else 0
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """One call: what it withdraws, what earlier calls have left to do, and where that had influence."""
+
+    store: Store
+    configs: Configs
+    retractions: Retractions
+    selection: Selection
+    unfinished: Sequence[Retraction]
+    rebuilt: list[Retraction]
+    """Those for which the run goes back to an earlier checkpoint."""
+    roots: Sequence[Path]
+    """The run's folders of checkpoints."""
+    influence: Influence
+    family: bool
+    """Whether it is withdrawn from the run's children too."""
+    because: str
+    by: str
+    is_sampled: bool = False
+    """Whether samplers of the run live."""
+    back_at: int | None = None
+    """The step that the run went back to."""
+
+    @classmethod
+    async def of(cls, store: Store, configs: Configs) -> _Call:
+        """Read what the flags select, and what earlier calls have left to do."""
+        retractions, flags = Retractions(store.connection), configs[RetractFlags]
+        selection = await _select(retractions, flags)
+        unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
+        rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
+        roots = await _roots(store, configs[RunConfig])
+        steps = await retractions.tainted(rebuilt, selection.steps)
+        of_family = [item.because for item in unfinished if item.family]
+        return cls(
+            store=store,
+            configs=configs,
+            retractions=retractions,
+            selection=selection,
+            unfinished=unfinished,
+            rebuilt=rebuilt,
+            roots=roots,
+            influence=await influence(store, steps, roots),
+            family=flags.family or bool(of_family),
+            because=flags.because or "".join(of_family[-1:]),
+            by=f"{user_name()}@{socket.gethostname()}",
+        )
+
+    @property
+    def rebuilds(self) -> bool:
+        return self.configs[RetractFlags].rebuild or bool(self.rebuilt)
+
+    def preview(self) -> Iterator[str]:
+        """Yield what would go, and where it went."""
+        for item in self.unfinished:
+            when = f"{item.at:%Y-%m-%d %H:%M} UTC"
+            yield f"unfinished: the retraction of {when} by {item.by}; it is finished first"
+        records, tasks = self.selection.of(Withdrawn.RECORD), self.selection.of(Withdrawn.TASK)
+        if not records and not tasks and not self.unfinished:
+            yield "nothing is selected that was not withdrawn before"
+        for what, ids in (
+            ("Records", [stone.id for stone in records]),
+            ("Tasks", [stone.id for stone in tasks]),
+            ("steps", self.selection.steps),
+        ):
+            if ids:
+                more = ", …" if len(ids) > _SHOWN else ""
+                yield f"{what:<12} {len(ids):,}: {', '.join(ids[:_SHOWN])}{more}"
+        found = self.influence
+        for child in found.children:
+            yield f"child        {child.run}, a {child.kind} of step {child.step}, has it in its weights"
+        if found.first is None:
+            yield "weights      no step in the weights trained any of it"
+            return
+        numbers = [version.id for version in found.versions]
+        versions = f", versions {min(numbers)} to {max(numbers)}" if numbers else ""
+        back = f"--rebuild deletes them and goes back to step {found.step}"
+        if self.rebuilds:
+            back = f"they are deleted, and the run goes back to step {found.step}"
+        yield (
+            f"weights      from step {found.first} on: {len(found.checkpoints)} checkpoints{versions}; {back}"
+        )
+
+    async def withdraw(self) -> int:
+        """Delete it from the run, and go back if that is asked for; return how many images must wait."""
+        store, retractions, flags = self.store, self.retractions, self.configs[RetractFlags]
+        async with self._lease(store) as lease:
+            if self.rebuilds:
+                lease.ended = None
+            last = await store.steps.last()  # a trainer that was killed may have left a plan
+            await store.steps.revert_after(0 if last is None else last.step, attempt=lease.attempt)
+            self.selection = await _select(retractions, flags)  # a trainer may have stepped since the preview
+            if self.selection.tombstones:
+                begun = await retractions.begin(
+                    self.selection, self.because, self.by, rebuilds=flags.rebuild, family=self.family
+                )
+                self.rebuilt += [begun] if begun.rebuilds else []
+            if self.family:
+                await retractions.plan_family(family=True)
+            if self.rebuilt:
+                await self._go_back(lease)
+            run_name = self.configs[RunConfig].run_name
+            holders = await Runs(store.connection).holders(run_name, EngineConfig().alive_seconds)
+            self.is_sampled = any(holder.startswith("sampler ") for holder in holders)
+            with progress(f"withdrawing from run {run_name}, groups") as work:
+                return await delete_withdrawn(
+                    store.connection, attempt=lease.attempt, on_group=work.advance, is_sampled=self.is_sampled
+                )
+
+    async def _go_back(self, lease: TrainerLease) -> None:
+        await self.retractions.plan_rebuild(self.rebuilt)
+        steps = await self.retractions.tainted(self.rebuilt)
+        gone_back = await go_back(self.store, lease, await influence(self.store, steps, self.roots))
+        await self.retractions.set_rebuilt(self.rebuilt, gone_back)
+        self.back_at = gone_back.step
+
+    async def withdraw_from_children(self, run: RunConfig, store: Store, stones: Sequence[Tombstone]) -> None:
+        """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
+        for child in await store.ancestry.living_children():
+            named = replace(run, run_name=child.run)
+            async with await open_store(named) as other:
+                async with self._lease(other) as lease:
+                    retractions = Retractions(other.connection)
+                    selection = await retractions.select_of_parent(stones, reads=child.kind == "whatif")
+                    if selection.tombstones:
+                        await retractions.begin(selection, self.because, self.by)
+                    await delete_withdrawn(other.connection, attempt=lease.attempt)
+                count = len(selection.tombstones)
+                print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
+                await _remove_log_lines(other, named, [stone.id for stone in stones])
+                await self.withdraw_from_children(named, other, stones)
+
+    @asynccontextmanager
+    async def _lease(self, store: Store) -> AsyncIterator[TrainerLease]:
+        """Hold the lease of a run's trainer, and leave how its last trainer ended as it is stored."""
+        ended = (await store.trainer_lease.read()).ended
+        async with hold_lease(store, self.configs[ClaimConfig].lease_seconds) as lease:
+            lease.ended = ended
+            yield lease
+
+    def report(self, waiting: int) -> Iterator[str]:
+        """Yield what was done and what to do next; ``waiting`` images are left."""
+        run = self.configs[RunConfig]
+        yield (
+            f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}"
+        )
+        if waiting:
+            yield (
+                f"{waiting} images were used within the last hour and stay until then: samplers of the run"
+                f" live; finish it later: agentrl retract {run.run_name}"
+            )
+        earlier = [item.rebuilt.step for item in self.unfinished if item.rebuilt]
+        back_at = self.back_at if self.rebuilt else next(reversed(earlier), None)
+        if back_at is not None:
+            yield (
+                f"the run is back at step {back_at}: start its trainer again, with the same command; it"
+                " repeats the later steps without what is withdrawn"
+            )
+        elif self.selection.first_step is not None:
+            yield (
+                f"the weights from step {self.selection.first_step} on were trained with it:"
+                f" agentrl retract {run.run_name} --rebuild trains them without"
+            )
+
+
+async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:
+    """Remove the log records that name something withdrawn, where processes of the run wrote them."""
+    stored = [each.values.get("log_dir") for each in (await store.settings.resolved()).values()]
+    for folder in sorted({run.log_dir, *(str(each) for each in stored if each)}):
+        if lines := await asyncio.to_thread(remove_lines, Path(folder), run.run_name, names):
+            print(f"{folder}: {lines:,} log records of {run.run_name} that named it are removed")
+
+
+async def _select(retractions: Retractions, flags: RetractFlags) -> Selection:
+    return await retractions.select(scorers=flags.scorer, tasks=flags.task, records=flags.record)
+
+
+async def _roots(store: Store, run: RunConfig) -> list[Path]:
+    """Return the folders of checkpoints: those of the run's trainer, or --output_dir."""
+    trainer = (await store.settings.resolved()).get("train")
+    stored: Mapping[str, Any] = {} if trainer is None else trainer.values
+    own = replace(run, output_dir=run.output_dir or stored.get("output_dir"))
+    return own.checkpoint_roots(stored.get("fallback_output_dir"))

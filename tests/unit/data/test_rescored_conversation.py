@@ -1,0 +1,39 @@
+"""A scorer that reads a stored trajectory again is shown its conversation, not all of its branches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from snapshots import call
+
+from agentrl.data.rescore import scorer_context
+from agentrl.documents.model_call import DispatchedSamplingTask
+from agentrl.documents.record import Record
+from agentrl.documents.task import Task
+
+TASK = Task(id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q")
+
+
+def made(index: int, parent: int | None, text: str) -> DispatchedSamplingTask:
+    changes: dict[str, Any] = {
+        "id": f"r/{index}", "record": "r", "parent": None if parent is None else f"r/{parent}",
+        "messages": ({"role": "user", "content": f"ask {text}"},),
+        "response": {"role": "assistant", "content": text}, "tool_executions": (),
+    }  # fmt: skip
+    return call(index, **changes)
+
+
+def shown(*calls: DispatchedSamplingTask) -> list[str]:
+    record = Record(id="r", task=TASK.id, traj_id=0, attempt=1, split="train", epoch=0, query="q")
+    return [message["content"] for message in scorer_context(TASK, record, calls, "").messages]
+
+
+def test_calls_in_a_row_are_one_conversation_from_the_last_reset_on() -> None:
+    rows = made(0, None, "a"), made(1, 0, "b"), made(2, None, "c"), made(3, 2, "d")
+    assert shown(*rows) == ["ask c", "c", "ask d", "d"]
+
+
+def test_of_branches_the_longest_is_shown_and_a_trajectory_may_have_no_calls() -> None:
+    branches = made(0, None, "a"), made(1, 0, "b"), made(2, 0, "aside"), made(3, 1, "c")
+    assert shown(*branches) == ["ask a", "a", "ask b", "b", "ask c", "c"]
+    assert shown() == []
