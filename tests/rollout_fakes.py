@@ -13,12 +13,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.control_tokens import ControlTokens
 from agentrl.chat.template_renderer import ChatTemplate, TemplateRenderer
+from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import PartialGeneration, VersionSpan
 from agentrl.documents.sampling import SamplingParams
+from agentrl.documents.task import Claim
+from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import ImageError, ToolServerError
 from agentrl.inference.client import EngineClient
-from agentrl.inference.engine import EncodedIds, Generation, Held, Progress
+from agentrl.inference.engine import EncodedIds, Engine, Generation, Held, Progress
+from agentrl.rollout.context import CONTEXT_MANAGERS
+from agentrl.rollout.model_call import PendingCall
+from agentrl.rollout.role import ContextManager
+from agentrl.rollout.rollout import Rollout
+from agentrl.rollout.tool_calls import Tools
+from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.tools.base import OwnSession, Schema, ToolResult, Trajectory, function_schema
 
 T = TypeVar("T")
@@ -117,6 +126,32 @@ class ScriptedEngine:
 async def call_at_once(call: Callable[[], Awaitable[T]], /) -> T:
     """Make a call once."""
     return await call()
+
+
+def make_rollout(
+    claim: Claim,
+    config: AgentConfig,
+    *,
+    chat_format: ChatFormat,
+    engine: Engine,
+    write: Callable[[PendingCall], Awaitable[None]],
+    tools: Tools | None = None,
+    schemas: Sequence[Schema] = (),
+    params: SamplingParams | None = None,
+    seed: int = 7,
+    images: MemoryImages | None = None,
+    manage_context: ContextManager | None = None,
+    environment: EnvironmentSession | None = None,
+) -> Rollout:
+    """A trajectory whose finished model calls go to ``write``; by default without tools and images."""
+    calls = TrajectoryCalls(
+        claim, config, chat_format=chat_format, engine=engine, params=params or SamplingParams(), seed=seed,
+        write=write, images=images or MemoryImages(), hold=call_at_once,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Rollout(
+        claim, config, calls=calls, tools=tools or FakeTools(), schemas=schemas,  # type: ignore[arg-type]
+        manage_context=manage_context or CONTEXT_MANAGERS.get(config.new_context), environment=environment,
+    )  # fmt: skip
 
 
 class MemoryImages:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_fakes import FakeSession, FakeTools, MemoryImages, ScriptedEngine, call_at_once, format_of
+from rollout_fakes import FakeSession, FakeTools, ScriptedEngine, format_of, make_rollout
 
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.data.trajectory_tree import to_training_data
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_ids
 from agentrl.documents.record import Record
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import Claim, Task
 from agentrl.documents.training import DBRecordData
@@ -44,20 +43,12 @@ class Trajectory:
             self.pending.append(call)
             self.calls.append(call.document())
 
-        self.rollout = Rollout(
-            Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"),
-            self.config,
-            chat_format=self.engine.chat_format,
-            engine=self.engine,
-            tools=FakeSession(self.tools, self.task.tools),
-            schemas=self.tools.list(self.task.tools),
-            params=SamplingParams(),
-            seed=7,
+        self.rollout = make_rollout(
+            Claim(task=self.task, traj_id=0, attempt=attempt, owner="o"), self.config,
+            chat_format=self.engine.chat_format, engine=self.engine, write=write,
+            tools=FakeSession(self.tools, self.task.tools), schemas=self.tools.list(self.task.tools),
             manage_context=self.manager,
-            write=write,
-            images=MemoryImages(),
-            hold=call_at_once,
-        )
+        )  # fmt: skip
         name = agent if isinstance(agent, str) else agent.__name__
         outcome = await run_agent(
             AGENTS.get(agent) if isinstance(agent, str) else agent, name, self.rollout, SamplingConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import socket
 import sys
 import tempfile
 import time
@@ -12,24 +12,51 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agentrl.config.schema import RunConfig
-from agentrl.processes import thread_limits
+from agentrl.processes import run_child, start_child, stop_child, thread_limits
 from agentrl.store.client import open_store
 from agentrl.store.embedded.server import EmbeddedMongo
-from agentrl.supervise import SupervisedProcess, Supervisor
+from agentrl.supervise import StoppedBySignalError, SupervisedProcess, Supervisor, raise_on_signals
 
 COMMAND_SECONDS = 1200.0
+SERVER_SECONDS = 60.0
 
 
 @contextmanager
 def database(work: Path | None = None) -> Iterator[tuple[Path, str]]:
-    """Run a mongod on ``work``/mongo; yield ``work`` and the URI. Without ``work``, in a temporary folder."""
+    """Run a mongod on ``work``/mongo; yield ``work`` and the URI. Without ``work``, in a temporary folder.
+
+    A signal leaves the block and exits: with mongod, all that the block has started ends.
+    """
     with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as scratch:
         folder = work or Path(scratch)
         mongo = EmbeddedMongo(folder / "mongo")
         try:
-            yield folder, mongo.up().uri
+            with raise_on_signals():
+                yield folder, mongo.up().uri
+        except StoppedBySignalError as stopped:
+            raise SystemExit(stopped.exit_code) from None
         finally:
             mongo.down()
+
+
+@contextmanager
+def server(words: Sequence[str], port: int) -> Iterator[None]:
+    """Run a server for the length of the block, once it listens on ``port``. Exits if it does not."""
+    process = start_child(words, log=None)
+    deadline = time.monotonic() + SERVER_SECONDS
+    try:
+        while not _listens(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server does not listen on port {port}: {' '.join(words)}")
+            time.sleep(0.1)
+        yield
+    finally:
+        stop_child(process)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def command(name: str, flags: Sequence[str]) -> list[str]:
@@ -45,14 +72,9 @@ def environment() -> dict[str, str]:
 def agentrl(name: str, flags: Sequence[str], work: Path) -> None:
     """Run a command to its end; its output goes to a file below ``work``. Exits if it fails."""
     log = work / "logs" / f"{name}.out"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as sink:
-        done = subprocess.run(
-            command(name, flags), stdout=sink, stderr=sink, env=environment(), timeout=COMMAND_SECONDS,
-            check=False,
-        )  # fmt: skip
-    if done.returncode != 0:
-        raise SystemExit(f"agentrl {name} ended with exit code {done.returncode}; its log is {log}")
+    code = run_child(command(name, flags), log=log, env=environment(), seconds=COMMAND_SECONDS)
+    if code != 0:
+        raise SystemExit(f"agentrl {name} ended with exit code {code}; its log is {log}")
 
 
 def train_run(

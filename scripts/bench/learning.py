@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import demo_path  # noqa: F401
-from commands import agentrl, database, newest_version, train_run
+from commands import agentrl, database, newest_version, server, train_run
 from demo.tiny import build_tiny_model
 from harness import bench_parser
 from learning_cases import CASES, Case, corpus, quick_case
@@ -43,7 +42,6 @@ HELD_OUT_SEED = 77
 BATCH_SIZE = 16
 SAMPLES = 4
 """Trajectories of each held-out task in an evaluation."""
-SERVER_SECONDS = 60.0
 
 Pairs = list[tuple[float, float]]
 """The mean score of each held-out task before and after."""
@@ -87,14 +85,10 @@ def main() -> int:
     elif given.case is None:
         parser.error("--case is missing: " + " or ".join(CASES))
     case: Case = quick_case(CASES[given.case or "gcd"]) if given.quick else CASES[given.case]
-    with database(given.work) as (work, _):
-        server = serve_environment(case)
-        try:
-            seeds = range(given.first_seed, given.first_seed + given.seeds)
-            results = [run_seed(case, seed, given.minutes, work) for seed in seeds]
-        finally:
-            if server is not None:
-                server.kill()
+    environment = server(case.server, int(case.server[-1])) if case.server else nullcontext()
+    with database(given.work) as (work, _), environment:
+        seeds = range(given.first_seed, given.first_seed + given.seeds)
+        results = [run_seed(case, seed, given.minutes, work) for seed in seeds]
     every = [pair for result in results for pair in result.pairs]
     print_results(results, every)
     overall = difference(every)
@@ -103,22 +97,6 @@ def main() -> int:
     if given.plot is not None:
         plot(case, results, overall, given.plot)
     return 0 if given.quick or rises(every) else 1
-
-
-def serve_environment(case: Case) -> subprocess.Popen[bytes] | None:
-    """Start the server of the environment, if it has one, and wait until it listens. Exits if it does not."""
-    if not case.server:
-        return None
-    port = int(case.server[-1])
-    server = subprocess.Popen(case.server)
-    deadline = time.monotonic() + SERVER_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return server
-        time.sleep(0.1)
-    server.kill()
-    raise SystemExit(f"the environment's server does not listen on port {port}: {' '.join(case.server)}")
 
 
 def run_seed(case: Case, seed: int, minutes: float, work: Path) -> Result:

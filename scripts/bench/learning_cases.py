@@ -50,7 +50,7 @@ class Case:
     training_tasks: int = 1000
     """Few enough that most held-out tasks have another text; those with the same text are left out."""
     server: tuple[str, ...] = ()
-    """The command of the server that has the environment."""
+    """The command of the server that has the environment; its last word is the port."""
 
     def address(self, n: int, seed: int) -> str:
         """Return the address of ``n`` tasks."""

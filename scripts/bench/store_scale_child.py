@@ -24,6 +24,7 @@ import pymongo.monitoring
 from pymongo import AsyncMongoClient
 from store_fixtures import SPLIT, make_call, make_tasks
 
+from agentrl.concurrency import background
 from agentrl.config.schema import AgentConfig, ClaimConfig, GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus, TaskStatus
@@ -173,18 +174,15 @@ async def finalizing(uri: str, options: dict[str, Any]) -> dict[str, Any]:
             make_sampler(store, worker, f"s{number}", 64 // samplers, 8)
             for number, (store, worker) in enumerate(zip(stores, workers, strict=True))
         ]
-        running = [asyncio.create_task(sampler.run(asyncio.Event())) for sampler in made]
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            if await tasks.count_documents({"status": TaskStatus.COMPLETED.value}) == groups:
-                break
-        found = {
-            "reads": COMMANDS.sent["reads of a group"] / groups,
-            "commands": COMMANDS.total() / sum(worker.scored for worker in workers),
-        }
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        async with background(*(sampler.run(asyncio.Event()) for sampler in made)):
+            while True:
+                await asyncio.sleep(_POLL_SECONDS)
+                if await tasks.count_documents({"status": TaskStatus.COMPLETED.value}) == groups:
+                    break
+            found = {
+                "reads": COMMANDS.sent["reads of a group"] / groups,
+                "commands": COMMANDS.total() / sum(worker.scored for worker in workers),
+            }
         await watching.drop_database(run.run_name)
     return found
 
@@ -201,18 +199,15 @@ async def streams(uri: str, options: dict[str, Any]) -> dict[str, Any]:
             await stack.enter_async_context(Store(Connection(uri, run.run_name, _TIMEOUT)))
             for _ in range(options["waiting"])
         ]
-        waits = [asyncio.create_task(each.wait_for_change("Task", timeout=3600.0)) for each in waiting]
-        await asyncio.sleep(3.0)
-        status = await store.database.client.admin.command("serverStatus")
-        mongod = psutil.Process(status["pid"])
-        began = mongod.cpu_times()
-        for number in range(_RENEWALS // _RENEWED_AT_ONCE):
-            first = number * _RENEWED_AT_ONCE % len(held)
-            await store.claims.heartbeat(held[first : first + _RENEWED_AT_ONCE], 600.0)
-        ended = mongod.cpu_times()
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        async with background(*(each.wait_for_change("Task", timeout=3600.0) for each in waiting)):
+            await asyncio.sleep(3.0)
+            status = await store.database.client.admin.command("serverStatus")
+            mongod = psutil.Process(status["pid"])
+            began = mongod.cpu_times()
+            for number in range(_RENEWALS // _RENEWED_AT_ONCE):
+                first = number * _RENEWED_AT_ONCE % len(held)
+                await store.claims.heartbeat(held[first : first + _RENEWED_AT_ONCE], 600.0)
+            ended = mongod.cpu_times()
         await store.database.client.drop_database(run.run_name)
     return {"microseconds": 1e6 * (ended.user + ended.system - began.user - began.system) / _RENEWALS}
 

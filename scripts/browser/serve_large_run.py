@@ -24,6 +24,7 @@ from pathlib import Path
 from large_run import LargeRun, write
 from run_services import run_config
 
+from agentrl.concurrency import background
 from agentrl.store.client import Store, open_store
 from agentrl.store.embedded.server import EmbeddedMongo
 
@@ -62,12 +63,8 @@ async def _serve(uri: str, trajectories: int, command: list[str]) -> int:
             run = await _fill(store, LargeRun(trajectories, Path(folder)))
             async with await open_store(run_config(uri, SMALL_RUN)) as other:
                 await _fill(other, LargeRun(min(_SMALL, trajectories), Path(folder) / "small", seed=1))
-            beating = asyncio.create_task(_beat(store))
-            try:
-                async with _dashboard(uri) as address:
-                    return await _run(command, address, run)
-            finally:
-                beating.cancel()
+            async with background(_beat(store)), _dashboard(uri) as address:
+                return await _run(command, address, run)
 
 
 async def _fill(store: Store, run: LargeRun) -> LargeRun:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_fakes import FakeTools, MemoryImages, OneEngine, call_at_once
+from rollout_fakes import OneEngine, make_rollout
 from served_engine import Served, serve_locally
 from tiny_policy import write_tiny_policy
 from transformers import Qwen3ForCausalLM
@@ -27,9 +27,7 @@ from agentrl.documents.task import Claim, Slot, Task
 from agentrl.inference.engines.clients import engine_client
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import load_policy
-from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.rollout import Rollout
 from agentrl.store.groups import GroupOutcome, StoredGroup
 from agentrl.train.step import forward_backward
 
@@ -80,20 +78,11 @@ async def sample(
         calls.append(call.document())
 
     async with opened(served) as engine:
-        rollout = Rollout(
-            Claim(task=TASK, traj_id=traj_id, attempt=1, owner="o"),
-            AgentConfig(),
-            chat_format=open_chat_format(served.folder, ModelConfig()),
-            engine=engine,
-            tools=FakeTools(),
-            schemas=[],
+        rollout = make_rollout(
+            Claim(task=TASK, traj_id=traj_id, attempt=1, owner="o"), AgentConfig(),
+            chat_format=open_chat_format(served.folder, ModelConfig()), engine=engine, write=write,
             params=SamplingParams(max_new_tokens=24),
-            seed=7,
-            manage_context=CONTEXT_MANAGERS.get("disabled"),
-            images=MemoryImages(),
-            hold=call_at_once,
-            write=write,
-        )
+        )  # fmt: skip
         for number, changes in enumerate(turns):
             if number:
                 rollout.append_messages([{"role": "user", "content": "and then?"}])

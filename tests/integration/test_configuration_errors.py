@@ -17,7 +17,7 @@ from tiny_policy import write_tiny_policy
 from agentrl.config.schema import GroupConfig, RunConfig, SamplingConfig, ToolConfig
 from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus
 from agentrl.errors import ConfigError
-from agentrl.rollout.load_tasks import probe
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

@@ -19,7 +19,7 @@ from agentrl.data.rescore import RescoreOptions, rescore_run
 from agentrl.documents.status import RecordStatus
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, TaskFileError
-from agentrl.rollout.load_tasks import probe
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
 

@@ -17,7 +17,7 @@ from agentrl.config.schema import SamplingConfig, ToolConfig
 from agentrl.documents.status import SlotStatus, TaskStatus
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.rollout import breaker
-from agentrl.rollout.load_tasks import probe
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.mcp import server
 from agentrl.tools.pool import ToolPool

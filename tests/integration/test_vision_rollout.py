@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_fakes import FakeTools, MemoryImages, OneEngine, call_at_once
+from rollout_fakes import MemoryImages, OneEngine, make_rollout
 from served_engine import Served, serve_locally
 from tiny_vision import IDS, VOCABULARY, drawn, drawn_image, save_vision_model
 from training_data import training_configs
@@ -27,9 +27,7 @@ from agentrl.errors import ImageError
 from agentrl.inference.client import EngineClient
 from agentrl.inference.engine import EngineRefusedError
 from agentrl.model.forward import ForwardOptions
-from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
-from agentrl.rollout.rollout import Rollout
 from agentrl.train.build import build_trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("starts_warm")]
@@ -61,12 +59,10 @@ async def trajectory(
     )  # fmt: skip
     chat_format = open_chat_format(served.folder, ModelConfig())
     async with EngineClient(served.url, 30.0) as client:
-        rollout = Rollout(
+        rollout = make_rollout(
             Claim(task=task, traj_id=number, attempt=1, owner="o"), AgentConfig(), chat_format=chat_format,
-            engine=OneEngine(client, 2048), tools=FakeTools(), schemas=[],  # type: ignore[arg-type]
+            engine=OneEngine(client, 2048), write=write, images=store,  # type: ignore[arg-type]
             params=SamplingParams(max_new_tokens=8, temperature=0.9), seed=number,
-            manage_context=CONTEXT_MANAGERS.get(AgentConfig().new_context), write=write, images=store,
-            hold=call_at_once,
         )  # fmt: skip
         await rollout.generate()
         shown = [{"type": "text", "text": "And "}, second.ref.part(), {"type": "text", "text": "?"}]

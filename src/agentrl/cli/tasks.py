@@ -75,7 +75,8 @@ async def _load(arguments: argparse.Namespace) -> int:
             num_generations=tasks.num_generations, skip_bad_lines=tasks.skip_bad_lines,
             rows=TaskRows.parse(tasks.task_preset, tasks.task_fields),
         )  # fmt: skip
-    from agentrl.rollout.load_tasks import require_scorers, store_tasks, unknown_names, unparsed_answers
+    from agentrl.rollout.load_tasks import store_tasks, unparsed_answers
+    from agentrl.rollout.preflight import require_scorers, unknown_names
     from agentrl.store.client import open_store
 
     require_scorers(result.names)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import IO, Final
 
+from agentrl.concurrency import task_group
 from agentrl.errors import ConfigError, Dependency, DependencyKind, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
 from agentrl.tools.sandbox.launcher import Output
@@ -35,6 +36,10 @@ _AWAY: Final = (
 """What the client says of a daemon that is away."""
 
 
+class _TooMuchOutputError(Exception):
+    """An output of a command has reached its limit."""
+
+
 class DockerClient:
     """One command of Docker's client: its outputs, and the limit that ended it, time or output."""
 
@@ -51,7 +56,6 @@ class DockerClient:
         self.exceeded: str | None = None
         self.code = -int(signal.SIGKILL)
         self.seconds = 0.0
-        self._is_over = asyncio.Event()
 
     async def run(
         self,
@@ -64,43 +68,37 @@ class DockerClient:
         """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if it does not end."""
         started = time.monotonic()
         process = await start_client(words, variables)
-        reading = asyncio.create_task(self._exchange(process, stdin), name=f"docker {words[0]}")
-        watching = asyncio.create_task(self._watch(started + seconds), name="limits of docker")
         try:
-            await asyncio.wait([reading, watching], return_when=asyncio.FIRST_COMPLETED)
+            await self._exchange(process, stdin, seconds)
             if self.exceeded is None:
                 self.code = await asyncio.wait_for(process.wait(), _CONTROL_SECONDS)
         except TimeoutError as error:
             raise ToolServerError("the client of docker closed its outputs and did not end") from error
         finally:
-            for task in (watching, reading):
-                task.cancel()
-            await asyncio.gather(watching, reading, return_exceptions=True)
             await kill_client(process)
         self.seconds = time.monotonic() - started
 
-    async def _watch(self, deadline: float) -> None:
-        """Return when a limit is reached."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._is_over.wait(), max(0.0, deadline - time.monotonic()))
-        self.exceeded = self.exceeded or "time"
-
-    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes) -> None:
-        outputs = ((process.stdout, self.stdout), (process.stderr, self.stderr))
-        await asyncio.gather(
-            *(self._read(pipe, output) for pipe, output in outputs), self._feed(process.stdin, stdin)
-        )
+    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes, seconds: float) -> None:
+        """Write the input and read the outputs, to their ends or to a limit: ``exceeded``."""
+        try:
+            async with asyncio.timeout(seconds), task_group() as pipes:
+                pipes.create_task(self._read(process.stdout, self.stdout))
+                pipes.create_task(self._read(process.stderr, self.stderr))
+                pipes.create_task(self._feed(process.stdin, stdin))
+        except _TooMuchOutputError:
+            self.exceeded = "output"
+        except TimeoutError:
+            self.exceeded = "time"
 
     async def _read(self, pipe: asyncio.StreamReader | None, output: Output) -> None:
-        """Read to the end, or to the limit, which ends the watch."""
+        """Read to the end. Raises _TooMuchOutputError at the limit."""
         if self._reads_pid and pipe is not None and output is self.stdout:
             line = (await pipe.readline()).strip()
             self.pid = int(line) if line.isdigit() else None
             self._has_pid.set()
-        while pipe is not None and self.exceeded is None and (chunk := await pipe.read(_CHUNK)):
+        while pipe is not None and (chunk := await pipe.read(_CHUNK)):
             if not output.add(chunk):
-                self.exceeded = "output"
-                self._is_over.set()
+                raise _TooMuchOutputError
 
     async def _feed(self, pipe: asyncio.StreamWriter | None, text: bytes) -> None:
         """Write the command's input. A command that does not read it is not an error."""

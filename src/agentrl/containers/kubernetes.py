@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shlex
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import IO, Any, Final
 from urllib.parse import urlencode
 
 import httpx2
 
-from agentrl.batches import batches
 from agentrl.containers.base import (
     COPY_BYTES,
     OUTPUT_BYTES,
@@ -29,18 +28,15 @@ from agentrl.containers.base import (
 )
 from agentrl.containers.cluster import Cluster, open_cluster
 from agentrl.containers.docker import CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING
+from agentrl.containers.kubernetes_exec import CHUNK, STATUS, STDERR, Command, exit_code, open_exec
 from agentrl.containers.kubernetes_job import LABEL, job_of, options_of, state_of
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
-from agentrl.tools.sandbox.launcher import Output
 from agentrl.tools.sandbox.limits import Execution
 
 _SECONDS: Final = 30.0
 _COPY_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.5
-_CHUNK: Final = 1 << 16
-_STDIN, _STDOUT, _STDERR, _STATUS, _CLOSE = b"\0", 1, 2, 3, b"\xff"
-"""Channels of ``v5.channel.k8s.io``: the first byte of each message."""
 _BEGIN: Final = 'eval "$(head -c "$1")" || exit 1; shift; '
 """Variables come by standard input: what is in the URL stands in the server's audit log."""
 _CANNOT_START: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
@@ -121,63 +117,46 @@ class KubernetesContainer(Container):
         shown_bytes: int | None = None,
     ) -> Execution:
         """Run a command by a websocket of ``exec``, as the container's user."""
-        spec = self.spec
-        if user not in (None, spec.user):
+        if user not in (None, self.spec.user):
             raise ToolServerError(f"Kubernetes runs commands as the container's user, not as {user}")
-        folder = workdir or spec.workdir
-        variables = {**spec.environment, **(environment or {})}
+        script = self._script(environment or {}, workdir)
+        words = ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command]
+        running = Command(output_bytes, shown_bytes)
+        started = time.monotonic()
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._exec(words, running.input(script, stdin)) as messages,
+            ):
+                async for channel, content in messages:
+                    running.receive(channel, content)
+                    if running.exceeded is not None:
+                        break
+        except TimeoutError:
+            running.exceeded = "time"
+        finally:
+            if running.code < 0 and running.pid is not None:
+                await asyncio.shield(self._kill(running.pid))
+        if running.code != 0 and running.exceeded is None:
+            running.exceeded = await self._ended_by()
+        if running.pid is None and running.exceeded is None:
+            why = running.stderr.text.strip()[-300:]
+            raise ToolServerError(f"no command starts in the pod {self._pod}: {why}")
+        return Execution(
+            stdout=running.stdout.text, stderr=running.stderr.text, exit_code=running.code,
+            exceeded=running.exceeded, seconds=time.monotonic() - started, memory_mb=0.0,
+            stdout_bytes=running.stdout.total, stderr_bytes=running.stderr.total,
+        )  # fmt: skip
+
+    def _script(self, environment: Mapping[str, str], workdir: str | None) -> bytes:
+        """Return the lines of shell that set a command's variables, folder and limits."""
+        spec, folder = self.spec, workdir or self.spec.workdir
+        variables = {**spec.environment, **environment}
         lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
         lines += [] if folder is None else [f"mkdir -p {shlex.quote(folder)}; cd {shlex.quote(folder)}"]
         lines.append(f"ulimit -c 0; ulimit -n {spec.open_files} 2>/dev/null")
         lines += [] if spec.cpu_seconds is None else [f"ulimit -t {spec.cpu_seconds}"]
-        script = ("\n".join(lines) + "\n:\n").encode()
-        stdout, stderr = (Output.of(output_bytes, shown_bytes) for _ in range(2))
-        pid, first, exceeded, code = None, b"", None, -9
-        has_pid = asyncio.Event()
-        started = time.monotonic()
-
-        async def given() -> AsyncIterator[bytes]:
-            yield script
-            await has_pid.wait()
-            yield b"\n" + stdin
-
-        try:
-            async with (
-                asyncio.timeout(seconds),
-                self._exec(
-                    ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command], given()
-                ) as messages,
-            ):
-                async for channel, content in messages:
-                    if channel == _STATUS:
-                        code = _exit_code(content)
-                    elif channel == _STDERR:
-                        exceeded = None if stderr.add(content) else "output"
-                    elif pid is None:
-                        first += content
-                        line, found, rest = first.partition(b"\n")
-                        if found:
-                            pid = int(line)
-                            has_pid.set()
-                            stdout.add(rest)
-                    elif not stdout.add(content):
-                        exceeded = "output"
-                    if exceeded is not None:
-                        break
-        except TimeoutError:
-            exceeded = "time"
-        finally:
-            if code < 0 and pid is not None:
-                await asyncio.shield(self._kill(pid))
-        if code != 0 and exceeded is None:
-            exceeded = await self._ended_by()
-        if pid is None and exceeded is None:
-            raise ToolServerError(f"no command starts in the pod {self._pod}: {stderr.text.strip()[-300:]}")
-        return Execution(
-            stdout=stdout.text, stderr=stderr.text, exit_code=code, exceeded=exceeded,
-            seconds=time.monotonic() - started, memory_mb=0.0, stdout_bytes=stdout.total,
-            stderr_bytes=stderr.total,
-        )  # fmt: skip
+        return ("\n".join(lines) + "\n:\n").encode()
 
     async def copy(
         self, archive: Path, *, into: str | None = None, out_of: str | None = None, limit: int = COPY_BYTES
@@ -193,10 +172,10 @@ class KubernetesContainer(Container):
                 self._exec(words, _chunks(file) if out_of is None else None) as messages,
             ):
                 async for channel, content in messages:
-                    if channel == _STATUS:
-                        code = _exit_code(content)
-                    elif channel == _STDERR:
-                        said += content[: _CHUNK - len(said)]
+                    if channel == STATUS:
+                        code = exit_code(content)
+                    elif channel == STDERR:
+                        said += content[: CHUNK - len(said)]
                     elif out_of is not None:
                         size += len(content)
                         if size > limit:
@@ -273,54 +252,17 @@ class KubernetesContainer(Container):
         content: dict[str, Any] = answer.json()
         return content
 
-    @contextlib.asynccontextmanager
-    async def _exec(
+    def _exec(
         self, words: Sequence[str], stdin: AsyncIterator[bytes] | None = None
-    ) -> AsyncIterator[AsyncIterator[tuple[int, bytes]]]:
-        """Start a command; yield its messages, as channel and content, until it ends."""
-        from websockets.asyncio.client import connect
-        from websockets.exceptions import WebSocketException
-        from websockets.typing import Subprotocol
-
-        cluster = self._cluster
-        if cluster is None:
+    ) -> AbstractAsyncContextManager[AsyncIterator[tuple[int, bytes]]]:
+        """Start a command; the block gets its messages, as channel and content, until it ends."""
+        if self._cluster is None:
             raise ToolServerError(f"the container of {self.spec.name} does not run")
-        query = [("container", "main"), *((name, "true") for name in ("stdin", "stdout", "stderr"))]
-        query += [("command", word) for word in words]
-        url = f"ws{cluster.url.removeprefix('http')}{_pods(cluster)}/{self._pod}/exec?{urlencode(query)}"
-        try:
-            async with connect(
-                url, ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
-                subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_SECONDS,
-                proxy=None,
-            ) as socket:  # fmt: skip
-
-                async def messages() -> AsyncIterator[tuple[int, bytes]]:
-                    async for message in socket:
-                        if isinstance(message, bytes) and message[1:]:
-                            yield message[0], message[1:]
-
-                async def feed() -> None:
-                    if stdin is not None:
-                        async for part in stdin:
-                            for piece in batches(part, _CHUNK):
-                                await socket.send(_STDIN + piece)
-                    await socket.send(_CLOSE + _STDIN)
-
-                feeding = asyncio.create_task(feed())
-                try:
-                    yield messages()
-                finally:
-                    feeding.cancel()
-                    await asyncio.gather(feeding, return_exceptions=True)
-        except (OSError, WebSocketException) as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise back_end_away("kubernetes", f"no command reaches the pod {self._pod}: {error}") from error
+        return open_exec(self._cluster, f"{_pods(self._cluster)}/{self._pod}", words, stdin)
 
 
 async def _chunks(file: IO[bytes]) -> AsyncIterator[bytes]:
-    while chunk := await asyncio.to_thread(file.read, _CHUNK):
+    while chunk := await asyncio.to_thread(file.read, CHUNK):
         yield chunk
 
 
@@ -330,15 +272,6 @@ def _jobs(cluster: Cluster | None) -> str:
 
 def _pods(cluster: Cluster | None) -> str:
     return f"/api/v1/namespaces/{'' if cluster is None else cluster.namespace}/pods"
-
-
-def _exit_code(content: bytes) -> int:
-    """Return the exit code of a command from the Status that ends its channel."""
-    status: dict[str, Any] = json.loads(content)
-    if status.get("status") == "Success":
-        return 0
-    causes = (status.get("details") or {}).get("causes", [])
-    return next((int(cause["message"]) for cause in causes if cause.get("reason") == "ExitCode"), 1)
 
 
 def _said(answer: httpx2.Response) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import socket
@@ -15,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from agentrl.bounded_http import bind, serve_until_signal
+from agentrl.concurrency import background
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard import render, stores
 from agentrl.dashboard.pages import all_routes
@@ -33,11 +33,9 @@ def create_app(options: DashboardOptions) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        connecting = asyncio.create_task(_connect(app.state.stores), name="dashboard-connect")
-        render.compile_templates()
-        yield
-        connecting.cancel()
-        await asyncio.gather(connecting, return_exceptions=True)
+        async with background(_connect(app.state.stores)):
+            render.compile_templates()
+            yield
         await app.state.updates.close()
         await app.state.cache.close()
         await app.state.stores.close()

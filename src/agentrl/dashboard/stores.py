@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.run import EngineListConfig
 from agentrl.config.schema import RunConfig
 from agentrl.dashboard.render import THEME_COOKIE
@@ -225,10 +226,8 @@ class LiveUpdates:
     async def close(self) -> None:
         """End every stream and stop following."""
         self.stop()
-        followers = [feed.follower for feed in self._feeds.values() if feed.follower is not None]
-        for follower in followers:
-            follower.cancel()
-        await asyncio.gather(*followers, return_exceptions=True)
+        feeds = self._feeds.values()
+        await end_tasks(*(feed.follower for feed in feeds if feed.follower is not None))
 
     async def _follow(self, run: str, feed: _Feed) -> None:
         while True:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import end_tasks
 from agentrl.data.finalize_group import verifier
 from agentrl.data.freshness import Freshness, VersionSteps, weigh
 from agentrl.data.regroup import Regrouping, regrouping_of
@@ -18,7 +18,7 @@ from agentrl.documents.family import Relative
 from agentrl.documents.images import Image
 from agentrl.documents.task import record_task
 from agentrl.documents.training import DBRecordData, StepOrigin, TrainStep
-from agentrl.errors import AgentRLError, TrainingError
+from agentrl.errors import TrainingError
 from agentrl.store.names import DATA
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ class RecordedStream:
     async def close(self) -> None:
         """Stop reading ahead."""
         if self._reading is not None:
-            self._reading.cancel()
-            with contextlib.suppress(asyncio.CancelledError, AgentRLError):
-                await self._reading
+            await end_tasks(self._reading)
             self._reading = None
 
     async def images(self, data: Sequence[DBRecordData]) -> Mapping[str, Image]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from agentrl.concurrency import end_tasks
 from agentrl.data.freshness import Freshness, VersionSteps, choose_groups, weigh
 from agentrl.data.step_source import StepData, Window, images_of, step_window, window_metrics
 from agentrl.documents.images import Image
 from agentrl.documents.status import DataStatus
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import AgentRLError, TrainingError
+from agentrl.errors import TrainingError
 from agentrl.store.training_data import StaleVersions
 
 if TYPE_CHECKING:
@@ -127,9 +127,7 @@ class DataStream:
         if self._prefetched is not None:
             task = self._prefetched[1]
             self._prefetched = None
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, AgentRLError):
-                await task
+            await end_tasks(task)
 
     async def images(self, data: Sequence[DBRecordData]) -> Mapping[str, Image]:
         """Return the images of ``data`` by hash. Raises ImageError for one that is not stored."""

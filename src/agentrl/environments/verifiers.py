@@ -150,7 +150,7 @@ class _Worker:
                 if (waiting := self._waiting.get(found["id"])) is not None and not waiting.done():
                     waiting.set_result(found)
             why = f"its process ended with exit status {await process.wait()}"
-        except ValueError as error:  # a line longer than the limit, or not JSON
+        except (ValueError, TypeError, KeyError) as error:  # a line longer than the limit, or not an answer
             process.kill()
             why = f"its process wrote what is no answer: {error}"
         self._process = None

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from agentrl.concurrency import background
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -26,7 +27,8 @@ from agentrl.evaluation.report import evaluated_tasks, results_of
 from agentrl.observe.logging import describe_process_id
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, probe
+from agentrl.rollout.load_tasks import load_read_tasks
+from agentrl.rollout.preflight import probe
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, sampler_config
 from agentrl.scoring.evaluation import Prices
@@ -114,15 +116,12 @@ class EvaluationRun:
             )  # fmt: skip
             sampler = Sampler(self._store, worker, finalizer, config, _no_limit)
             sampling = asyncio.create_task(sampler.run(ending))
-            watching = asyncio.create_task(self._watch(worker, split))
             try:
-                done, _ = await asyncio.wait({sampling, watching}, return_when=asyncio.FIRST_COMPLETED)
+                async with background(self._watch(worker, split)):
+                    await asyncio.shield(sampling)
             finally:
                 ending.set()  # a sampler that is cancelled could lose a claim that is being granted
-                watching.cancel()
-                await asyncio.gather(sampling, watching, return_exceptions=True)
-            for task in done:
-                task.result()
+                await asyncio.wait([sampling])
 
     async def _watch(self, worker: Worker, split: str) -> None:
         """Report the progress. Raises EngineError if the engine ends or all are down for too long."""

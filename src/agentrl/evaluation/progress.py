@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, TypeVar
 
+from agentrl.concurrency import background, end_tasks, wait_for_any
 from agentrl.observe.terminal import excerpt
 
 T = TypeVar("T")
@@ -44,31 +46,25 @@ class Progress:
     async def until(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Await ``work``, which is described as ``what``. Raises StoppedError at a stop signal."""
         self._what, self._since, self._detail = what, time.monotonic(), ""
-        task = asyncio.ensure_future(work)
-        stopped = asyncio.ensure_future(self._stop.wait())
+        task = asyncio.create_task(work)
         try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await wait_for_any(self._stop, tasks=[task], timeout=None)
             if self._stop.is_set():
                 raise StoppedError(what)
             return task.result()
         finally:
-            for each in (task, stopped):
-                each.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+            await end_tasks(task)
 
     @asynccontextmanager
     async def lines(self) -> AsyncIterator[None]:
         """Print a line every ``WORD_SECONDS`` inside the block."""
-        printing = asyncio.create_task(self._print())
-        try:
+        async with background(self._print()):
             yield
-        finally:
-            printing.cancel()
-            await asyncio.gather(printing, return_exceptions=True)
 
     async def _print(self) -> None:
         while True:
             await asyncio.sleep(WORD_SECONDS)
             seconds = time.monotonic() - self._since
             detail = f": {self._detail}" if self._detail else ""
-            self.say(f"{self._what} ({seconds:.0f} s){detail}")
+            with contextlib.suppress(OSError):  # the terminal may be gone; the evaluation goes on
+                self.say(f"{self._what} ({seconds:.0f} s){detail}")

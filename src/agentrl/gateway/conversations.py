@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from agentrl.concurrency import wait_for_any
 from agentrl.config.agent import AgentConfig, GatewayConfig
 from agentrl.config.flags import require
 from agentrl.data.finalize_group import TRAIN_SPLIT
@@ -31,7 +32,7 @@ from agentrl.gateway.host import end_trajectory
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.rollout.agent_io import GatewayResult
 from agentrl.rollout.finalizer import GroupFinalizer
-from agentrl.rollout.held_claims import owner_name, wait_for_any
+from agentrl.rollout.held_claims import owner_name
 from agentrl.rollout.scoring import Scoring, ScoringQueue
 from agentrl.store.mechanics.retry import log_store_errors
 

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from agentrl.bounded_http import bind, server_config
+from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.agent import GatewayConfig
 from agentrl.data.trained_share import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
 from agentrl.documents.task import Claim
+from agentrl.errors import AgentRLError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp, token_digest
 from agentrl.gateway.feedback import require_rule, untrained
@@ -63,14 +65,21 @@ class GatewayServer:
         self.url = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address is taken."""
+        """Listen. Raises ConfigError if the address is taken, AgentRLError if the server does not start."""
         host, port = self._config.gateway_host, self._config.gateway_port
         listener = bind(host, port, "a gateway", hint="choose another --gateway_port, or 0 for a free one")
         bound_port = listener.getsockname()[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{bound_port}"
         self._task = asyncio.create_task(self._server.serve([listener]), name="gateway")
-        async with asyncio.timeout(_START_SECONDS):
-            await self._server.is_up.wait()
+        await wait_for_any(self._server.is_up, tasks=[self._task], timeout=_START_SECONDS)
+        if not self._server.is_up.is_set():
+            error = self._task.exception() if self._task.done() else None
+            await self.close()
+            listener.close()
+            raise error or AgentRLError(
+                f"the HTTP server of the gateway has not started within {_START_SECONDS:g} s",
+                hint="its log says why; a machine that is overloaded may only need another attempt",
+            )
         logger.info("gateway listens at %s", self.url)
 
     async def close(self) -> None:
@@ -79,8 +88,7 @@ class GatewayServer:
             return
         self._server.should_exit = True
         await asyncio.wait([self._task], timeout=_STOP_SECONDS)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
 
 class GatewayHost:

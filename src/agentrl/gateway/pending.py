@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.agent import GatewayConfig
 from agentrl.documents.gateway import GatewayCall, GatewayCallStatus, GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -133,15 +134,6 @@ def _succeeded(task: asyncio.Task[Any]) -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their ends; what they raise is left to those who await them."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        _succeeded(task)
-
-
 class PendingAnswers:
     """The answers under way in this process; a retry joins the answer of the first request."""
 
@@ -188,11 +180,8 @@ class PendingAnswers:
 
     async def close(self, record_id: str | None = None) -> None:
         """Cancel the answers of one trajectory, or all."""
-        chosen = [pending.task for pending in self._running.values() if record_id in (None, pending.record)]
-        for task in chosen:
-            task.cancel()
-        if chosen:
-            await asyncio.wait(chosen)
+        running = self._running.values()
+        await end_tasks(*(pending.task for pending in running if record_id in (None, pending.record)))
 
     async def _answer(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, asked: CallRequest
@@ -222,7 +211,7 @@ class PendingAnswers:
                     return done
                 begun = None
         finally:
-            await _end(prompting)
+            await end_tasks(prompting)
 
     async def _generate(
         self, pending: PendingAnswer, caller: Caller, request: GatewayRequest, prompting: asyncio.Task[Prompt]
@@ -254,7 +243,7 @@ class PendingAnswers:
                     await self._answerer.store.gateways.stop_session(session.id, noted)
             raise
         finally:
-            await _end(checking, *([generating] if generating is not None else []))
+            await end_tasks(checking, *([generating] if generating is not None else []))
 
     async def _check_calls(self, session: GatewaySession, mine: GatewayCall | None) -> None:
         """Raise GatewayError if the trajectory has ended, or has made all its model calls.

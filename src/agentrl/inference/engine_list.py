@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+from agentrl.concurrency import end_tasks
 from agentrl.documents.run import InferenceService
 from agentrl.documents.status import ServiceStatus
 from agentrl.inference.engine import adapter_version
@@ -58,10 +59,10 @@ class EngineList:
         self._refresh_lock = asyncio.Lock()
         self._refresh_task: asyncio.Task[None] | None = None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop a refresh in the background."""
         if self._refresh_task is not None:
-            self._refresh_task.cancel()
+            await end_tasks(self._refresh_task)
 
     def usable(self) -> list[InferenceService]:
         """Return the engines that take calls."""

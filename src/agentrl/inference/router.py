@@ -111,7 +111,7 @@ class EngineRouter:
 
     async def close(self) -> None:
         """Close every engine's connections."""
-        self.engines.close()
+        await self.engines.close()
         clients, self._clients = list(self._clients.values()), {}
         for client in (*clients, *([self._front] if self._front is not None else [])):
             await client.close()

@@ -9,6 +9,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from agentrl.chat.model_folder import tokenizer_fingerprint
+from agentrl.concurrency import task_group
 from agentrl.config.schema import EngineConfig
 from agentrl.device_lease import DeviceLease
 from agentrl.documents.run import InferenceService, PolicyVersion
@@ -94,7 +95,7 @@ class ServedEngine:
         )
         await self._store.services.register(service)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with task_group() as tasks:
                 tasks.create_task(self._watch_process())
                 tasks.create_task(self._send_heartbeats())
                 await self._start()
@@ -103,8 +104,6 @@ class ServedEngine:
                     tasks.create_task(self._lend(self._lease))
                 if self._front is not None:
                     tasks.create_task(self._front.keep(self._client.url))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
         finally:
             if self._front is not None:
                 await self._front.leave(self._client.url)

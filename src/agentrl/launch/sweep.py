@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
@@ -91,20 +92,12 @@ class SweepRunner:
                     return 1 if self.failed else 0
                 if self._show is not None:
                     self._show(self.children, found, self.failed)
-                stopping = asyncio.create_task(stop.wait())
-                await asyncio.wait(
-                    {*active.values(), stopping},
-                    timeout=_READ_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                stopping.cancel()
+                await wait_for_any(stop, tasks=active.values(), timeout=_READ_SECONDS)
                 for key in [key for key, task in active.items() if task.done()]:
                     self._end(key, active.pop(key))
             return STOPPED
         finally:
-            for task in active.values():
-                task.cancel()
-            await asyncio.gather(*active.values(), return_exceptions=True)
+            await end_tasks(*active.values())
 
     async def _all_steps(self) -> str:
         """Return the steps of the children that are begun, else all: the parent may go on meanwhile."""

@@ -23,7 +23,8 @@ from agentrl.documents.task_messages import kind_of
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import Item
 from agentrl.environments.tasks import read_task_source
-from agentrl.rollout.load_tasks import unknown_names, unparsed_answers, unusable_scorers
+from agentrl.rollout.load_tasks import unparsed_answers
+from agentrl.rollout.preflight import unknown_names, unusable_scorers
 
 EXAMPLES: Final = 5
 _FIELDS = 200

@@ -21,7 +21,7 @@ from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.limits import Deadline
 from agentrl.rollout.agent_io import failure_text
-from agentrl.rollout.model_call import Hold, PendingCall, Turn, cleaned, message_of, with_text_arguments
+from agentrl.rollout.model_call import PendingCall, Turn, cleaned, message_of, with_text_arguments
 from agentrl.rollout.prompts import Prompt
 from agentrl.rollout.role import Role, Shared
 from agentrl.tools.base import Schema
@@ -91,14 +91,12 @@ class FixedRole(Role):
         shared: Shared,
         name: str,
         model: FixedModel,
-        hold: Hold,
         *,
         first_messages: Sequence[Message],
         schemas: Sequence[Schema],
         max_turns: int | None = None,
     ) -> None:
         self.model = model
-        self._hold = hold
         self._section = model.section()
         super().__init__(shared, name, first_messages=first_messages, schemas=schemas, max_turns=max_turns)
 
@@ -121,7 +119,7 @@ class FixedRole(Role):
         parent = await self._store_before()
         new = self._conversation.unseen
         params = {**self.model.params, **changes}
-        reply = await self._hold(lambda: self._ask(params))
+        reply = await self._calls.hold(lambda: self._ask(params))
         parsed = _parsed(reply)
         message = message_of(parsed, f"call{self._calls.turns % 1000:03d}")
         prompt = Prompt(

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.schema import ClaimConfig
 from agentrl.documents.task import Claim
 from agentrl.errors import StoreError
@@ -56,7 +58,7 @@ class HeldClaims:
         self._unusable: list[Claim] = []
         """Claims that this process cannot work on, because of its configuration or the database."""
         self.error: BaseException | None = None
-        """The error of work on a claim, or of a task that ``watch`` was given."""
+        """The error of work on a claim, or of a job of ``renewing``."""
         self._due = 0.0
         """When the leases are renewed next, in ``time.monotonic``."""
 
@@ -78,16 +80,27 @@ class HeldClaims:
         self._running[task] = claim
         task.add_done_callback(self._ended)
 
-    def watch(self, task: asyncio.Task[None]) -> None:
-        """Keep the error of a background task as ``error``."""
+    @asynccontextmanager
+    async def renewing(self, *jobs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Renew the leases during the block, and run ``jobs`` beside it.
+
+        A failure is kept as ``error``, which the block raises. It is not cancelled, unlike that of
+        ``background``: it could lose a claim that is being granted.
+        """
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 self.error = task.exception()
 
-        task.add_done_callback(ended)
+        tasks = [asyncio.create_task(job) for job in (self._heartbeats(), *jobs)]
+        for task in tasks:
+            task.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            await end_tasks(*tasks)
 
-    async def heartbeats(self) -> None:
+    async def _heartbeats(self) -> None:
         """Renew every lease; cancel the work on claims that others took over."""
         self._due = time.monotonic() + self._config.heartbeat_seconds
         every = min(self._config.heartbeat_seconds, ORPHANS_SECONDS)
@@ -186,17 +199,7 @@ async def bounded(work: Coroutine[Any, Any, None]) -> bool:
         await asyncio.wait([task], timeout=1.0)
         logger.warning("the database does not answer; leases that are still held run out")
         return False
-    return task.exception() is None
-
-
-async def wait_for_any(
-    *events: asyncio.Event, tasks: Collection[asyncio.Task[bool]] = (), timeout: float
-) -> None:
-    """Wait until an event is set, a task ends, or ``timeout`` seconds have passed."""
-    waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait([*waits, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+    error = task.exception()
+    if error is not None and not isinstance(error, StoreError):
+        logger.error("leases could not be handed back; those that are still held run out", exc_info=error)
+    return error is None

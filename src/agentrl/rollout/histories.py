@@ -86,10 +86,7 @@ class Histories:
                 "the last message is the assistant's" if messages else "there are no messages",
                 hint="end with a user or tool message",
             )
-        digests = prefix_digests(messages, tools)
-        lengths = range(len(messages), 0, -1)
-        length = next((length for length in lengths if digests[length] in self._known), 0)
-        known = self._known[digests[length]] if length else None
+        known, length = self._extended(messages, tools)
         await self._calls.store_settled()
         if known is not None:
             await self._calls.store(known.pending)
@@ -101,22 +98,26 @@ class Histories:
         executions = known.pending.executions if known is not None and prompt.parent else ()
         self._count += 1
         pending, parsed = await self._calls.sample(
-            prompt,
-            changes,
-            role=self._role,
-            tools=tools,
-            executions=executions,
+            prompt, changes, role=self._role, tools=tools, executions=executions,
             seed=() if self._role is None else (self._role, self._count),
             progress=None if progress is None else progress(prompt.ids),
-        )
+        )  # fmt: skip
         text = self._calls.chat_format.decode(pending.generation.output_ids)
         if parsed.error is not None:
             pending.refuse(parsed.error)
             pending.settled = not parsed.tool_calls
         if not (parsed.content or parsed.tool_calls or parsed.reasoning):
             pending.response["content"] = text.strip()  # a malformed call stays readable
-        self._keep(pending, prompt, [*prompt.messages, pending.response], known, tools)
+        self._keep(pending, prompt, known, tools)
         return pending, self._calls.turn(pending, parsed, text)
+
+    def _extended(self, messages: Sequence[Message], tools: Sequence[Schema]) -> tuple[_Known | None, int]:
+        """Return the call with the longest conversation that ``messages`` begin with, and its length."""
+        digests = prefix_digests(messages, tools)
+        for length in range(len(messages), 0, -1):
+            if (known := self._known.get(digests[length])) is not None:
+                return known, length
+        return None, 0
 
     async def call_tool(
         self, call_id: str, name: str, arguments: Mapping[str, Any], tools: Tools, schemas: Sequence[Schema]
@@ -140,13 +141,9 @@ class Histories:
         return execution.text, execution.error
 
     def _keep(
-        self,
-        pending: PendingCall,
-        prompt: Prompt,
-        messages: list[Message],
-        before: _Known | None,
-        tools: Sequence[Schema],
+        self, pending: PendingCall, prompt: Prompt, before: _Known | None, tools: Sequence[Schema]
     ) -> None:
+        messages = [*prompt.messages, pending.response]
         depth = 1 if before is None else before.depth + 1
         known = _Known(pending, prompt.ids, messages, depth, prompt.images)
         self._known[prefix_digests(messages, tools)[-1]] = known

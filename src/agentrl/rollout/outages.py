@@ -10,6 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from agentrl.concurrency import end_tasks, task_group
 from agentrl.errors import (
     ENGINES,
     Dependency,
@@ -253,8 +254,7 @@ class LateServers:
                 )
             await connecting
         finally:
-            connecting.cancel()
-            await asyncio.gather(connecting, return_exceptions=True)
+            await end_tasks(connecting)
 
     async def _connect_all(self, check: Callable[[], Awaitable[None]]) -> None:
         begun: set[str] = set()
@@ -272,11 +272,8 @@ class LateServers:
                 begun.add(name)
                 group.create_task(connect(name))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                begin_new()
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            begin_new()
 
     async def _connect(self, name: str) -> None:
         breaker = self._outages.breaker(tool_server(name))

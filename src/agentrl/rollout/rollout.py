@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agentrl.chat.chat_format import ChatFormat, Message
+from agentrl.chat.chat_format import Message
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.images import content_with
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.record import HarnessRun
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.task import Claim
 from agentrl.environments.base import Environment, Observation
 from agentrl.environments.session import EnvironmentSession
 from agentrl.errors import ConfigError, ToolServerError, TrajectoryError
-from agentrl.inference.engine import Engine
 from agentrl.rollout.agent_io import (
     AgentCfg,
     Endpoint,
@@ -30,16 +28,13 @@ from agentrl.rollout.agent_io import (
     read_agent_cfg,
 )
 from agentrl.rollout.fixed_model import FixedModel, FixedRole
-from agentrl.rollout.model_call import Hold, PendingCall, Turn
+from agentrl.rollout.model_call import Turn
 from agentrl.rollout.role import ContextManager, Role, Shared
 from agentrl.rollout.tool_calls import Tools
 from agentrl.rollout.trajectory_calls import TrajectoryCalls
 from agentrl.scoring.scorers import ScoredCall, ScoreResult
 from agentrl.tools.base import Schema, schema_name
 from agentrl.user_code import contain, describe
-
-if TYPE_CHECKING:
-    from agentrl.store.images import Images
 
 TimeLimit = Callable[[float | None], AbstractAsyncContextManager[Any]]
 """Raises TimeoutError after so many seconds; None is no limit."""
@@ -57,31 +52,15 @@ class Rollout(Role):
         claim: Claim,
         config: AgentConfig,
         *,
-        chat_format: ChatFormat,
-        engine: Engine,
+        calls: TrajectoryCalls,
         tools: Tools,
         schemas: Sequence[Schema],
-        params: SamplingParams,
-        seed: int,
         manage_context: ContextManager,
-        write: Callable[[PendingCall], Awaitable[None]],
         environment: EnvironmentSession | None = None,
         gateway: Gateway | None = None,
-        hold: Hold,
-        images: Images,
         time_limit: TimeLimit = asyncio.timeout,
     ) -> None:
-        """``write`` takes one finished model call to store; ``schemas`` are the tools offered.
-
-        Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
-        attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
-        another attempt is another sample. ``hold`` repeats a call while the engines or a fixed model are
-        down.
-        """
-        calls = TrajectoryCalls(
-            claim, config, chat_format=chat_format, engine=engine, params=params, seed=seed, write=write,
-            images=images, hold=hold,
-        )  # fmt: skip
+        """``calls`` makes and stores the model calls; ``schemas`` are the tools offered."""
         shared = Shared(
             task=claim.task, config=config, calls=calls, tools=tools, schemas=list(schemas),
             manage_context=manage_context, max_turns=claim.task.max_turns or config.max_turns,
@@ -97,13 +76,12 @@ class Rollout(Role):
         """The reward that the agent reported through its gateway."""
         self.harness_run: HarnessRun | None = None
         """What the command line of the trajectory did, for its Record."""
-        self.chat_format = chat_format
+        self.chat_format = calls.chat_format
         """How messages become ids, and ids messages."""
         self._claim = claim
         self._gateway = gateway
         self._uses_gateway = False
         self._environment = environment
-        self._hold = hold
         self.time_limit = time_limit
         """Bounds a block of the trajectory; the clock stands still while the trajectory is held."""
         self.loop = asyncio.get_running_loop()
@@ -209,9 +187,8 @@ class Rollout(Role):
             role = Role(self._shared, name, first_messages=first, schemas=schemas, max_turns=max_turns)
         else:
             role = FixedRole(
-                self._shared, name, model, self._hold,
-                first_messages=first, schemas=schemas, max_turns=max_turns,
-            )  # fmt: skip
+                self._shared, name, model, first_messages=first, schemas=schemas, max_turns=max_turns
+            )
         self._shared.roles[name] = role
         return role
 
@@ -312,7 +289,7 @@ class Rollout(Role):
             raise TrajectoryError(
                 "no environment answers messages", hint="use an agent for tools, such as --agent_name react"
             )
-        observation = await self._hold(lambda: session.step(turn.content))
+        observation = await self._calls.hold(lambda: session.step(turn.content))
         if not observation.done:
             reader = role or self if observation.role is None else self.player(observation.role)
             reader.append_messages([{"role": "user", "content": observation.text}])

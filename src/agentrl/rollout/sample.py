@@ -23,7 +23,8 @@ from agentrl.processes import stop_on_signals
 from agentrl.registry import paths_among
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, probe, read_task_file, require_groups
+from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
+from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
 from agentrl.store.admission import GroupLimit

@@ -18,8 +18,8 @@ from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import HeldClaims, bounded
 from agentrl.rollout.housekeeping import EpochPlan, Housekeeping, Tails, collect_while_idle
-from agentrl.rollout.load_tasks import require_tools
 from agentrl.rollout.outages import LateServers
+from agentrl.rollout.preflight import require_tools
 from agentrl.rollout.scoring import ScoringQueue
 from agentrl.rollout.worker import Worker
 from agentrl.store.admission import GroupLimit, Needs
@@ -115,7 +115,7 @@ class Sampler:
         self._outages.changed = self._outage_changed
         self._late.begin()
         jobs = [
-            self._held.heartbeats(), self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
+            self._housekeeping.finalize_own(), self._housekeeping.work_for_all(),
             self._housekeeping.finalize_filled(), self._watch_work(), self._watch_training(),
             self._queue.run(stop),
             report_outages(self._store, lambda: self._outages.open, self._config.owner), collect_while_idle(),
@@ -126,18 +126,13 @@ class Sampler:
         ]  # fmt: skip
         if self._tails is not None:
             jobs.append(self._tails.run(self._freed))
-        background = [asyncio.create_task(job) for job in jobs]
-        for task in background:
-            self._held.watch(task)
-        try:
-            await self._claim_and_start(stop)
-        finally:
-            if await self._held.release(self._config.grace_seconds):
-                await bounded(self._housekeeping.finalize_completed())
-            self._outages.changed = lambda: None
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+        async with self._held.renewing(*jobs):
+            try:
+                await self._claim_and_start(stop)
+            finally:
+                if await self._held.release(self._config.grace_seconds):
+                    await bounded(self._housekeeping.finalize_completed())
+                self._outages.changed = lambda: None
         logger.info("sampler ends", extra={"scored": self.scored})
 
     def _outage_changed(self) -> None:

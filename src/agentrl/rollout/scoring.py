@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from agentrl.concurrency import background, wait_for_any
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
@@ -18,7 +19,7 @@ from agentrl.processes import stop_on_signals
 from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
-from agentrl.rollout.held_claims import HeldClaims, owner_name, wait_for_any
+from agentrl.rollout.held_claims import HeldClaims, owner_name
 from agentrl.rollout.outages import Blame, Outages
 from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
@@ -145,21 +146,18 @@ class ScoringQueue:
 
         Raises the error of a trajectory that this process cannot score, after its claims are released.
         """
-        heartbeats = asyncio.create_task(self._held.heartbeats())
-        self._held.watch(heartbeats)
-        try:
-            while not stop.is_set():
-                if self._held.error is not None:
-                    raise self._held.error
-                if await self._claim():
-                    continue
-                if until_empty and not self._held and not await self._store.claims.unscored(self._split):
-                    return
-                await self._wait(stop)
-        finally:
-            heartbeats.cancel()
-            await asyncio.gather(heartbeats, return_exceptions=True)
-            await self._held.release()
+        async with self._held.renewing():
+            try:
+                while not stop.is_set():
+                    if self._held.error is not None:
+                        raise self._held.error
+                    if await self._claim():
+                        continue
+                    if until_empty and not self._held and not await self._store.claims.unscored(self._split):
+                        return
+                    await self._wait(stop)
+            finally:
+                await self._held.release()
 
     async def _claim(self) -> bool:
         """Claim what one group has to score; return whether there was anything."""
@@ -219,11 +217,9 @@ async def score_queued(
     outages = Outages(sampling.outage_wait_seconds)
     scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)
     queue = ScoringQueue(scoring, split=split, owner=owner, concurrency=sampling.max_concurrent_scorings)
-    reports = asyncio.create_task(report_outages(store, lambda: outages.open, owner))
     try:
-        await queue.run(stop, until_empty=until_empty)
+        async with background(report_outages(store, lambda: outages.open, owner)):
+            await queue.run(stop, until_empty=until_empty)
     finally:
-        reports.cancel()
-        await asyncio.gather(reports, return_exceptions=True)
         outages.close()
     return queue.scored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -209,7 +209,7 @@ class SamplerGateway:
         async with self.host.open(claim, train=train, max_calls=max_calls) as endpoint:
             yield endpoint
 
-    async def aclose(self) -> None:
+    async def close(self) -> None:
         """Stop the gateway."""
         if self.host is not None:
             await self.host.close()
@@ -231,44 +231,31 @@ async def open_worker(
     servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot be
     used as it is configured. ``stop`` is the event that signals to this process set.
     """
-    agent, sampling, engine = configs[AgentConfig], configs[SamplingConfig], configs[EngineConfig]
-    chat_format = await open_format(store, configs)
+    agent, sampling = configs[AgentConfig], configs[SamplingConfig]
+    chat_format, folder = await open_format(store, configs), await model_folder(store, configs)
     params = sampling_params(sampling, chat_format)
-    folder = await model_folder(store, configs)
     outages = Outages(sampling.outage_wait_seconds)
-    router = open_router(live or (lambda: live_engines(store, engine)), configs, chat_format, folder, outages)
+    live = live or (lambda: live_engines(store, configs[EngineConfig]))
+    router = open_router(live, configs, chat_format, folder, outages)
     engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
-    try:
+    gateway = SamplerGateway(
+        store=store, configs=configs, router=engines, chat_format=chat_format, params=params
+    )
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(router.close)
+        stack.callback(outages.close)
+        stack.push_async_callback(tools.close)
+        stack.push_async_callback(gateway.close)
         await router.engines.refresh()
-        problem = context_problem(agent, sampling, router.engines.context_length)
-        if problem is not None:
+        if (problem := context_problem(agent, sampling, router.engines.context_length)) is not None:
             logger.warning("%s", problem)
         await tools.open_reachable()
         load_validator()
-        served = SamplerGateway(
-            store=store, configs=configs, router=engines, chat_format=chat_format, params=params
-        )
-        async with aclosing(served) as gateway:
-            yield (
-                kind(
-                    store=store,
-                    router=engines,
-                    tools=tools,
-                    chat_format=chat_format,
-                    params=params,
-                    seed=configs[RunConfig].seed,
-                    agent=agent,
-                    sampling=sampling,
-                    claims=configs[ClaimConfig],
-                    stop=stop or asyncio.Event(),
-                    environment_timeout=configs[ToolConfig].tool_timeout_seconds,
-                    outages=outages,
-                    gateway=gateway,
-                ),
-                router,
-            )
-    finally:
-        await tools.close()
-        outages.close()
-        await router.close()
+        worker = kind(
+            store=store, router=engines, tools=tools, chat_format=chat_format, params=params,
+            seed=configs[RunConfig].seed, agent=agent, sampling=sampling, claims=configs[ClaimConfig],
+            stop=stop or asyncio.Event(), outages=outages, gateway=gateway,
+            environment_timeout=configs[ToolConfig].tool_timeout_seconds,
+        )  # fmt: skip
+        yield worker, router

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.parsers.base import ParsedMessage
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import AgentConfig
 from agentrl.documents.model_call import DispatchedSamplingTask, ToolExecution
 from agentrl.documents.sampling import SamplingParams
@@ -69,11 +70,14 @@ class TrajectoryCalls:
     ) -> None:
         """``write`` takes one finished model call to store; ``images`` has those of the messages.
 
-        ``hold`` makes a call, and repeats it while the engines are down.
+        Every model call has its own sampling seed, derived from ``seed``, the task, the trajectory, the
+        attempt and the turn. With a batch-invariant engine the same run samples the same tokens again;
+        another attempt is another sample. ``hold`` repeats a call while the engines or a fixed model are
+        down.
         """
         self.chat_format = chat_format
         self.images = images
-        self._hold = hold
+        self.hold = hold
         self.turns = 0
         """Model calls of all roles."""
         self.scored_calls: list[ScoredCall] = []
@@ -122,7 +126,7 @@ class TrajectoryCalls:
             params = self.budget.clamp(params, len(prompt.ids))
             images = await images_of(self.images, prompt.images)
             with model_call_span(self.record, params) as span:
-                generation = await self._hold(
+                generation = await self.hold(
                     lambda: self._engine.generate(
                         prompt.ids, params, progress, images, prompt.encoded, routed_from=prompt.routed_from
                     )
@@ -217,7 +221,7 @@ class CallWriter:
             return
         writer = self._start()
         await asyncio.wait([writer], timeout=_LAST_SECONDS)
-        writer.cancel()
+        await end_tasks(writer)
 
     async def write(self, call: PendingCall) -> None:
         """Queue one model call. Waits while too many are queued; raises the error of an earlier write."""

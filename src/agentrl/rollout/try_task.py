@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.chat.chat_format import unseen_problem
+from agentrl.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.schema import (
     AgentConfig,
@@ -49,6 +50,7 @@ from agentrl.scoring.scorers import require_scorer
 from agentrl.snapshot.trajectory_page import render_trajectory
 from agentrl.store.client import Store, open_existing, scratch_store
 from agentrl.store.embedded.server import EmbeddedMongo
+from agentrl.store.views.read import WholeTrajectory
 from agentrl.tools.base import Schema
 
 _ID = "try"
@@ -130,13 +132,8 @@ async def try_task(
         whole = await store.views.whole_trajectory(claim.record_id)
         if whole is None:
             raise StoreError(f"the trial has stored no Record {claim.record_id}")
-        first, offered = None, _offered(worker, task)
-        if shown is not None and shown.ids.done():
-            first = shown.ids.result()
-        elif whole.calls:
-            first, offered = unpack_ids(whole.calls[0].context_ids).tolist(), whole.calls[0].tools or ()
-        unseen = None if first is None else unseen_problem(worker.chat_format, first, offered)
-        if unseen is not None:
+        first, offered = _first_prompt(worker, task, whole, shown)
+        if first is not None and (unseen := unseen_problem(worker.chat_format, first, offered)) is not None:
             print(f"warning  {clean(unseen)}", file=sys.stderr)
         if prompt and first is not None:
             print(clean(worker.chat_format.decode(first)))
@@ -284,12 +281,16 @@ async def _work(worker: Worker, claim: Claim, shown: _FirstPrompt | None) -> Non
         if running.done():
             running.result()
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await end_tasks(running)
 
 
-def _offered(worker: Worker, task: Task) -> Sequence[Schema]:
-    """Return the tools of the first prompt, unless a client names its own."""
+def _first_prompt(
+    worker: Worker, task: Task, whole: WholeTrajectory, shown: _FirstPrompt | None
+) -> tuple[list[int] | None, Sequence[Schema]]:
+    """Return the ids of the first prompt, if there was one, and the tools that it offers."""
+    if whole.calls and (shown is None or not shown.ids.done()):
+        return unpack_ids(whole.calls[0].context_ids).tolist(), whole.calls[0].tools or ()
     environment = open_environment(task, call_timeout=worker.environment_timeout)
     own = () if environment is None else environment.schemas
-    return [*worker.tools.list(task.tools), *own]
+    ids = shown.ids.result() if shown is not None and shown.ids.done() else None
+    return ids, [*worker.tools.list(task.tools), *own]

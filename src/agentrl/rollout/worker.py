@@ -15,8 +15,8 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, Tool
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim, scorer_weights
-from agentrl.environments.session import open_environment
+from agentrl.documents.task import Claim, Task, scorer_weights
+from agentrl.environments.session import EnvironmentSession, open_environment
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -39,7 +39,7 @@ from agentrl.rollout.rollout import Rollout
 from agentrl.rollout.scoring import Scoring
 from agentrl.rollout.tool_calls import HeldTools
 from agentrl.rollout.trace import end_trajectory, trajectory_span
-from agentrl.rollout.trajectory_calls import CallWriter
+from agentrl.rollout.trajectory_calls import CallWriter, TrajectoryCalls
 from agentrl.scoring.answers import check_schema
 from agentrl.scoring.scorers import require_scorer
 from agentrl.spans import Span
@@ -146,51 +146,15 @@ class Worker:
 
     async def _run_trajectory(self, claim: Claim, clock: Clock) -> tuple[Rollout, Outcome]:
         await self.store.records.create(claim)
-        agent_name = claim.task.agent_name or self.agent.agent_name
-        named = (agent_name, claim.task.environment or "", *scorer_weights(claim.task.scorer))
-        if not all(map(is_importable, named)):
-            allow_imports(await self.store.imports.paths())  # loaded after this process started
-        agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
-        contain_call(lambda: require_scorer(claim.task.scorer), f"scorer {claim.task.scorer}", ScorerError)
-        check_schema(claim.task.answer_schema)
+        name = claim.task.agent_name or self.agent.agent_name
+        agent = await self._import(claim.task, name)
         environment = open_environment(claim.task, call_timeout=self.environment_timeout)
         await self.store.records.advance(claim, RecordStatus.RUNNING)
-
-        async def hold(call: Callable[[], Awaitable[T]]) -> T:
-            return await self.outages.hold(call, clock)
-
-        async with AsyncExitStack() as stack:
-            writer = await stack.enter_async_context(CallWriter(self.store, claim))
-            session = await hold(
-                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
-            )
-            if environment is not None:
-                self.outages.breaker(environment.dependency).succeeded()
-            tools = HeldTools(session, self.outages, clock)
-            partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
-            engine = await stack.enter_async_context(
-                self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
-            )
-            await stack.enter_async_context(self._keeping_partial(claim, engine))
-            schemas = await contain(tools.list, "tools", ToolServerError)
-            rollout = Rollout(
-                claim,
-                self.agent,
-                chat_format=self.chat_format,
-                engine=engine,
-                tools=tools,
-                schemas=schemas,
-                params=self.params,
-                seed=self.seed,
-                manage_context=CONTEXT_MANAGERS.get(self.agent.new_context),
-                write=writer.write,
-                environment=environment,
-                gateway=self.gateway,
-                images=self.store.images,
-                hold=hold,
-                time_limit=clock.limit,
-            )
-            outcome = await self._run_agent(claim, agent, agent_name, rollout, writer)
+        async with (
+            CallWriter(self.store, claim) as writer,
+            self._open_rollout(claim, environment, writer, clock) as rollout,
+        ):
+            outcome = await self._run_agent(claim, agent, name, rollout, writer)
         await self.store.records.advance(
             claim,
             RecordStatus.COMPLETED,
@@ -202,6 +166,48 @@ class Worker:
             **({} if rollout.train_rule is None else {"train_rule": rollout.train_rule}),
         )
         return rollout, outcome
+
+    async def _import(self, task: Task, agent_name: str) -> Agent | AgentClass:
+        """Return the agent; check that this process can use it and the task's scorer and answer schema."""
+        named = (agent_name, task.environment or "", *scorer_weights(task.scorer))
+        if not all(map(is_importable, named)):
+            allow_imports(await self.store.imports.paths())  # loaded after this process started
+        agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
+        contain_call(lambda: require_scorer(task.scorer), f"scorer {task.scorer}", ScorerError)
+        check_schema(task.answer_schema)
+        return agent
+
+    @asynccontextmanager
+    async def _open_rollout(
+        self, claim: Claim, environment: EnvironmentSession | None, writer: CallWriter, clock: Clock
+    ) -> AsyncIterator[Rollout]:
+        """Open the tools, the environment and the engine of a trajectory; yield the Rollout over them."""
+
+        async def hold(call: Callable[[], Awaitable[T]]) -> T:
+            return await self.outages.hold(call, clock)
+
+        async with AsyncExitStack() as stack:
+            session = await hold(
+                lambda: stack.enter_async_context(self.tools.session(Trajectory.of(claim), environment))
+            )
+            if environment is not None:
+                self.outages.breaker(environment.dependency).succeeded()
+            tools = HeldTools(session, self.outages, clock)
+            partial = await self.store.records.latest_partial(claim) if claim.attempt > 1 else None
+            engine = await stack.enter_async_context(
+                self.router.session(claim.record_id, claim.task.id, partial, clock.stopped)
+            )
+            await stack.enter_async_context(self._keeping_partial(claim, engine))
+            calls = TrajectoryCalls(
+                claim, self.agent, chat_format=self.chat_format, engine=engine, params=self.params,
+                seed=self.seed, write=writer.write, images=self.store.images, hold=hold,
+            )  # fmt: skip
+            yield Rollout(
+                claim, self.agent, calls=calls, tools=tools,
+                schemas=await contain(tools.list, "tools", ToolServerError),
+                manage_context=CONTEXT_MANAGERS.get(self.agent.new_context), environment=environment,
+                gateway=self.gateway, time_limit=clock.limit,
+            )  # fmt: skip
 
     @asynccontextmanager
     async def _keeping_partial(self, claim: Claim, engine: Engine) -> AsyncIterator[None]:

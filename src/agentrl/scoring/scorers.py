@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.concurrency import end_tasks
 from agentrl.documents.base import is_finite, sanitize_bson
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
@@ -198,12 +199,11 @@ async def run_scorer(name: str, context: ScorerContext, timeout: float) -> Score
     if weights == {name: 1.0}:
         result = await _run_one(name, context, timeout)
     else:
-        tasks = [asyncio.ensure_future(_run_one(part, context, timeout)) for part in weights]
+        tasks = [asyncio.create_task(_run_one(part, context, timeout)) for part in weights]
         try:
             result = _weighted(weights, dict(zip(weights, await asyncio.gather(*tasks), strict=True)))
         finally:
-            for task in tasks:
-                task.cancel()
+            await end_tasks(*tasks)
     return _finished(name, result, context)
 
 

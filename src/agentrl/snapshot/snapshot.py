@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.load import Configs
 from agentrl.config.run import EngineConfig, EngineListConfig
 from agentrl.documents.family import Relative
@@ -188,10 +189,7 @@ class Cache:
 
     async def close(self) -> None:
         """Cancel the reads that go on."""
-        reads = list(self._reads.values())
-        for reading in reads:
-            reading.cancel()
-        await asyncio.gather(*reads, return_exceptions=True)
+        await end_tasks(*self._reads.values())
 
     async def _read(self, key: Hashable, read: Callable[[], Awaitable[object]]) -> object:
         try:

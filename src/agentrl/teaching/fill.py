@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from agentrl.concurrency import background, end_tasks, wait_for_any
 from agentrl.config.schema import ClaimConfig
 from agentrl.errors import (
     AgentRLError,
@@ -21,8 +23,9 @@ from agentrl.errors import (
 from agentrl.losses.loss import TEACHER
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker, report_outages
-from agentrl.rollout.held_claims import bounded, owner_name, wait_for_any
+from agentrl.rollout.held_claims import bounded, owner_name
 from agentrl.store.mechanics.lease import renewed
+from agentrl.store.mechanics.retry import log_store_errors
 from agentrl.store.names import COLUMN
 
 if TYPE_CHECKING:
@@ -61,26 +64,22 @@ class Filler:
 
     async def run(self, stop: asyncio.Event, *, until_empty: bool = False) -> None:
         """Fill until ``stop``, or with ``until_empty`` until no Record waits; then hand back what is held."""
-        reports = asyncio.create_task(report_outages(self.store, self._down, self._owner))
-        watch = asyncio.create_task(self._watch())
-        try:
-            while not stop.is_set():
-                self._changed.clear()
-                claimed = await self._claim()
+        async with background(report_outages(self.store, self._down, self._owner), self._watch()):
+            try:
+                while not stop.is_set():
+                    self._changed.clear()
+                    claimed = await self._claim()
+                    self._collect()
+                    if not claimed and not self._running and until_empty and not await self._waiting():
+                        return
+                    if not claimed or len(self._running) >= self.concurrency:
+                        await wait_for_any(stop, self._changed, tasks=self._running, timeout=POLL_SECONDS)
                 self._collect()
-                if not claimed and not self._running and until_empty and not await self._waiting():
-                    return
-                if not claimed or len(self._running) >= self.concurrency:
-                    await wait_for_any(stop, self._changed, tasks=list(self._running), timeout=POLL_SECONDS)
-        finally:
-            reports.cancel()
-            watch.cancel()
-            self._breaker.close()
-            held = list(self._running.values())
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, reports, watch, return_exceptions=True)
-            await bounded(self._release(held))
+            finally:
+                self._breaker.close()
+                held = list(self._running.values())
+                await end_tasks(*self._running)
+                await bounded(self._release(held))
 
     async def _watch(self) -> None:
         while True:
@@ -169,7 +168,6 @@ class Filler:
 
     async def _release(self, claims: list[ColumnClaim]) -> None:
         for claim in claims:
-            try:
+            message = "a column could not be handed back; its lease runs out"
+            with log_store_errors(logger, message, outages=True), suppress(LeaseLostError):
                 await self.store.columns.release(claim)
-            except LeaseLostError:
-                continue

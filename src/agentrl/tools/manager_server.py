@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from agentrl.concurrency import background
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError
 from agentrl.tools.base import Schema, ToolResult, Trajectory, schema_name
@@ -116,7 +117,9 @@ class Nodes:
             idle = [key for key, node in self._nodes.items() if not node.running and node.used_at < limit]
             for name, trajectory in idle:
                 logger.info("node is idle", extra={"server": name, "trajectory": trajectory})
-            await asyncio.gather(*(self.end(*key) for key in idle))
+            for error in await asyncio.gather(*(self.end(*key) for key in idle), return_exceptions=True):
+                if error is not None:
+                    logger.warning("an idle node did not end cleanly", exc_info=error)
 
     async def close(self) -> None:
         """End every node and every server. Idempotent."""
@@ -146,12 +149,10 @@ def manager_app(nodes: Nodes, token: str | None) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watching = asyncio.create_task(nodes.watch())
         try:
-            yield
+            async with background(nodes.watch()):
+                yield
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
             await nodes.close()
 
     routes = _Routes(nodes, token)

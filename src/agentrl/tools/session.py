@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+from agentrl.concurrency import task_group
 from agentrl.documents.model_call import Condensed
 from agentrl.tools.base import (
     ROLES,
@@ -66,13 +67,11 @@ class ToolSession:
         self._call_rewards: dict[str, list[float]] = {}
 
     async def __aenter__(self) -> Self:
-        opening = [asyncio.ensure_future(_open(name, session)) for name, session in self._sessions.items()]
         try:
-            await asyncio.gather(*opening)
+            async with task_group() as opening:
+                for name, session in self._sessions.items():
+                    opening.create_task(_open(name, session))
         except BaseException:
-            for task in opening:
-                task.cancel()
-            await asyncio.gather(*opening, return_exceptions=True)
             await self.close()
             raise
         return self

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.schema import TrainConfig
 from agentrl.data.step_source import StepData, StepSource
 from agentrl.documents.model_call import pack_halves
@@ -124,26 +125,22 @@ class Trainer:
     async def _next_data(self) -> StepData | None:
         """Return the next step's data; None at the end of the data or on ``stop``."""
         take = asyncio.create_task(self.stream.take(self.progress.step + 1))
-        stopped = asyncio.create_task(self.stop.wait())
-        lost = asyncio.create_task(self.lease.lost.wait())
+        stop, lost = self.stop, self.lease.lost
         try:
-            waits = (take, stopped, lost)
-            while not any(task.done() for task in waits):
+            while not (take.done() or stop.is_set() or lost.is_set()):
                 # Newer weights than those in flight are published here if no step does it before.
                 publisher = self.saver.publisher
                 flight = publisher.flight if publisher.is_behind else None
                 also = () if flight is None else (flight.task,)
-                await asyncio.wait((*waits, *also), return_when=asyncio.FIRST_COMPLETED)
+                await wait_for_any(stop, lost, tasks=(take, *also), timeout=None)
                 if flight is not None and flight.task.done() and not take.done():
                     await publisher.begin()
                     await self.turns.end()
-            if lost.done():
+            if lost.is_set():
                 await self.lease.check()
             batch = take.result() if take.done() else None
         finally:
-            for task in (take, stopped, lost):
-                task.cancel()
-            await asyncio.gather(take, stopped, lost, return_exceptions=True)
+            await end_tasks(take)
         if batch is None and not self.stop.is_set() and self.progress.step:
             logger.info("the end of the data: %s", self.stream.end)
         return batch
@@ -293,7 +290,7 @@ class TokenWriter:
             return
         done, _ = await asyncio.wait([self._writing], timeout=CLOSE_SECONDS)
         if not done:
-            self._writing.cancel()
+            await end_tasks(self._writing)
             logger.warning("the token statistics of the last step are not stored: the database is too slow")
 
     async def _write(self, step: TrainStep, tokens: Sequence[TokenValues]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.atomic_folder import begin_folder, discard_folder
+from agentrl.concurrency import wait_for_any
 from agentrl.config.schema import TrainConfig
 from agentrl.documents.run import LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
@@ -306,13 +307,7 @@ class Publisher:
 
     async def _sleep(self, seconds: float) -> None:
         """Wait, or return earlier when training is stopped or another trainer takes over."""
-        events = [asyncio.create_task(event.wait()) for event in (self.stop, self.lease.lost)]
-        try:
-            await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in events:
-                task.cancel()
-            await asyncio.gather(*events, return_exceptions=True)
+        await wait_for_any(self.stop, self.lease.lost, timeout=seconds)
 
 
 async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> PublishError | None:

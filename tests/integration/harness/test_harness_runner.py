@@ -24,7 +24,7 @@ from agentrl.documents.record import Ending
 from agentrl.documents.status import RecordStatus, StopReason
 from agentrl.errors import ENGINES, ConfigError, EngineError
 from agentrl.harness.agent import is_up
-from agentrl.rollout.load_tasks import probe
+from agentrl.rollout.preflight import probe
 from agentrl.store.client import Store
 from agentrl.tools.sandbox.local import namespace_problem
 

@@ -6,18 +6,16 @@ from typing import Any
 
 import number_game
 import pytest
-from rollout_fakes import MemoryImages, ScriptedEngine, call_at_once, format_of
+from rollout_fakes import ScriptedEngine, format_of, make_rollout
 from trajectories import score_trajectory
 
 from agentrl.config.schema import AgentConfig, SamplingConfig, ToolConfig
-from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Claim, Task
 from agentrl.environments.session import open_environment
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.agents import AGENTS, run_agent
-from agentrl.rollout.context import CONTEXT_MANAGERS
 from agentrl.rollout.model_call import PendingCall
 from agentrl.rollout.rollout import Rollout
 from agentrl.scoring.scorers import ScorerContext, run_scorer
@@ -44,11 +42,9 @@ async def play(asked: Task, agent: str, *script: str) -> tuple[Rollout, Outcome]
 
     pool = ToolPool(ToolConfig())
     async with pool, pool.session(Trajectory.of(claim), environment) as tools:
-        rollout = Rollout(
-            claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, tools=tools,
-            schemas=await tools.list(), params=SamplingParams(), seed=1,
-            manage_context=CONTEXT_MANAGERS.get("disabled"), write=write, environment=environment,
-            images=MemoryImages(), hold=call_at_once,
+        rollout = make_rollout(
+            claim, AgentConfig(), chat_format=engine.chat_format, engine=engine, write=write, tools=tools,
+            schemas=await tools.list(), environment=environment,
         )  # fmt: skip
         outcome = await run_agent(AGENTS.get(agent), agent, rollout, SamplingConfig())
         await rollout.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.config.schema import GroupConfig
 from agentrl.errors import ConfigError
-from agentrl.rollout.load_tasks import require_groups
+from agentrl.rollout.preflight import require_groups
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from docker_here import IMAGE, docker_problem
 
 from agentrl.containers.docker import start_arguments
+from agentrl.containers.docker_client import DockerClient
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox.container import ContainerSandbox, program_container
 from agentrl.tools.sandbox.limits import SandboxLimits
@@ -140,3 +141,14 @@ def test_an_unknown_isolation_is_refused() -> None:
         open_sandbox({"isolation": "vm"})
     with pytest.raises(ConfigError, match="visible is '/data'"):
         open_sandbox({"visible": "/data"})
+
+
+async def test_a_failure_to_read_an_output_is_raised(docker: Path) -> None:
+    client = DockerClient(1000)
+
+    def broken(chunk: bytes) -> bool:
+        raise OSError("no memory")
+
+    client.stdout.add = broken  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no memory"):
+        await client.run(["inspect"], seconds=10)

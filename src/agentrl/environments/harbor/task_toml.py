@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -211,54 +211,48 @@ def read_task_toml(text: str) -> TaskToml:
         raise BadTaskError(
             f"task.toml: {problem.text}" + (f" ({problem.hint})" if problem.hint else "")
         ) from error
-    _refuse_what_cannot_run(found)
+    for reason in _what_cannot_run(found):
+        raise BadTaskError(f"task.toml{reason}")
     return found
 
 
-def _refuse_what_cannot_run(found: TaskToml) -> None:
-    """Raise BadTaskError for a task that needs what no machine gives it here, with what to do."""
-    places = [("environment", found.environment)]
-    if found.verifier.environment is not None:
-        places.append(("verifier.environment", found.verifier.environment))
-    for name, place in places:
+def _what_cannot_run(found: TaskToml) -> Iterator[str]:
+    """Yield what a task needs that no machine gives it here, with what to do."""
+    verifier = found.verifier
+    places = {"environment": found.environment}
+    if verifier.environment is not None:
+        places["verifier.environment"] = verifier.environment
+    for name, place in places.items():
         if place.os.lower() != "linux":
-            raise BadTaskError(f"task.toml: {name}.os is {place.os!r}; only linux runs here")
+            yield f": {name}.os is {place.os!r}; only linux runs here"
         if place.gpus or place.tpu:
-            raise BadTaskError(
-                f"task.toml: {name} asks for accelerators, and containers here get none: remove gpus and tpu"
-                " if the task runs without"
+            yield (
+                f": {name} asks for accelerators, and containers here get none: remove gpus and tpu if the"
+                " task runs without"
             )
         if place.mcp_servers:
-            raise BadTaskError(
-                f"task.toml: {name}.mcp_servers are not started here: give them by --mcp_servers_file, and"
-                " remove them from the task"
+            yield (
+                f": {name}.mcp_servers are not started here: give them by --mcp_servers_file, and remove them"
+                " from the task"
             )
-    modes = {
-        "environment": found.environment.network,
-        "agent": found.agent.network_mode,
-        "verifier": found.verifier.network_mode,
-        "verifier.environment": found.verifier.environment and found.verifier.environment.network,
-    }
-    for name, mode in modes.items():
+    modes = {name: place.network for name, place in places.items()}
+    for name, mode in {**modes, "agent": found.agent.network_mode, "verifier": verifier.network_mode}.items():
         if mode == ALLOWLIST:
-            raise BadTaskError(
-                f"task.toml: {name}.network_mode is 'allowlist', and containers here reach all hosts or none:"
-                " write 'public' or 'no-network'"
+            yield (
+                f": {name}.network_mode is 'allowlist', and containers here reach all hosts or none: write"
+                " 'public' or 'no-network'"
             )
     if found.steps:
-        raise BadTaskError(
-            f"task.toml: the task has {len(found.steps)} steps; only tasks of one step run here"
+        yield f": the task has {len(found.steps)} steps; only tasks of one step run here"
+    if verifier.environment_mode == "shared" and verifier.environment is not None:
+        yield (
+            ": verifier.environment_mode is 'shared', and verifier.environment describes another container:"
+            " remove one of them"
         )
-    if found.verifier.environment_mode == "shared" and found.verifier.environment is not None:
-        raise BadTaskError(
-            "task.toml: verifier.environment_mode is 'shared', and verifier.environment describes another"
-            " container: remove one of them"
-        )
-    services = [hook.service for hook in found.verifier.collect]
-    services += [artifact.service or "main" for artifact in found.artifacts]
-    others = [name for name in services if name != "main"]
-    if others:
-        raise BadTaskError(f"task.toml names the service {others[0]!r}: a task has one container here")
+    services = [*(hook.service for hook in verifier.collect), *(each.service for each in found.artifacts)]
+    for service in services:
+        if service not in (None, "main"):
+            yield f" names the service {service!r}: a task has one container here"
 
 
 _TEMPLATE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-(.*))?\}")

@@ -18,6 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from agentrl.chat.chat_format import Message
 from agentrl.chat.text_stream import Delta, TextStream
+from agentrl.concurrency import end_tasks
 from agentrl.errors import ConfigError, TrajectoryError
 from agentrl.inference.engine import Progress
 from agentrl.rollout.histories import MakeProgress
@@ -116,14 +117,14 @@ class PolicyChatModel(BaseChatModel):
 
             return add
 
-        answer = asyncio.ensure_future(self._complete(messages, stop, kwargs, progress))
+        answer = asyncio.create_task(self._complete(messages, stop, kwargs, progress))
         answer.add_done_callback(lambda _: queue.put_nowait(None))
         try:
             while (text := await queue.get()) is not None:
                 yield ChatGenerationChunk(message=AIMessageChunk(content=text))
             message, turn = await answer
         finally:
-            answer.cancel()
+            await end_tasks(answer)
         whole = to_ai_message(message, turn)
         rest = streams[0].finish(message.get("reasoning_content") or "", message["content"])
         if rest is None:

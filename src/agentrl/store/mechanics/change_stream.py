@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 from pymongo.errors import PyMongoError
 
+from agentrl.concurrency import background
 from agentrl.documents.status import DataStatus, TaskStatus, VersionStatus
 from agentrl.errors import StoreUnavailableError
 from agentrl.store.mechanics.connection import Connection, Json
@@ -86,7 +87,7 @@ class Changes:
         unknown = set(collections) - set(WATCHED)
         if unknown:
             raise ValueError(f"these collections are not watched: {sorted(unknown)}")
-        if not self._watched.issuperset(collections):
+        if not self._watched.issuperset(collections) or self._has_failed():
             self._watched |= set(collections)
             await self._restart()
         caller = asyncio.current_task()
@@ -106,6 +107,14 @@ class Changes:
             self._seen[caller] = self._counts.copy()
             self._returned[caller] = time.monotonic()
         return changed
+
+    def _has_failed(self) -> bool:
+        """Return whether the stream has ended by an error, which is logged; then it is begun again."""
+        follower = self._follower
+        if follower is None or not follower.done() or follower.cancelled():
+            return False
+        _log.error("the change stream failed and is begun again", exc_info=follower.exception())
+        return True
 
     async def _restart(self) -> None:
         async with self._restarting:
@@ -201,17 +210,16 @@ class HostFeed:
     async def _lead(self, path: Path) -> None:
         _remove(path)
         server = await asyncio.start_unix_server(self._accept, path, backlog=_BACKLOG)
-        sending = asyncio.create_task(self._send_pending(), name="agentrl-changes-feed")
         try:
-            await self._follow(self._publish)
+            async with background(self._send_pending()):
+                await self._follow(self._publish)
         finally:
-            sending.cancel()
             server.close()
             _remove(path)
             handlers = list(self._listeners.values())
             for writer in list(self._listeners):
                 writer.close()
-            await asyncio.gather(sending, *handlers, return_exceptions=True)
+            await asyncio.gather(*handlers, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         handler = asyncio.current_task()

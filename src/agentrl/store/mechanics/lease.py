@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from pymongo import ReturnDocument
 from pymongo.asynchronous.collection import AsyncCollection
 
+from agentrl.concurrency import background
 from agentrl.errors import LeaseLostError, StoreError, StoreUnavailableError
 from agentrl.store.mechanics.connection import Json
 
@@ -102,15 +103,11 @@ class DocumentLease:
             raise self.lost(attempt)
 
 
-@asynccontextmanager
-async def renewed(renew: Callable[[], Awaitable[None]], seconds: float, what: str) -> AsyncIterator[None]:
+def renewed(
+    renew: Callable[[], Awaitable[None]], seconds: float, what: str
+) -> AbstractAsyncContextManager[None]:
     """Renew a lease of ``seconds`` by ``renew`` while the block runs; ``what`` names it in the log."""
-    task = asyncio.create_task(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what), name=what)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+    return background(keep_renewed(renew, seconds / _RENEWALS_PER_LEASE, what))
 
 
 async def keep_renewed(

@@ -26,6 +26,7 @@ from agentrl.tools.specs import Limits, McpSpec, StdioSpec, redact_secrets
 if TYPE_CHECKING:
     import httpx2
     from mcp import Client
+    from mcp_types import CallToolResult
 
 logger = logging.getLogger(__name__)
 
@@ -150,26 +151,12 @@ class Connection:
         except ValueError as error:  # the SDK's writer ends with it, and the connection with the writer
             return Reply(text=f"{tool} was not called: its arguments cannot be sent: {error}", error=True)
         silence = limits.timeout_seconds or CONNECT_SECONDS
-        longest = limits.max_seconds or silence * _TOTAL_FACTOR
-        loop = asyncio.get_running_loop()
-        latest = loop.time() + longest
-
         try:
-            async with asyncio.timeout(silence) as timeout:
-
-                async def extend(progress: float, total: float | None, message: str | None) -> None:
-                    if not timeout.expired():
-                        timeout.reschedule(min(loop.time() + silence, latest))
-
-                if self._listing is not None and tool in self._listing.listed.extras:
+            if self._listing is not None and tool in self._listing.listed.extras:
+                async with asyncio.timeout(silence):
                     return Reply(text=await call_extra(client, tool, arguments))
-                result = await client.call_tool(
-                    tool,
-                    dict(arguments),
-                    read_timeout_seconds=longest + _GRACE_SECONDS,
-                    progress_callback=extend,
-                    meta=dict(meta),  # type: ignore[arg-type]  # any key is allowed
-                )
+            longest = limits.max_seconds or silence * _TOTAL_FACTOR
+            result = await _call_tool(client, tool, arguments, meta, silence, longest)
         except MCPError as error:
             return self._failed(error, tool, silence)
         except TimeoutError:
@@ -178,6 +165,10 @@ class Connection:
             raise LostError(self._words(reasons(error)), sent=True, whole=True) from error
         except (ValueError, RuntimeError) as error:
             return self._not_valid(tool, reasons(error))
+        return await self._reply(result, tool)
+
+    async def _reply(self, result: CallToolResult, tool: str) -> Reply:
+        """Return what the model reads of a result. Raises RefusedError if it says that the tool is down."""
         text = "\n".join(item.text for item in result.content if hasattr(item, "text"))
         if result.is_error and (result.meta or {}).get(OUTAGE_KEY):
             raise RefusedError(f"{tool}: {redact_secrets(text[:_EXCERPT], self._spec)}")
@@ -273,6 +264,32 @@ class Connection:
         """Return ``reason`` and the last words of the process, without secrets."""
         more = self._process.last_words() if self._process is not None else ""
         return redact_secrets("; ".join(part for part in (reason, more) if part), self._spec)
+
+
+async def _call_tool(
+    client: Client,
+    tool: str,
+    arguments: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    silence: float,
+    longest: float,
+) -> CallToolResult:
+    """Call a tool. Raises TimeoutError ``silence`` seconds after the last progress, or after ``longest``."""
+    loop = asyncio.get_running_loop()
+    latest = loop.time() + longest
+    async with asyncio.timeout(silence) as timeout:
+
+        async def extend(progress: float, total: float | None, message: str | None) -> None:
+            if not timeout.expired():
+                timeout.reschedule(min(loop.time() + silence, latest))
+
+        return await client.call_tool(
+            tool,
+            dict(arguments),
+            read_timeout_seconds=longest + _GRACE_SECONDS,
+            progress_callback=extend,
+            meta=dict(meta),  # type: ignore[arg-type]  # any key is allowed
+        )
 
 
 def _is_unusable(error: BaseException) -> bool:

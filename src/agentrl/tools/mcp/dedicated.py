@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, timed_out
@@ -67,8 +68,7 @@ class DedicatedServer(McpServer):
         """Close every connection. Idempotent."""
         self._is_closed = True
         if self._filling is not None:
-            self._filling.cancel()
-            await asyncio.gather(self._filling, return_exceptions=True)
+            await end_tasks(self._filling)
         warm, self._warm = self._warm, []
         await asyncio.gather(*(connection.close() for connection in warm))
         await super().close()

@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agentrl.concurrency import background
 from agentrl.tools.base import Schema, function_schema, schema_name
 from agentrl.tools.mcp.content import render_item, render_resource
 from agentrl.tools.specs import McpSpec
@@ -86,16 +87,9 @@ class Listing:
             async with asyncio.timeout(_SETTLE_SECONDS):
                 await self._settled.wait()
 
-    @asynccontextmanager
-    async def watch(self) -> AsyncIterator[None]:
+    def watch(self) -> AbstractAsyncContextManager[None]:
         """List again after each change, until the block ends."""
-        tasks = [asyncio.create_task(self._relist()), asyncio.create_task(self._subscribe())]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return background(self._relist(), self._subscribe())
 
     def _note(self) -> None:
         self._settled.clear()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.concurrency import end_tasks
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerError
 from agentrl.tools.base import Reply, Schema, Trajectory, timed_out
@@ -77,8 +78,7 @@ class SharedServer(McpServer):
     async def close(self) -> None:
         """Close the connection. Idempotent."""
         if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+            await end_tasks(self._opening)
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.atomic_folder import scratch_folder
+from agentrl.concurrency import background
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
 from agentrl.tools.specs import WORKDIR, StdioSpec, redact_secrets
 
@@ -98,23 +99,20 @@ class StdioProcess:
         )
         received, read = anyio.create_memory_object_stream[Any](0)
         write, to_send = anyio.create_memory_object_stream[Any](0)
-        pumps = [
-            asyncio.create_task(self._read(process, received)),
-            asyncio.create_task(self._write(process, to_send, received)),
-            asyncio.create_task(self._keep_stderr(process)),
-        ]
+        pumps = (
+            self._read(process, received), self._write(process, to_send, received),
+            self._keep_stderr(process),
+        )  # fmt: skip
         try:
-            yield read, write
+            async with background(*pumps):
+                try:
+                    yield read, write
+                finally:
+                    for stream in (read, write):
+                        stream.close()
+                    await _end(process)
         finally:
-            for stream in (read, write):
-                stream.close()
-            try:
-                await _end(process)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                process._transport.close()  # type: ignore[attr-defined]  # closes pipes that hold unread bytes
-            await asyncio.gather(*pumps, return_exceptions=True)
+            process._transport.close()  # type: ignore[attr-defined]  # closes pipes that hold unread bytes
             for stream in (received, to_send):
                 stream.close()
 
@@ -283,8 +281,7 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    ending = asyncio.ensure_future(process.wait())
-    done, _ = await asyncio.wait([ending], timeout=_EXIT_SECONDS)
-    if not done:
-        ending.cancel()
-    return bool(done)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_SECONDS):
+            await process.wait()
+    return process.returncode is not None

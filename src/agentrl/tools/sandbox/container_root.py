@@ -12,69 +12,85 @@ from agentrl.tools.sandbox import linux
 from agentrl.tools.sandbox.namespaces import show_devices, write_text
 from agentrl.tools.sandbox.program import DEVICES, Job
 
+_ROOT = "/tmp/root"
+_PLAIN = linux.MS_NOSUID | linux.MS_NODEV
+
 
 def build_root(job: Job) -> None:
     """Make the overlay, or a copy where the kernel permits none, and show devices, processes and names."""
-    plain_mount = linux.MS_NOSUID | linux.MS_NODEV
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     lower = os.open(job.directory, os.O_PATH)  # whose path root inside may not enter
     become_user(0, 0)
-    linux.mount("tmpfs", "/tmp", "tmpfs", plain_mount, "size=1m,mode=755")
-    for name in ("lower", "files", "root"):
-        os.mkdir(f"/tmp/{name}")
-    linux.mount(f"/proc/self/fd/{lower}", "/tmp/lower", flags=linux.MS_BIND)
-    limits = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=755"
-    linux.mount("tmpfs", "/tmp/files", "tmpfs", plain_mount, limits)
-    os.mkdir("/tmp/files/upper")
-    os.mkdir("/tmp/files/work")
-    options = "lowerdir=/tmp/lower,upperdir=/tmp/files/upper,workdir=/tmp/files/work,userxattr"
-    try:
-        linux.mount("overlay", "/tmp/root", "overlay", plain_mount, options)
-    except OSError:
-        _copy_tree("/tmp/lower", "/tmp/files/upper")
-        linux.mount("/tmp/files/upper", "/tmp/root", flags=linux.MS_BIND)
-    root = "/tmp/root"
+    _mount_files(job, lower)
     for name in ("dev", "proc", "tmp", "var/tmp", "root"):
-        os.makedirs(f"{root}/{name}", exist_ok=True)
+        os.makedirs(f"{_ROOT}/{name}", exist_ok=True)
     for name in ("tmp", "var/tmp"):
-        os.chmod(f"{root}/{name}", 0o1777)
-    linux.mount("tmpfs", f"{root}/dev", "tmpfs", plain_mount, "size=64m,nr_inodes=4096,mode=755")
-    devices = [name for name in (*DEVICES, "tty") if os.path.exists(f"/dev/{name}")]
-    show_devices("/dev", f"{root}/dev", devices)
-    os.mkdir(f"{root}/dev/shm")
-    os.chmod(f"{root}/dev/shm", 0o1777)
-    os.mkdir(f"{root}/dev/pts")
-    with contextlib.suppress(OSError):  # terminals; a container may forbid them
-        options = "newinstance,ptmxmode=0666,mode=0620"
-        linux.mount("devpts", f"{root}/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, options)
-        os.symlink("pts/ptmx", f"{root}/dev/ptmx")
-    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
-        linux.mount("proc", f"{root}/proc", "proc", plain_mount | linux.MS_NOEXEC)
-        write_text(f"{root}/proc/sys/user/max_user_namespaces", "0")
-    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):  # root inside may be root outside all the same
-        with contextlib.suppress(OSError):
-            linux.bind_read_only(f"{root}/proc/{name}", f"{root}/proc/{name}")
-    _names(job, root)
-    os.mkdir("/tmp/root/.old", 0o700)
-    linux.pivot_root("/tmp/root", "/tmp/root/.old")
+        os.chmod(f"{_ROOT}/{name}", 0o1777)
+    _mount_devices()
+    _mount_processes()
+    _names(job)
+    os.mkdir(f"{_ROOT}/.old", 0o700)
+    linux.pivot_root(_ROOT, f"{_ROOT}/.old")
     os.chdir("/")
     linux.detach("/.old")
     os.rmdir("/.old")
 
 
-def _names(job: Job, root: str) -> None:
+def _mount_files(job: Job, lower: int) -> None:
+    """Mount the files of the descriptor ``lower`` at ``_ROOT``; what is written is kept in memory."""
+    linux.mount("tmpfs", "/tmp", "tmpfs", _PLAIN, "size=1m,mode=755")
+    for name in ("lower", "files", "root"):
+        os.mkdir(f"/tmp/{name}")
+    linux.mount(f"/proc/self/fd/{lower}", "/tmp/lower", flags=linux.MS_BIND)
+    limits = f"size={job.limits['disk_mb']}m,nr_inodes={job.limits['files']},mode=755"
+    linux.mount("tmpfs", "/tmp/files", "tmpfs", _PLAIN, limits)
+    os.mkdir("/tmp/files/upper")
+    os.mkdir("/tmp/files/work")
+    options = "lowerdir=/tmp/lower,upperdir=/tmp/files/upper,workdir=/tmp/files/work,userxattr"
+    try:
+        linux.mount("overlay", _ROOT, "overlay", _PLAIN, options)
+    except OSError:
+        _copy_tree("/tmp/lower", "/tmp/files/upper")
+        linux.mount("/tmp/files/upper", _ROOT, flags=linux.MS_BIND)
+
+
+def _mount_devices() -> None:
+    dev = f"{_ROOT}/dev"
+    linux.mount("tmpfs", dev, "tmpfs", _PLAIN, "size=64m,nr_inodes=4096,mode=755")
+    devices = [name for name in (*DEVICES, "tty") if os.path.exists(f"/dev/{name}")]
+    show_devices("/dev", dev, devices)
+    os.mkdir(f"{dev}/shm")
+    os.chmod(f"{dev}/shm", 0o1777)
+    os.mkdir(f"{dev}/pts")
+    with contextlib.suppress(OSError):  # terminals; a container may forbid them
+        options = "newinstance,ptmxmode=0666,mode=0620"
+        linux.mount("devpts", f"{dev}/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, options)
+        os.symlink("pts/ptmx", f"{dev}/ptmx")
+
+
+def _mount_processes() -> None:
+    proc = f"{_ROOT}/proc"
+    with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
+        linux.mount("proc", proc, "proc", _PLAIN | linux.MS_NOEXEC)
+        write_text(f"{proc}/sys/user/max_user_namespaces", "0")
+    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):  # root inside may be root outside all the same
+        with contextlib.suppress(OSError):
+            linux.bind_read_only(f"{proc}/{name}", f"{proc}/{name}")
+
+
+def _names(job: Job) -> None:
     """Write the files by which programs find hosts, those of the host's network with it."""
     resolvers = ""
     if job.network == "host":
         with contextlib.suppress(OSError), open("/etc/resolv.conf", encoding="utf-8") as source:
             resolvers = source.read()
-    os.makedirs(f"{root}/etc", exist_ok=True)
+    os.makedirs(f"{_ROOT}/etc", exist_ok=True)
     for name, text in (
         ("resolv.conf", resolvers),
         ("hosts", "127.0.0.1 localhost container\n::1 localhost\n"),
         ("hostname", "container\n"),
     ):
-        path = f"{root}/etc/{name}"
+        path = f"{_ROOT}/etc/{name}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # it may be a link
         write_text(path, text)

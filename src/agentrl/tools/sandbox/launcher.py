@@ -139,23 +139,12 @@ def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, 
 
     The program is killed when the sampler closes ``connection``.
     """
-    limits = job.limits
     forwarder, channel = (None, None)
     if job.namespaces and job.gateway is not None and held is None:
         forwarder, channel = namespaces.start_forwarder((job.gateway[0], job.gateway[1]))
-    out_read, out_write = os.pipe()
-    error_read, error_write = os.pipe()
-    streams = Streams(stdin=_input(job), stdout=_output(job, out_write), stderr=error_write)
-    stdout, stderr = (Output.of(int(limits["output_bytes"]), job.shown_bytes) for _ in range(2))
-    captures = [Capture(out_read, stdout), Capture(error_read, stderr)]
-    for capture in captures:
-        os.set_blocking(capture.descriptor, False)
+    streams, captures = _open_streams(job)
     started = time.monotonic()
-    run: _NamespaceRun | PlainRun | ContainerRun
-    if held is not None:
-        run = ContainerRun(job, streams, held)
-    else:
-        run = _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
+    run = _start(job, streams, channel, held)
     ended: dict[str, Any] = {}
     exceeded: str | None = "connection"
     peak = 0
@@ -168,13 +157,9 @@ def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, 
             os.kill(forwarder, signal.SIGKILL)
     if "error" in ended and exceeded is None:
         return {"error": ended["error"]}
-    for capture in captures:
-        if not capture.read():
-            exceeded = exceeded or "output"
-    if ended.get("status") == -signal.SIGXCPU:
-        exceeded = exceeded or "time"
-    if job.command and (ended.get("full") or not ended.get("kept")):
-        exceeded = exceeded or "files"
+    at_end = _exceeded_at_end(job, captures, ended)
+    exceeded = exceeded or at_end
+    stdout, stderr = (capture.output for capture in captures)
     return {
         "stdout": stdout.text,
         "stderr": stderr.text,
@@ -186,6 +171,38 @@ def supervise(job: Job, connection: int, held: Held | None = None) -> dict[str, 
         "memory_mb": peak / (1 << 20),
         "kept": held is None and (exceeded is None or bool(job.command)) and bool(ended.get("kept", False)),
     }
+
+
+def _open_streams(job: Job) -> tuple[Streams, list[Capture]]:
+    """Return the streams of the program, and the captures of its standard output and error."""
+    out_read, out_write = os.pipe()
+    error_read, error_write = os.pipe()
+    captures = []
+    for descriptor in (out_read, error_read):
+        os.set_blocking(descriptor, False)
+        output = Output.of(int(job.limits["output_bytes"]), job.shown_bytes)
+        captures.append(Capture(descriptor, output))
+    return Streams(stdin=_input(job), stdout=_output(job, out_write), stderr=error_write), captures
+
+
+def _start(
+    job: Job, streams: Streams, channel: socket.socket | None, held: Held | None = None
+) -> _NamespaceRun | PlainRun | ContainerRun:
+    if held is not None:
+        return ContainerRun(job, streams, held)
+    return _NamespaceRun(job, streams, channel) if job.namespaces else PlainRun(job, streams)
+
+
+def _exceeded_at_end(job: Job, captures: list[Capture], ended: dict[str, Any]) -> str | None:
+    """Read what is left of the outputs; return the limit at which the program has ended by itself."""
+    within_limit = [capture.read() for capture in captures]
+    if not all(within_limit):
+        return "output"
+    if ended.get("status") == -signal.SIGXCPU:
+        return "time"
+    if job.command and (ended.get("full") or not ended.get("kept")):
+        return "files"
+    return None
 
 
 class _NamespaceRun:
@@ -302,7 +319,7 @@ def main_attached() -> None:
     try:
         streams = Streams(stdin=os.dup(0), stdout=os.dup(1), stderr=os.dup(2))
         started = time.monotonic()
-        run = _NamespaceRun(job, streams, None) if job.namespaces else PlainRun(job, streams)
+        run = _start(job, streams, None)
         streams.close()
         alive, _held = os.pipe()
         try:

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from agentrl.concurrency import end_tasks
 from agentrl.documents.images import image_of_url
 from agentrl.documents.sampling import SamplingParams, logprobs_of
 from agentrl.errors import AgentRLError, ImageError
@@ -119,8 +120,7 @@ class LocalServer:
                 self._worker.call(lambda scheduler: scheduler.abort(generation.rid))
             return await finished
         finally:
-            gone.cancel()
-            finished.cancel()
+            await end_tasks(gone, finished)
 
     async def _events(
         self, generation: GenerationRequest, parts: asyncio.Queue[Json]

@@ -1,0 +1,137 @@
+"""Run asyncio tasks beside other work, and end them within a time limit without losing their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from agentrl.errors import AgentRLError
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 20.0
+"""Time for cancelled tasks to end: more than any task of this package takes to release its leases."""
+
+LAST_SECONDS = 1.0
+"""Time to end after a second cancellation: code that a task calls may have swallowed the first."""
+
+_REPLACED = (Exception, asyncio.CancelledError)
+"""What an interrupted block may raise and the error of its job replaces."""
+
+
+@asynccontextmanager
+async def background(*jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run ``jobs`` in tasks of their own during the block; cancel those that still run at its end.
+
+    A job may return before the block ends. A job that fails cancels the block, and its error is raised. One
+    that fails while it is cancelled raises its error unless the block raises one. Errors beside the one that
+    is raised are logged. The cancellation of the caller passes through. The end is bounded as in
+    ``end_tasks``.
+
+    In an ``asyncio.TaskGroup`` the block would wait for the jobs, and errors would be ExceptionGroups.
+    """
+    owner = asyncio.current_task()
+    assert owner is not None
+    earlier_cancellations = owner.cancelling()
+    tasks = [asyncio.create_task(job) for job in jobs]
+    failures: list[BaseException] = []
+    is_open = True
+
+    def ended(task: asyncio.Task[object]) -> None:
+        if is_open and (error := _error_of(task)) is not None:
+            failures.append(error)
+            if len(failures) == 1:
+                owner.cancel()
+
+    for task in tasks:
+        task.add_done_callback(ended)
+    raised: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001  raised again below, unless that of a job comes first
+        raised = error
+    is_open = False
+    is_interrupted = bool(failures) and owner.uncancel() <= earlier_cancellations
+    await _end(tasks)
+    failures += [each for each in map(_error_of, tasks) if each is not None and each not in failures]
+    if failures and (raised is None or (is_interrupted and isinstance(raised, _REPLACED))):
+        if isinstance(raised, Exception):
+            failures.append(raised)
+        raised, *failures = failures
+    for failure in failures:
+        _log_failure(failure)
+    if raised is not None:
+        raise raised
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """Open an ``asyncio.TaskGroup`` that raises its first error itself, not in an ExceptionGroup."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their ends, at most ``END_SECONDS`` and ``LAST_SECONDS``.
+
+    Errors that nobody has seen are logged: those of tasks that fail in the end, or have failed before and
+    were not awaited. So is a task that does not end. A caller that is cancelled meanwhile waits for the end.
+    """
+    running = [task for task in tasks if not task.done()]
+    await _end(running)
+    for task in tasks:
+        # asyncio itself logs such an error too, but only when the task is garbage-collected
+        is_unseen = task in running or task._log_traceback
+        if is_unseen and (error := _error_of(task)) is not None:
+            _log_failure(error)
+
+
+async def wait_for_any(
+    *events: asyncio.Event, tasks: Collection[asyncio.Task[Any]] = (), timeout: float | None
+) -> None:
+    """Wait until an event is set, a task ends, or ``timeout`` seconds have passed; None waits on."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait([*waits, *tasks], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_tasks(*waits)
+
+
+async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    if all(task.done() for task in tasks):
+        return
+    ending = asyncio.create_task(_cancel(tasks))
+    try:
+        await asyncio.shield(ending)
+    except asyncio.CancelledError:
+        await asyncio.wait([ending])
+        raise
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for seconds in (END_SECONDS, LAST_SECONDS):
+        for task in tasks:
+            task.cancel()
+        _, left = await asyncio.wait(tasks, timeout=seconds)
+        if not left:
+            return
+    for task in left:
+        logger.error("a cancelled task does not end and is left", extra={"task": task.get_name()})
+
+
+def _error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return the error of a task, if it has ended by one."""
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _log_failure(error: BaseException) -> None:
+    if isinstance(error, AgentRLError):
+        logger.info("a task that nobody awaits failed: %s", error.message)
+    else:
+        logger.warning("a task that nobody awaits failed", exc_info=error)

@@ -1,0 +1,252 @@
+"""Tasks beside other work: their errors reach the caller, cancellations stay clean, the end is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import pytest
+
+from agentrl import concurrency
+from agentrl.concurrency import background, end_tasks, task_group, wait_for_any
+from agentrl.errors import AgentRLError
+
+_LONG = 60.0
+
+
+async def fails(error: Exception | None = None, after: float = 0.0) -> None:
+    await asyncio.sleep(after)
+    raise error or ValueError("job")
+
+
+async def fails_when_cancelled() -> None:
+    try:
+        await asyncio.sleep(_LONG)
+    finally:
+        raise ValueError("end")
+
+
+async def swallows_cancellations(times: int) -> None:
+    for _ in range(times):
+        try:
+            await asyncio.sleep(_LONG)
+        except asyncio.CancelledError:
+            continue
+
+
+async def test_jobs_run_during_the_block_and_are_cancelled_at_its_end() -> None:
+    seen = []
+
+    async def job() -> None:
+        seen.append("begins")
+        try:
+            await asyncio.sleep(_LONG)
+        finally:
+            await asyncio.sleep(0)
+            seen.append("ended")
+
+    async with background(job(), job()):
+        await asyncio.sleep(0)
+        assert seen == ["begins", "begins"]
+    assert seen == ["begins", "begins", "ended", "ended"]
+
+
+async def test_a_job_that_has_not_begun_is_cancelled_without_a_warning() -> None:
+    async with background(asyncio.sleep(_LONG)):
+        pass
+
+
+async def test_a_job_may_return_early() -> None:
+    async with background(asyncio.sleep(0)):
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+async def test_a_failing_job_cancels_the_block_and_raises_its_error() -> None:
+    error = ValueError("job")
+    with pytest.raises(ValueError, match="job") as raised:
+        async with background(asyncio.sleep(_LONG), fails(error)):
+            await asyncio.sleep(_LONG)
+    assert raised.value is error
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)  # no cancellation is left over
+
+
+async def test_the_error_of_a_job_comes_before_what_its_interruption_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def block() -> None:
+        try:
+            await asyncio.sleep(_LONG)
+        except asyncio.CancelledError:
+            raise KeyError("block") from None
+
+    with pytest.raises(ValueError, match="job"):
+        async with background(fails()):
+            await block()
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("block",)]
+
+
+async def test_a_job_that_fails_is_raised_even_if_the_block_suppresses_its_cancellation() -> None:
+    async def block() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(_LONG)
+
+    with pytest.raises(ValueError, match="job"):
+        async with background(fails()):
+            await block()
+
+
+async def test_a_job_that_fails_while_it_is_ended_raises_its_error() -> None:
+    with pytest.raises(ValueError, match="end"):
+        async with background(fails_when_cancelled()):
+            await asyncio.sleep(0)
+
+
+async def test_the_error_of_the_block_comes_before_a_failure_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def block() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("block")
+
+    with pytest.raises(KeyError, match="block"):
+        async with background(fails_when_cancelled()):
+            await block()
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("end",)]
+
+
+async def test_the_cancellation_of_the_caller_passes_through() -> None:
+    async def caller() -> None:
+        async with background(asyncio.sleep(_LONG)):
+            await asyncio.sleep(_LONG)
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cancellation_of_the_caller_comes_before_the_error_of_a_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    interrupted = asyncio.Event()
+
+    async def caller() -> None:
+        async with background(fails()):
+            try:
+                await asyncio.sleep(_LONG)
+            finally:
+                interrupted.set()
+                await asyncio.sleep(_LONG)
+
+    task = asyncio.create_task(caller())
+    await interrupted.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [("job",)]
+
+
+async def test_a_timeout_around_the_block_stays_a_timeout() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01), background(asyncio.sleep(_LONG)):
+            await asyncio.sleep(_LONG)
+
+
+async def test_a_block_inside_the_cleanup_of_a_cancelled_task_raises_the_error_of_its_job() -> None:
+    async def caller() -> str:
+        try:
+            await asyncio.sleep(_LONG)
+        except asyncio.CancelledError:
+            try:
+                async with background(fails()):
+                    await asyncio.sleep(_LONG)
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == "job"
+
+
+async def test_a_task_that_swallows_one_cancellation_is_cancelled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(concurrency, "END_SECONDS", 0.02)
+    task = asyncio.create_task(swallows_cancellations(2))
+    await asyncio.sleep(0)
+    await end_tasks(task)
+    assert task.done()
+
+
+async def test_a_task_that_does_not_end_is_logged_and_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(concurrency, "END_SECONDS", 0.02)
+    monkeypatch.setattr(concurrency, "LAST_SECONDS", 0.02)
+    task = asyncio.create_task(swallows_cancellations(3), name="stubborn")
+    await asyncio.sleep(0)
+    await end_tasks(task)
+    assert [record.__dict__["task"] for record in caplog.records] == ["stubborn"]
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_caller_that_is_cancelled_while_it_ends_tasks_waits_for_their_end() -> None:
+    ended = asyncio.Event()
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(_LONG)
+        finally:
+            await asyncio.sleep(0.05)
+            ended.set()
+
+    job = asyncio.create_task(slow())
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end_tasks(job))
+    await asyncio.sleep(0.01)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert ended.is_set()
+
+
+async def test_end_tasks_logs_the_errors_that_nobody_has_seen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "agentrl.concurrency")
+    seen, unseen = asyncio.create_task(fails()), asyncio.create_task(fails(ValueError("unseen")))
+    expected = asyncio.create_task(fails(AgentRLError("no database")))
+    in_the_end = asyncio.create_task(fails_when_cancelled())
+    await asyncio.wait([seen, unseen, expected])
+    assert isinstance(seen.exception(), ValueError)
+    await end_tasks(seen, unseen, expected, in_the_end)
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["unseen", "end"]
+    assert "no database" in caplog.text
+
+
+async def test_a_task_group_raises_its_first_error_itself() -> None:
+    async def two() -> None:
+        async with task_group() as group:
+            group.create_task(asyncio.sleep(_LONG))
+            group.create_task(fails())
+
+    with pytest.raises(ValueError, match="job"):
+        await two()
+
+
+async def test_wait_for_any_returns_at_an_event_a_task_and_the_timeout() -> None:
+    never, event = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().call_soon(event.set)
+    await wait_for_any(never, event, timeout=_LONG)
+    assert event.is_set()
+    task = asyncio.create_task(asyncio.sleep(0))
+    await wait_for_any(never, tasks=[task], timeout=None)
+    assert task.done()
+    await wait_for_any(never, timeout=0.0)
