@@ -68,4 +68,11 @@ async def _blame(configs: Configs, a: str, b: str) -> int:
         print_json(to_json(found, blamed, flags))
     else:
         show(found, blamed, flags, stdout_console())
+        run = configs[RunConfig].run_name
+        if flags.out is not None:
+            print(f"{flags.out}: {len(blamed)} ids; without them: agentrl whatif {run} --without {flags.out}")
+        if flags.csv is not None:
+            print(f"{flags.csv}: the effects of {len(found.effects)} trajectories")
+        if flags.label is not None:
+            print(f"{len(blamed)} labels: agentrl audit records --run_name {run} --label {flags.label}")
     return 0
