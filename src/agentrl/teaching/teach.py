@@ -63,6 +63,10 @@ async def _open_begun(run: RunConfig, stop: asyncio.Event) -> Store:
 def _open(flags: TeacherConfig) -> TeacherEngine:
     if flags.teacher is None:
         raise ConfigError("--teacher is missing", hint="give a model folder, or the URL of a server")
+    if "://" in flags.teacher and not flags.teacher.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--teacher is {flags.teacher}", hint="a server's URL begins with http:// or https://"
+        )
     if "://" in flags.teacher:
         return HttpTeacher(flags.teacher, flags.teacher_timeout_seconds)
     return FolderTeacher(Path(flags.teacher))
@@ -79,6 +83,8 @@ async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherCon
 
 
 def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeacherConfig) -> Teaching:
+    if flags.teacher_tokenizer is not None and not folder.is_dir():
+        raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
     if not folder.is_dir():
         raise ConfigError(
             f"teacher {engine.name} serves {folder}, which is no folder here: its tokenizer cannot be"
@@ -118,6 +124,9 @@ async def _reached(engine: TeacherEngine, wait_seconds: float) -> str | None:
             return await engine.folder()
         except EngineError as error:
             if error.outage is None or time.monotonic() >= deadline:
+                error.hint = (
+                    "start the server, or correct --teacher; --teacher_wait_seconds is how long it is awaited"
+                )
                 raise
             logger.warning("the teacher is not up yet: %s", error.message)
             await asyncio.sleep(_RETRY_SECONDS)
