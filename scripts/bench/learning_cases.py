@@ -155,7 +155,7 @@ CASES = {
         name="openenv",
         options=f"openenv?url=http://127.0.0.1:{ROBOT_PORT}&max_turns=3",
         warm_up=robots,
-        warm_up_steps=160,
+        warm_up_steps=300,
         flags=(*_COMMON, "--groups_per_step", "8", "--max_prompt_tokens", "240",
                "--max_new_tokens", "6", "--learning_rate", "1e-3", "--max_grad_norm", "0.3"),
         steps=30,

@@ -129,7 +129,7 @@ async def refused(run: Run, child: Run) -> None:
     with pytest.raises(ConfigError, match="is not empty"):
         await forked(run, child.name)
     old.rmdir()
-    with pytest.raises(StoreError, match="is not empty"):
+    with pytest.raises(ConfigError, match="is the parent and cannot be the new run"):
         await forked(run, run.name)
     async with await run.open() as store:
         assert await store.ancestry.children() == []

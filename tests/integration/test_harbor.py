@@ -14,6 +14,7 @@ from rollout_fakes import ScriptedEngine, format_of
 from rootfs_here import make_rootfs, rootfs_problem
 
 from agentrl.config.containers import ContainerConfig
+from agentrl.config.load import parse
 from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, ToolConfig
 from agentrl.dashboard.pages.trajectories import verdicts_of
 from agentrl.documents.record import Record
@@ -25,6 +26,7 @@ from agentrl.environments.harbor.oracle import check_solutions
 from agentrl.environments.harbor.source import open_harbor
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ConfigError, TaskFileError
+from agentrl.rollout.try_task import run_solutions
 from agentrl.rollout.worker import Worker
 from agentrl.store.client import Store
 from agentrl.tools.pool import ToolPool
@@ -155,6 +157,10 @@ async def test_an_oracle_with_nothing_to_run_says_why_and_what_to_do(tmp_path: P
     assert "Harbor task wrong-schema: task.toml" in refused.value.message
     assert "write-file: --containers is sandbox, and --rootfs names no root" in refused.value.message
     assert "--rootfs FILE.tar" in str(refused.value.hint)
+    with pytest.raises(ConfigError, match=r"tests of Harbor tasks, and tasks\.jsonl has none"):
+        await run_solutions(
+            parse([], command="agentrl try", description="", shown=[]), "tasks.jsonl", line=None
+        )
     with pytest.raises(ConfigError, match="has no task 9"):
         await check_solutions(open_harbor(tmp_path / "tasks"), 9, at_once=1)
 

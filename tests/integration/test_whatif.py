@@ -163,10 +163,14 @@ async def test_groups_are_decided_again_by_other_rules_and_without_records(run: 
         groups = (await store.settings.all())["groups"]
         assert groups.values["advantage"] == "dr_grpo"
         assert await violations(store) == []
+    (run.folder / "unknown.txt").write_text("train/0/nobody/0/1\n")
     for flags, said in {
         ("--lora_rank", "4"): "--lora_rank cannot differ from the parent's",
         ("--steps", "1-9"): "has trained 4 steps",
         ("--learning_rate", "1e-3"): "was not begun as this what-if",
+        ("--loss_calculater", "OPD"): "reads the logprobs of a teacher",
+        ("--advantage", "nosuch"): "unknown advantage estimator 'nosuch'",
+        ("--without", str(run.folder / "unknown.txt")): "names 1 Records that run",
     }.items():
         assert said in run.whatif(rules, *flags, code=2)
     async with await run.open() as store:

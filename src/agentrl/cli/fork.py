@@ -52,6 +52,8 @@ async def fork(arguments: argparse.Namespace) -> int:
     new, step = arguments.new_name, arguments.from_step
     if step is not None and step < 1:
         raise ConfigError(f"--from_step is {step}", hint="give a step with a checkpoint, 1 or more")
+    if new == arguments.run_name:
+        raise ConfigError(f"{new} is the parent and cannot be the new run", hint="give another name")
     run = replace(group_of(RunConfig, arguments), output_dir=None)
     named = await open_connection(replace(run, run_name=new))  # refuses a name that differs in case only
     await named.close()

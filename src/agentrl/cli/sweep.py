@@ -83,6 +83,7 @@ async def _main(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     async with await open_existing(run) as source:
         if not arguments.state:
+            _make_folder(output)
             with _live_table(sweep) if sys.stdout.isatty() and not arguments.json else nullcontext() as show:
                 runner = SweepRunner(source, sweep, run, output, shares, show)
                 code, failed = await runner.run(), runner.failed
@@ -188,6 +189,16 @@ def _to_json(
         "is_finished": not found.missing and not failed,
         "settings": [{**item.to_json(), "failed": failed.get(item.setting.id)} for item in listed],
     }
+
+
+def _make_folder(output: Path) -> None:
+    """Make ``--output_dir`` with the folder of the logs. Raises ConfigError."""
+    try:
+        (output / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output_dir {output} cannot be made: {error.strerror}", hint="give the path of a folder"
+        ) from error
 
 
 def _write(path: Path, value: Mapping[str, Any]) -> None:

@@ -47,6 +47,13 @@ def main(argv: list[str]) -> int:
         extra=(WhatIfConfig,),
     )
     flags = configs[WhatIfConfig]
+    if "run_name" in configs.given or len(set(names)) < len(names):
+        raise ConfigError(
+            "--run_name names no run here"
+            if "run_name" in configs.given
+            else f"{names[0]} is the parent and cannot be the new run",
+            hint="agentrl whatif RUN NEW --loss_calculater GSPO",
+        )
     if bool(names) == bool(flags.compare):
         raise ConfigError(
             "no run is named" if not names else "--compare trains nothing, and a run is named",

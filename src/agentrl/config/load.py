@@ -289,7 +289,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError; argparse would end the process."""
-        raise ConfigError(message, hint=f"see: {self.prog} --help")
+        words = [word for word in self.prog.split() if word.islower()]  # agentrl whatif RUN [NEW]
+        raise ConfigError(message, hint=f"see: {' '.join(words)} --help")
 
     def _all_parsers(self) -> list[argparse.ArgumentParser]:
         nested = [

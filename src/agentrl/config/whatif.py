@@ -39,7 +39,8 @@ _TRAINING = frozenset({
 })  # fmt: skip
 
 
-GROUP_RULES = frozenset(flag_names(GroupConfig))
+GROUP_RULES = frozenset(flag_names(GroupConfig)) - {"columns"}
+"""Flags by which a stored group is decided again; what it waited for is stored with it."""
 CHANGEABLE = GROUP_RULES | _TRAINING | set(flag_names(LossConfig, OptimConfig, MemoryConfig)) - {"freeze"}
 """Flags that may differ from the parent's."""
 _OF_PROCESS = set(flag_names(RunConfig, TraceConfig)) - {"seed", "run_name"} | {"lease_seconds"}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field
 
@@ -286,6 +286,9 @@ def _fields(item: Mapping[str, Any]) -> tuple[_Fields, dict[str, Any]]:
     return checked(_Fields, given), rest
 
 
+_SHOWN_FIELDS: Final = 8
+
+
 def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
     """Return the question and the chat in front of it."""
     if query is not None:
@@ -296,7 +299,10 @@ def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
             if rest[name][-1].get("role") == "user":
                 del rest[name]  # all of it is in the task
             return read
-    raise BadTaskError("query is missing")
+    others = ", ".join(list(rest)[:_SHOWN_FIELDS])
+    raise BadTaskError(
+        "query is missing" + (f"; if it is in {others}, give --task_fields query=NAME" if others else "")
+    )
 
 
 def _answer(given: Any) -> Any:

@@ -13,6 +13,7 @@ from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
+from agentrl.config.whatif import WhatIfConfig
 from agentrl.errors import AgentRLError, ConfigError
 from agentrl.evaluation.identity import read_file
 from agentrl.evaluation.sweep import Child, Key, Race, is_done, race, read_children
@@ -77,7 +78,7 @@ class SweepRunner:
             self._of_eval = await _eval_flags(self._source, self._sweep.eval)
             await _check_tasks(self._of_eval)
         self.children = await read_children(self._source, self._sweep)
-        self._steps = self._sweep.steps or await self._all_steps()
+        self._steps = await self._steps_to_train()
         stop = stop_on_signals()
         active: dict[Key, asyncio.Task[None]] = {}
         try:
@@ -99,17 +100,25 @@ class SweepRunner:
         finally:
             await end_tasks(*active.values())
 
-    async def _all_steps(self) -> str:
-        """Return the steps of the children that are begun, else all: the parent may go on meanwhile."""
+    async def _steps_to_train(self) -> str:
+        """Return the file's steps, else those of the children that are begun, else all.
+
+        The parent may go on meanwhile. Raises ConfigError for steps that it does not have.
+        """
+        given = WhatIfConfig(steps=self._sweep.steps).first_and_last
+        steps = await self._source.steps.find()
+        if not steps or (given is not None and given[1] > steps[-1].step):
+            trained = f"has trained {steps[-1].step} steps" if steps else "has no trained step"
+            raise ConfigError(
+                f"run {self._sweep.run!r} {trained}"
+                + (f", and steps is {self._sweep.steps}" if given else ""),
+                hint="agentrl runs lists the runs and their steps",
+            )
+        if self._sweep.steps is not None:
+            return self._sweep.steps
         for child in self.children.values():
             if child.range:
                 return f"{child.range[0]}-{child.range[-1]}"
-        steps = await self._source.steps.find()
-        if not steps:
-            raise ConfigError(
-                f"run {self._sweep.run!r} has no trained step",
-                hint="agentrl runs lists the runs and their steps",
-            )
         return f"1-{steps[-1].step}"
 
     def _end(self, key: Key, task: asyncio.Task[None]) -> None:

@@ -35,6 +35,7 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.documents.task_tables import kind_of_name
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.harbor.oracle import check_solutions
+from agentrl.environments.harbor.source import is_harbor
 from agentrl.environments.session import open_environment
 from agentrl.environments.tasks import is_address, open_source
 from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError, TaskFileError
@@ -145,6 +146,11 @@ async def try_task(
 async def run_solutions(configs: Configs, wanted: str, *, line: int | None) -> int:
     """Check Harbor tasks by their solutions, and print the rewards. Returns 1 if a solution does not help."""
     use_containers(configs[ContainerConfig])
+    if not await asyncio.to_thread(is_harbor, wanted):
+        raise ConfigError(
+            f"--oracle runs the tests of Harbor tasks, and {wanted} has none",
+            hint="give the folder of a task, or of tasks (docs/harbor.md)",
+        )
     source = await asyncio.to_thread(open_source, wanted, _ID)
     at_once = configs[SamplingConfig].max_concurrent_samples_per_process
     return await check_solutions(source, line, at_once=at_once)

@@ -275,20 +275,17 @@ class LoadLease:
                 await self._leases.renew(self.held, expected)
 
 
-def unbegun(traj_ids: Any, epoch: Any = "$epoch") -> Json:
-    """Return the expression of a copy of a Task, for ``epoch``, whose slots ``traj_ids`` nobody has claimed.
+def unbegun(traj_ids: Any, epoch: Any = None) -> Json:
+    """Return the expression of a copy of a Task whose slots ``traj_ids`` nobody has claimed.
 
-    Both arguments are expressions over the Task.
+    It is the copy for ``epoch``, by default for the epoch of the Task. Both are expressions over the Task.
     """
     new = Task(id="", task_id="", split="", epoch=0, order=0, query="").to_document()
-    copied = {name: f"${name}" for name in ("task_id", "split", "order", *CONTENT, CHECKSUMS)}
+    kept = ("_id", "task_id", "split", "epoch", "order", *CONTENT, CHECKSUMS)
+    copy = {name: literal(value) for name, value in new.items()} | {name: f"${name}" for name in kept}
+    if epoch is not None:
+        copy["_id"] = {"$concat": ["$split", "/", {"$toString": epoch}, "/", "$task_id"]}
+        copy["epoch"] = epoch
     slot = {"$mergeObjects": [literal(Slot(traj_id=0).to_document()), {"traj_id": "$$number"}]}
-    return {
-        **{name: literal(value) for name, value in new.items()},
-        **copied,
-        "_id": {"$concat": ["$split", "/", {"$toString": epoch}, "/", "$task_id"]},
-        "epoch": epoch,
-        "slots": {"$map": {"input": traj_ids, "as": "number", "in": slot}},
-        "created_at": "$$NOW",
-        "updated_at": "$$NOW",
-    }
+    slots = {"$map": {"input": traj_ids, "as": "number", "in": slot}}
+    return {**copy, "slots": slots, "created_at": "$$NOW", "updated_at": "$$NOW"}

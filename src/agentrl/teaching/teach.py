@@ -12,9 +12,9 @@ from agentrl.chat.model_folder import read_chat_files
 from agentrl.chat.open_format import open_chat_format
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, ModelConfig, RunConfig, TeacherConfig
-from agentrl.errors import ConfigError, EngineError
+from agentrl.errors import ConfigError, EngineError, RunMissingError
 from agentrl.processes import stop_on_signals
-from agentrl.store.client import open_existing
+from agentrl.store.client import Store, open_existing
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.teaching.engines import FolderTeacher, HttpTeacher, TeacherEngine
 from agentrl.teaching.fill import Filler
@@ -23,16 +23,19 @@ from agentrl.teaching.readings import Teaching
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
+_BEGIN_SECONDS = 60.0
 
 
 async def teach(configs: Configs, *, until_empty: bool) -> int:
     """Fill until a signal, or with ``until_empty`` until nothing waits; return how many were filled."""
     run, flags = configs[RunConfig], configs[TeacherConfig]
     stop = stop_on_signals()
+    if configs[ModelConfig].model_name_or_path is None:
+        raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
     engine = await asyncio.to_thread(_open, flags)
     try:
         with retry_outages(run.db_wait_seconds, stop):
-            async with await open_existing(run) as store:
+            async with await _open_begun(run, stop) as store:
                 teaching = await _teaching(engine, configs[ModelConfig], flags)
                 filler = Filler(
                     store=store, teaching=teaching, claims=configs[ClaimConfig], name=flags.teacher_name,
@@ -44,9 +47,26 @@ async def teach(configs: Configs, *, until_empty: bool) -> int:
         await engine.close()
 
 
+async def _open_begun(run: RunConfig, stop: asyncio.Event) -> Store:
+    """Open the run; wait for a sampler or trainer that starts at the same time and begins it."""
+    deadline = time.monotonic() + _BEGIN_SECONDS
+    while True:
+        try:
+            return await open_existing(run)
+        except RunMissingError as error:
+            if time.monotonic() >= deadline or stop.is_set():
+                raise
+            logger.warning("waiting %g s for the run to begin: %s", _BEGIN_SECONDS, error.message)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
 def _open(flags: TeacherConfig) -> TeacherEngine:
     if flags.teacher is None:
         raise ConfigError("--teacher is missing", hint="give a model folder, or the URL of a server")
+    if "://" in flags.teacher and not flags.teacher.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--teacher is {flags.teacher}", hint="a server's URL begins with http:// or https://"
+        )
     if "://" in flags.teacher:
         return HttpTeacher(flags.teacher, flags.teacher_timeout_seconds)
     return FolderTeacher(Path(flags.teacher))
@@ -54,8 +74,6 @@ def _open(flags: TeacherConfig) -> TeacherEngine:
 
 async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherConfig) -> Teaching:
     """Return how the teacher reads: the student's ids if both tokenizers have the same vocabulary."""
-    if model.model_name_or_path is None:
-        raise ConfigError("--model_name_or_path is missing", hint="give the folder of the student's model")
     served = await _reached(engine, flags.teacher_wait_seconds)
     folder = Path(flags.teacher_tokenizer or served or "none")
     teaching = await asyncio.to_thread(_compare, engine, model, folder, flags)
@@ -65,6 +83,8 @@ async def _teaching(engine: TeacherEngine, model: ModelConfig, flags: TeacherCon
 
 
 def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: TeacherConfig) -> Teaching:
+    if flags.teacher_tokenizer is not None and not folder.is_dir():
+        raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
     if not folder.is_dir():
         raise ConfigError(
             f"teacher {engine.name} serves {folder}, which is no folder here: its tokenizer cannot be"
@@ -104,6 +124,9 @@ async def _reached(engine: TeacherEngine, wait_seconds: float) -> str | None:
             return await engine.folder()
         except EngineError as error:
             if error.outage is None or time.monotonic() >= deadline:
+                error.hint = (
+                    "start the server, or correct --teacher; --teacher_wait_seconds is how long it is awaited"
+                )
                 raise
             logger.warning("the teacher is not up yet: %s", error.message)
             await asyncio.sleep(_RETRY_SECONDS)

@@ -14,6 +14,7 @@ from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
 from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
+from agentrl.errors import ConfigError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.observe.progress import progress
 from agentrl.processes import user_name
@@ -54,7 +55,7 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
         for line in call.preview():
             print(line)
         if call.rebuilds:
-            require_possible(call.influence)
+            call.require_rebuild()
         if flags.dry_run:
             return 0
         if not flags.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
@@ -102,6 +103,11 @@ class _Call:
     async def of(cls, store: Store, configs: Configs) -> _Call:
         """Read what the flags select, and what earlier calls have left to do."""
         retractions, flags = Retractions(store.connection), configs[RetractFlags]
+        if not [*flags.scorer, *flags.task, *flags.record, *await retractions.withdrawn()]:
+            raise ConfigError(
+                f"nothing is selected, and nothing was withdrawn from run {store.run_name} before",
+                hint="give --record ID, --task ID or --scorer NAME, and --dry_run to see what would go",
+            )
         selection = await _select(retractions, flags)
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
@@ -156,6 +162,16 @@ class _Call:
         yield (
             f"weights      from step {found.first} on: {len(found.checkpoints)} checkpoints{versions}; {back}"
         )
+
+    def require_rebuild(self) -> None:
+        """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
+        require_possible(self.influence)
+        if self.influence.first is not None and not self.roots[0].is_dir():
+            raise ConfigError(
+                f"the output folder of run {self.store.run_name} is not here: {self.roots[0]}",
+                hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
+                " machine, in its folder",
+            )
 
     async def withdraw(self) -> int:
         """Delete it from the run, and go back if that is asked for; return how many images must wait."""

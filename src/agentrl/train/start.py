@@ -120,12 +120,12 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
             finally:
                 trainer.tracker.close()
         controller.end()
-    is_finished = lease.ended is TrainerEnd.FINISHED
-    if is_finished and lead_in is None:
-        name, step = configs[RunConfig].run_name, trainer.progress.step
-        logger.info(
-            "finished at step %d; `agentrl status %s --once` and `agentrl dashboard` show the run", step, name
-        )
+    is_finished, step = lease.ended is TrainerEnd.FINISHED, trainer.progress.step
+    if not is_finished:
+        logger.info("stopped after step %d: the same command goes on from there", step)
+    elif lead_in is None:
+        look = f"agentrl status {configs[RunConfig].run_name} --once"
+        logger.info("finished at step %d; `%s` and `agentrl dashboard` show the run", step, look)
     return is_finished
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import ModelConfig, RunConfig
+from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
 from agentrl.config.whatif import WhatIfConfig, changes, child_configs, parent_configs
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
@@ -24,10 +24,13 @@ from agentrl.documents.run import RunSettings
 from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
-from agentrl.losses.settings import LossSettings
+from agentrl.losses.settings import LossSettings, check_loss
 from agentrl.registry import allow_imports
+from agentrl.scoring.advantages import ESTIMATORS
+from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.scorers import require_scorer
 from agentrl.store.client import Store, open_existing, open_store, run_exists
+from agentrl.store.names import RECORD
 from agentrl.train import checkpoint
 from agentrl.train.start import LeadIn, run_trainer
 from agentrl.weights.folder import base_folder
@@ -82,12 +85,14 @@ async def _begin(parent_name: str, child_name: str | None, here: Configs) -> _Be
         roots = await _roots(source, stored.values)
         parent = parent_configs(stored.values, stored.given, here)
         child = child_configs(parent, here)
+        _require_usable(child, here.given)
         wanted = _wanted(parent_name, here[WhatIfConfig], steps, roots, parent, child)
         name = child_name or await _free_name(source, run, wanted)
         own = {"run_name": name, "output_dir": run.output_dir or f"output/{name}"}
         parent, child = parent.with_flags(own), child.with_flags(own)
         if is_first_rank():
             left = [step for step in steps if wanted.step < step.step <= wanted.steps[-1]]
+            await _require_records(source, wanted.without)
             await require_data(source, left, frozenset(wanted.without))
             await _begin_child(source, wanted, child)
         relative = await _await_child(source, wanted, name)
@@ -129,6 +134,28 @@ def _wanted(
         since=first,
         without=tuple(sorted(flags.excluded)),
         changed=changed,
+    )
+
+
+def _require_usable(child: Configs, given: Collection[str]) -> None:
+    """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
+    check_loss(child)
+    groups = child[GroupConfig]
+    if "advantage" in given:
+        ESTIMATORS.get(groups.advantage)
+    if "group_filter" in given and groups.group_filter is not None:
+        GROUP_FILTERS.get(groups.group_filter)
+
+
+async def _require_records(source: Store, names: Sequence[str]) -> None:
+    """Raise ConfigError for names of ``--without`` that neither the run nor an ancestor has."""
+    missing = sorted(set(names).difference(await source.records.origins(names)))
+    unknown = [name for name in missing if await source.ancestry.holder(RECORD, name) is None]
+    require(
+        not unknown,
+        f"--without names {len(unknown)} Records that run {source.run_name!r} does not have, such as"
+        f" {next(iter(unknown), '')!r}",
+        f"`agentrl audit records --run_name {source.run_name}` lists them; write one `_id` a line",
     )
 
 
@@ -208,7 +235,7 @@ async def _begin_child(source: Store, wanted: Relative, child: Configs) -> None:
         if begun is not None or is_used:
             raise ConfigError(
                 f"run {name!r} exists, and was not begun as this what-if of {wanted.run}",
-                hint=f"give another name, or delete it first: agentrl runs rm {name} --folders",
+                hint=f"give another name; `agentrl status {name}` shows that run",
             )
         for item in (await source.settings.all()).values():
             if item.id not in ("loss", "adapter", "rollouts"):  # its trainer stores these

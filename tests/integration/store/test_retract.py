@@ -17,7 +17,7 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.family import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
-from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
+from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.admin import withdraw
@@ -91,6 +91,11 @@ async def test_a_trained_group_keeps_the_rest_as_trained(
     store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run.build(store, tmp_path / "weights")
+    with pytest.raises(ConfigError, match="nothing is selected, and nothing was withdrawn"):
+        await agentrl_retract(run_config)
+    nowhere = ("--rebuild", "--output_dir", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"the output folder of run \S+ is not here"):
+        await agentrl_retract(run_config, "--record", TRAINED, *nowhere)
     assert await agentrl_retract(run_config, "--record", TRAINED) == 0
     said = capsys.readouterr().out
     assert f"steps        1: {run.STEP}" in said

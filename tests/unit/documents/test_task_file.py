@@ -73,6 +73,7 @@ def test_all_fields_and_the_rest_in_meta(tmp_path: Path) -> None:
         ('{"id": "x", "query": "?", "answer": NaN}', "not JSON: NaN"),
         ('"text"', "must be a JSON object"),
         ('{"id": "x"}', "query is missing"),
+        ('{"id": "x", "text": "?"}', "if it is in text, give --task_fields query=NAME"),
         ('{"id": "x", "query": ""}', "query is ''; it must be text that is not empty"),
         ('{"id": "x", "query": 3}', "query is 3; it must be text"),
         ('{"id": true, "query": "?"}', "id is True; it must be text or a whole number"),

@@ -64,6 +64,11 @@ class Fork(Repository):
         Checkpoints with reverted steps do not count. Raises ConfigError, which names the others.
         """
         name = self._connection.database.name
+        parent = await self._one(Relative, RUN, {"_id": PARENT})
+        if parent is not None and step is not None and step <= parent.step:
+            raise ConfigError(
+                f"step {step} of run {name!r} is one of its parent's", hint=f"fork {parent.run}"
+            )
         if not await asyncio.to_thread(output.is_dir):
             raise ConfigError(
                 f"the output folder of run {name!r} is not here: {output}",
@@ -76,11 +81,6 @@ class Fork(Repository):
             flags = await self._collection(SETTINGS).find_one({"_id": flags_key("train")}) or {}
             every = flags.get("values", {}).get("save_steps")
             steps = ", ".join(map(str, sorted(found))) or "none"
-            parent = await self._one(Relative, RUN, {"_id": PARENT})
-            if parent is not None and step is not None and step <= parent.step:
-                raise ConfigError(
-                    f"step {step} of run {name!r} is one of its parent's", hint=f"fork {parent.run}"
-                )
             wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
             raise ConfigError(
                 f"run {name!r} has {wanted} in {output}; its checkpoints are of the steps: {steps}",

@@ -209,7 +209,7 @@ class Transfer(Repository):
             raise StoreError(
                 f"database {database.name!r} is not empty: it holds {', '.join(held[:5])}"
                 + (", …" if len(held) > 5 else ""),
-                hint="give --run_name a name that no run has",
+                hint="give a name that no run has; `agentrl runs` lists the runs",
             )
 
     async def _import(self, file: Path, name: str) -> Json | None:
