@@ -71,10 +71,34 @@ async def background(*jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """Open an ``asyncio.TaskGroup`` that raises its first error itself, not in an ExceptionGroup."""
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _TaskGroup() as group:
             yield group
+            await group.all_ended()
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+class _TaskGroup(asyncio.TaskGroup):
+    """Can wait for its tasks inside the block.
+
+    In Python 3.11 and 3.12, an error that comes after the block leaves the caller marked as cancelled: its
+    next call of the database would raise CancelledError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: set[asyncio.Task[Any]] = set()
+
+    def create_task(self, *given: Any, **named: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = super().create_task(*given, **named)
+        self._started.add(task)
+        task.add_done_callback(self._started.discard)
+        return task
+
+    async def all_ended(self) -> None:
+        """Wait until every task has ended, also those that others start meanwhile."""
+        while self._started:
+            await asyncio.wait(self._started)
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:

@@ -232,13 +232,34 @@ async def test_end_tasks_logs_the_errors_that_nobody_has_seen(caplog: pytest.Log
 
 
 async def test_a_task_group_raises_its_first_error_itself() -> None:
-    async def two() -> None:
+    async def two(seconds: float) -> None:
         async with task_group() as group:
             group.create_task(asyncio.sleep(_LONG))
-            group.create_task(fails())
+            group.create_task(fails(after=0.01))
+            await asyncio.sleep(seconds)
 
-    with pytest.raises(ValueError, match="job"):
-        await two()
+    task = asyncio.current_task()
+    assert task is not None
+    for seconds in (0.0, _LONG):  # the error comes when the block has ended, or inside it
+        with pytest.raises(ValueError, match="job"):
+            await two(seconds)
+        assert task.cancelling() == 0
+
+
+async def test_a_task_group_waits_for_tasks_that_its_tasks_start() -> None:
+    ended = []
+
+    async def first(group: asyncio.TaskGroup) -> None:
+        await asyncio.sleep(0)
+        group.create_task(second())
+
+    async def second() -> None:
+        await asyncio.sleep(0)
+        ended.append("second")
+
+    async with task_group() as group:
+        group.create_task(first(group))
+    assert ended == ["second"]
 
 
 async def test_wait_for_any_returns_at_an_event_a_task_and_the_timeout() -> None:

@@ -55,13 +55,7 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
         for line in call.preview():
             print(line)
         if call.rebuilds:
-            require_possible(call.influence)
-            if call.influence.first is not None and not call.roots[0].is_dir():
-                raise ConfigError(
-                    f"the output folder of run {run.run_name} is not here: {call.roots[0]}",
-                    hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
-                    " machine, in its folder",
-                )
+            call.require_rebuild()
         if flags.dry_run:
             return 0
         if not flags.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
@@ -168,6 +162,16 @@ class _Call:
         yield (
             f"weights      from step {found.first} on: {len(found.checkpoints)} checkpoints{versions}; {back}"
         )
+
+    def require_rebuild(self) -> None:
+        """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
+        require_possible(self.influence)
+        if self.influence.first is not None and not self.roots[0].is_dir():
+            raise ConfigError(
+                f"the output folder of run {self.store.run_name} is not here: {self.roots[0]}",
+                hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
+                " machine, in its folder",
+            )
 
     async def withdraw(self) -> int:
         """Delete it from the run, and go back if that is asked for; return how many images must wait."""
