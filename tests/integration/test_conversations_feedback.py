@@ -21,6 +21,7 @@ from test_sampling import Setting, quick, task, until
 from tiny_policy import write_tiny_policy
 
 from agentrl.config.agent import AgentConfig, GatewayConfig
+from agentrl.config.load import parse
 from agentrl.config.schema import ClaimConfig, GroupConfig, RunConfig, SamplingConfig
 from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
@@ -32,6 +33,7 @@ from agentrl.gateway.conversations import Conversations, require_key
 from agentrl.gateway.feedback import give_feedback
 from agentrl.gateway.host import GatewayServer
 from agentrl.gateway.request import GatewayError
+from agentrl.observe.begin_run import begin_run
 from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.outages import Outages
@@ -292,6 +294,10 @@ async def test_the_chat_example_trains_two_steps(
     monkeypatch.setattr("sys.argv", ["chat.py", "--gateway", "http://127.0.0.1:9", "--simulated", "1"])
     with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:9 does not answer"):
         main()
+    words = ["--config", str(EXAMPLE / "run.yml"), "--run_name", store.run_name]
+    configs = parse(words, command="agentrl gateway", description="", shown=[])
+    await begin_run(store, configs, "gateway", {})  # as `agentrl gateway` does
+    assert (await store.settings.resolved())["gateway"].values["gateway_train"] == "feedback"
     monkeypatch.setattr("builtins.input", lambda _: "")
     answers = ["Short.", "Long. " * SHORT, "Also short.", "Long again. " * SHORT, "Nobody rates this."]
 

@@ -29,7 +29,7 @@ SETTINGS: Final = (
 )  # fmt: skip
 """Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
 
-FLAGS: Final = ("sample", "train", "serve")
+FLAGS: Final = ("sample", "train", "serve", "gateway")
 """Roles whose resolved configuration is stored, as the first process of the role had it."""
 
 

@@ -52,6 +52,7 @@ async def serve_gateway(configs: Configs) -> None:
             )
             server = GatewayServer(app, configs[GatewayConfig])
             await server.start()
+            logger.info("gateway of run %s: %s", run.run_name, server.url)
             try:
                 await (stop.wait() if conversations is None else conversations.run(stop))
             finally:
