@@ -111,6 +111,7 @@ def server_config(app: Any) -> uvicorn.Config:
     """Return the configuration of a server with bounded connections for an ASGI application."""
     return uvicorn.Config(
         app,
+        log_config=None,  # its default closes the handlers of this process: later log records would be lost
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -12,7 +12,7 @@ import uvicorn
 from starlette.responses import PlainTextResponse
 
 from agentrl import bounded_http
-from agentrl.bounded_http import BoundedProtocol
+from agentrl.bounded_http import BoundedProtocol, server_config
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 WRITERS: dict[asyncio.StreamReader, asyncio.StreamWriter] = {}
@@ -72,3 +72,11 @@ async def test_too_many_half_open_connections_do_not_keep_a_client_out(
     client = await _open(port, REQUEST)
     assert b"here" in await asyncio.wait_for(client.readuntil(b"here"), 20)
     assert [await _ended(reader) for reader in half[:3]] == [b"", b"", b""]
+
+
+def test_a_server_leaves_the_log_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    handler = logging.NullHandler()
+    monkeypatch.setattr(handler, "close", lambda: closed.append(handler))
+    server_config(PlainTextResponse("here"))
+    assert closed == []

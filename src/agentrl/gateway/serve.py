@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -36,8 +35,6 @@ from agentrl.weights.folder import require_folder
 if TYPE_CHECKING:
     from agentrl.store.client import Store
 
-logger = logging.getLogger(__name__)
-
 
 async def serve_gateway(configs: Configs) -> None:
     """Serve until a signal."""
@@ -52,7 +49,6 @@ async def serve_gateway(configs: Configs) -> None:
             )
             server = GatewayServer(app, configs[GatewayConfig])
             await server.start()
-            logger.info("gateway of run %s: %s", run.run_name, server.url)
             try:
                 await (stop.wait() if conversations is None else conversations.run(stop))
             finally:
