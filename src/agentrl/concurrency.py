@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from agentrl.errors import AgentRLError
@@ -69,12 +69,22 @@ async def background(*jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open an ``asyncio.TaskGroup`` that raises its first error itself, not in an ExceptionGroup."""
+    """Open an ``asyncio.TaskGroup`` that raises its first error itself, not in an ExceptionGroup.
+
+    A cancellation of the caller while the group ends comes before the error: TaskGroup drops it.
+    """
+    owner = asyncio.current_task()
+    assert owner is not None
+    earlier_cancellations = owner.cancelling()
     try:
         async with _TaskGroup() as group:
             yield group
             await group.all_ended()
     except BaseExceptionGroup as errors:
+        if owner.cancelling() > earlier_cancellations:
+            with suppress(asyncio.CancelledError):  # from Python 3.13 on it is raised at the next await
+                await asyncio.sleep(0)
+            raise asyncio.CancelledError from errors.exceptions[0]
         raise errors.exceptions[0] from None
 
 
@@ -101,14 +111,14 @@ class _TaskGroup(asyncio.TaskGroup):
             await asyncio.wait(self._started)
 
 
-async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their ends, at most ``END_SECONDS`` and ``LAST_SECONDS``.
+async def end_tasks(*tasks: asyncio.Task[Any], seconds: float | None = None) -> None:
+    """Cancel tasks and wait for their ends, at most ``seconds`` (``END_SECONDS``) and ``LAST_SECONDS``.
 
     Errors that nobody has seen are logged: those of tasks that fail in the end, or have failed before and
     were not awaited. So is a task that does not end. A caller that is cancelled meanwhile waits for the end.
     """
     running = [task for task in tasks if not task.done()]
-    await _end(running)
+    await _end(running, seconds)
     for task in tasks:
         # asyncio itself logs such an error too, but only when the task is garbage-collected
         is_unseen = task in running or task._log_traceback
@@ -127,10 +137,10 @@ async def wait_for_any(
         await end_tasks(*waits)
 
 
-async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def _end(tasks: Collection[asyncio.Task[Any]], seconds: float | None = None) -> None:
     if all(task.done() for task in tasks):
         return
-    ending = asyncio.create_task(_cancel(tasks))
+    ending = asyncio.create_task(_cancel(tasks, END_SECONDS if seconds is None else seconds))
     try:
         await asyncio.shield(ending)
     except asyncio.CancelledError:
@@ -138,11 +148,11 @@ async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
         raise
 
 
-async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for seconds in (END_SECONDS, LAST_SECONDS):
+async def _cancel(tasks: Collection[asyncio.Task[Any]], seconds: float) -> None:
+    for wait in (seconds, LAST_SECONDS):
         for task in tasks:
             task.cancel()
-        _, left = await asyncio.wait(tasks, timeout=seconds)
+        _, left = await asyncio.wait(tasks, timeout=wait)
         if not left:
             return
     for task in left:

@@ -246,6 +246,25 @@ async def test_a_task_group_raises_its_first_error_itself() -> None:
         assert task.cancelling() == 0
 
 
+async def test_a_cancellation_while_a_task_group_ends_is_not_lost() -> None:
+    async def ends_slowly() -> None:
+        try:
+            await asyncio.sleep(_LONG)
+        finally:
+            await asyncio.sleep(0.05)
+
+    async def caller() -> None:
+        async with task_group() as group:
+            group.create_task(fails())
+            group.create_task(ends_slowly())
+
+    task = asyncio.create_task(caller())
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_task_group_waits_for_tasks_that_its_tasks_start() -> None:
     ended = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,9 @@ class WhatIfConfig(Flags):
         )
         return found
 
-    @property
+    @cached_property
     def excluded(self) -> frozenset[str]:
-        """The ids in the file ``without``. Raises ConfigError if it cannot be read or is empty."""
+        """The ids in the file ``without``, read once: it may be a pipe. Raises ConfigError without any."""
         if self.without is None:
             return frozenset()
         try:

@@ -39,13 +39,13 @@ async def open_exec(
 
     query = [("container", "main"), *((name, "true") for name in ("stdin", "stdout", "stderr"))]
     query += [("command", word) for word in words]
-    connection = connect(
-        f"ws{cluster.url.removeprefix('http')}{pod}/exec?{urlencode(query)}",
-        ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
-        subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_OPEN_SECONDS,
-        proxy=None,
-    )  # fmt: skip
     try:
+        connection = connect(
+            f"ws{cluster.url.removeprefix('http')}{pod}/exec?{urlencode(query)}",
+            ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
+            subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_OPEN_SECONDS,
+            proxy=None,
+        )  # fmt: skip
         async with connection as socket, background(_feed(socket, stdin)):
             yield _messages(socket)
     except TimeoutError:

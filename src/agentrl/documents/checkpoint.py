@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,13 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def state_files(root: Path, *, undone: bool = False) -> Iterator[Path]:
+    """Yield the ``state.json`` of each ``read_checkpoints``."""
+    return root.glob(f"{'*' if undone else ''}checkpoint-*/{STATE}")
+
+
 def checkpoint_folders(root: Path, *, undone: bool = False, attempt: int | None = None) -> list[Path]:
-    """Return the complete checkpoints in ``root``, the newest of the last trainer last.
+    """Return the complete checkpoints that a trainer named, the newest of the last trainer last.
 
     ``undone`` includes those with reverted steps, which a resume has renamed. ``attempt`` leaves out those of
     later trainers.
@@ -70,8 +76,13 @@ def checkpoint_folders(root: Path, *, undone: bool = False, attempt: int | None 
 
 
 def read_checkpoints(root: Path, *, undone: bool = False) -> list[Checkpoint]:
-    """Read all ``checkpoint_folders``. Raises ConfigError if one is unreadable."""
-    return [read_checkpoint(folder) for folder in checkpoint_folders(root, undone=undone)]
+    """Read the complete checkpoints, the newest of the last trainer last, also renamed: checkpoint-best.
+
+    ``undone`` includes those with reverted steps, and those that a killed trainer was still writing. Raises
+    ConfigError if one is unreadable.
+    """
+    found = [read_checkpoint(state.parent) for state in state_files(root, undone=undone)]
+    return sorted(found, key=lambda item: (item.state.attempt, item.state.step))
 
 
 def readable_checkpoints(root: Path, attempt: int | None = None) -> list[Checkpoint]:

@@ -50,6 +50,8 @@ class EngineList:
         """The largest number of tokens of a prompt and its continuation; None if it is unknown."""
         self.foreign: dict[str, str] = {}
         """Id of an engine with another tokenizer → why it gets no calls."""
+        self.oldest_adapter: str | None = None
+        """The oldest adapter of the engines that were usable last: each of them still has it."""
         self.had_engine = False
         """Whether an engine has been usable since this process began."""
         self.lent_at = float("-inf")
@@ -86,11 +88,6 @@ class EngineList:
         engines = (*self.usable(), *self._lent())
         return frozenset(s.policy_version for s in engines if s.policy_version is not None)
 
-    def oldest_adapter(self) -> str | None:
-        """Return the oldest adapter of the usable engines, which each of them still has; None without any."""
-        adapters = [service.adapter for service in self.usable() if service.adapter is not None]
-        return min(adapters, key=adapter_version, default=None)
-
     def avoid(self, url: str, seconds: float) -> None:
         """Let the engine at ``url`` take no calls for ``seconds``."""
         self._avoided_until[url] = time.monotonic() + seconds
@@ -116,6 +113,8 @@ class EngineList:
                 for service in self._services
                 if None not in (service.tokenizer, self._tokenizer) and service.tokenizer != self._tokenizer
             }
+            adapters = [service.adapter for service in self.usable() if service.adapter is not None]
+            self.oldest_adapter = min(adapters, key=adapter_version, default=self.oldest_adapter)
             self.had_engine = self.had_engine or bool(self.usable())
             if self.is_lent():
                 self.lent_at = time.monotonic()

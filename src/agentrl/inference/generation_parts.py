@@ -45,13 +45,17 @@ class GenerationParts:
 
     def add(self, part: Generation) -> None:
         """Append a part. An engine may report an abort where the tokens already end at a stop."""
-        self._parts.append(part)
-        self.output_ids += part.output_ids
+        self.keep(part)
         self.reason = part.finish_reason
         if self.reason == "abort" and part.output_ids and self._stops():
             self.reason = "stop"
         elif self.reason == "abort" and len(self.output_ids) >= self.params.max_new_tokens:
             self.reason = "length"
+
+    def keep(self, part: Generation) -> None:
+        """Append what a cancelled request has sent: whether it stops there no longer matters."""
+        self._parts.append(part)
+        self.output_ids += part.output_ids
 
     def resume(self, partial: PartialGeneration) -> None:
         """Begin with the tokens of an earlier call, if it had the same prompt."""
@@ -121,7 +125,7 @@ class GenerationParts:
             logprobs_of=joined.logprobs_of,
             sampling_mask=joined.sampling_mask,
             versions=joined.versions,
-            cached_tokens=joined.cached_tokens,
+            cached_tokens=next(part.cached_tokens for part in self._parts if part.output_ids),
         )
 
     def _joined(self, seconds: float) -> Generation:

@@ -176,7 +176,7 @@ class EngineRouter:
 
     def _through(self, front: EngineClient) -> EngineClient | None:
         """Return ``front`` for a call to any engine behind it; None while one has another tokenizer."""
-        front.adapter = self.engines.oldest_adapter() or front.adapter
+        front.adapter = self.engines.oldest_adapter
         return None if self.engines.foreign else front
 
     def _choose(self, session: EngineSession, tokens: int) -> EngineClient | None:

@@ -158,7 +158,7 @@ class EngineSession:
                 f"{uuid.uuid4().hex}-{self.traj_id}",
                 encoded=self._encoded,
                 routing_key=self.group or self.traj_id,
-                keep=made.add,
+                keep=made.keep,
                 progress=None if progress is None else _shifted(progress, len(made.output_ids)),
                 images=images,
                 routed_from=made.next_routed_from,

@@ -72,7 +72,7 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
     teacher = configs[TeacherConfig].teacher if "sample" in roles else None
     if teacher is not None:
         require_teacher(teacher, columns)
-    elif is_training and columns:
+    elif is_training and columns and configs[TeacherConfig].teacher is None:
         report(f"groups wait for {', '.join(columns)}, and no --teacher is given: start agentrl teach too")
     mongo = EmbeddedMongo(run.mongo_dir)
     has_database = run.db_connection_string is not None or mongo.status().running

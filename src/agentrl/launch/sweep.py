@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentrl.concurrency import end_tasks, wait_for_any
+from agentrl.concurrency import END_SECONDS, end_tasks, wait_for_any
 from agentrl.config.arguments import flag_words
 from agentrl.config.load import parse
 from agentrl.config.run import DATABASE_FLAGS, RunConfig
@@ -98,7 +98,7 @@ class SweepRunner:
                     self._end(key, active.pop(key))
             return STOPPED
         finally:
-            await end_tasks(*active.values())
+            await end_tasks(*active.values(), seconds=_GRACE_SECONDS + END_SECONDS)
 
     async def _steps_to_train(self) -> str:
         """Return the file's steps, else those of the children that are begun, else all.

@@ -59,6 +59,8 @@ _PREFIX = "agentrl_try"
 _AT_ONCE = 1e-9
 """A wait in seconds that is over at once: flags allow no 0."""
 _SPARE_SECONDS = 60.0
+_END_SECONDS = 120.0
+"""Time for the end of a trajectory that is cancelled: hooks, and the removal of a container."""
 """Time that the claim of the trajectory outlives its time limits; nothing renews it."""
 
 
@@ -287,7 +289,7 @@ async def _work(worker: Worker, claim: Claim, shown: _FirstPrompt | None) -> Non
         if running.done():
             running.result()
     finally:
-        await end_tasks(running)
+        await end_tasks(running, seconds=_END_SECONDS)
 
 
 def _first_prompt(

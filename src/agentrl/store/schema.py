@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from datetime import datetime
 from enum import Enum
 from types import NoneType, UnionType
@@ -51,6 +52,9 @@ from agentrl.store.mechanics.connection import Json, insert_if_missing
 from agentrl.store.mechanics.slots import LEASE_DEADLINE
 from agentrl.store.views import VIEWS
 
+logger = logging.getLogger(__name__)
+
+_NOT_ALLOWED = 13
 _COLLECTION_EXISTS = 48
 _UP, _DOWN = ASCENDING, DESCENDING
 
@@ -308,7 +312,7 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         if name not in existing:
             await _create(database, name, validator=validator)
         elif existing[name].get("validator") != validator:
-            await database.command("collMod", name, validator=validator)
+            await _update(database, name, validator=validator)
         missing = await _missing_indexes(database, name) if name in INDEXES else []
         if missing:
             await database[name].create_indexes(missing)
@@ -317,7 +321,18 @@ async def prepare(database: AsyncDatabase[Json]) -> None:
         if name not in existing:
             await _create(database, name, viewOn=source, pipeline=pipeline)
         elif existing[name].get("pipeline") != pipeline:
-            await database.command("collMod", name, viewOn=source, pipeline=pipeline)
+            await _update(database, name, viewOn=source, pipeline=pipeline)
+
+
+async def _update(database: AsyncDatabase[Json], name: str, **options: Any) -> None:
+    """Change a validator or a view; for a user who may not, it stays as an administrator left it."""
+    try:
+        await database.command("collMod", name, **options)
+    except OperationFailure as error:
+        if error.code != _NOT_ALLOWED:
+            raise
+        why = "the schema of %s in %r is another release's: an administrator renews it by agentrl db users --create"
+        logger.warning(why, name, database.name)
 
 
 async def _missing_indexes(database: AsyncDatabase[Json], collection: str) -> list[IndexModel]:

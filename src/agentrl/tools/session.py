@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from agentrl.concurrency import task_group
 from agentrl.documents.model_call import Condensed
+from agentrl.errors import ToolServerError
 from agentrl.tools.base import (
     ROLES,
     Rewarding,
@@ -155,7 +156,12 @@ class ToolSession:
 
 async def _open(server: str, session: ServerSession) -> None:
     with outages_of(server):
-        await session.open()
+        try:
+            await session.open()
+        except asyncio.CancelledError:  # a task group would take it for an opened session
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise ToolServerError(f"the opening of tool server {server} was cancelled") from None
 
 
 def _cut(text: str, limit: int) -> str:

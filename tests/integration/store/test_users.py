@@ -102,6 +102,20 @@ def printed(out: str) -> dict[str, str]:
     return uris
 
 
+async def test_a_user_opens_a_run_whose_schema_another_release_made(
+    guarded: RunConfig, users: dict[str, RunConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with await open_store(guarded) as store:
+        await store.database.command("collMod", "Settings", validator={})
+        async with await open_store(users["sampler"]) as sampler:
+            assert await run.claim(sampler) is not None
+        assert "the schema of Settings" in caplog.text
+        assert await agentrl_db(guarded, "users", "--create") == 0
+        caplog.clear()
+        async with await open_store(users["sampler"]):
+            assert "the schema of" not in caplog.text
+
+
 async def refused(*calls: Callable[[], Awaitable[object]]) -> None:
     """Every call is refused for want of rights."""
     for call in calls:

@@ -52,6 +52,14 @@ def test_a_state_is_read_with_or_without_an_attempt(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "checkpoint-000007").state == dataclasses.replace(state, attempt=1)
 
 
+def test_renamed_and_unfinished_checkpoints_are_read_too(tmp_path: Path) -> None:
+    state = CheckpointState(run_name="r", step=7, policy_version=6, train_steps=("1/1",), architecture={})
+    for step, name in enumerate(NAMES):
+        write(tmp_path / name, json.dumps(dataclasses.asdict(dataclasses.replace(state, step=step))))
+    assert [item.folder.name for item in read_checkpoints(tmp_path)] == [*NAMES[:3], "checkpoint-best"]
+    assert [item.folder.name for item in read_checkpoints(tmp_path, undone=True)] == list(NAMES[:-1])
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}'])
 def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
     write(tmp_path / "checkpoint-000001", text)

@@ -17,7 +17,7 @@ from pymongo.asynchronous.database import AsyncDatabase
 from agentrl.atomic_folder import replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
-from agentrl.documents.checkpoint import STATE, checkpoint_folders
+from agentrl.documents.checkpoint import state_files
 from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
@@ -151,7 +151,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     folder = path.resolve()
     if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
-    if not (folder / "weights").is_dir() and not checkpoint_folders(folder):
+    if not (folder / "weights").is_dir() and not any(state_files(folder)):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
     if published is not None and not Path(published).resolve().is_relative_to(folder):
         raise ConfigError(
@@ -309,8 +309,7 @@ def _move(moves: Moves, run_name: str) -> None:
         for before, after in moves:
             if before.exists() and before != after:
                 before.rename(after)
-            for folder in checkpoint_folders(after, undone=True):
-                state = folder / STATE
+            for state in state_files(after, undone=True):
                 content = {**json.loads(state.read_text(encoding="utf-8")), "run_name": run_name}
                 replace_file(state, json.dumps(content, indent=1).encode() + b"\n")
     except (OSError, ValueError) as error:

@@ -118,7 +118,9 @@ async def keep_renewed(
     Another StoreError is logged, and the next round tries again. Without ``outages``, an outage of the
     database is raised: ``retry_outages`` has already retried the call.
     """
-    while True:
+    task = asyncio.current_task()
+    assert task is not None
+    while not task.cancelling():  # asyncio.wait_for of Python 3.11, in the driver, may swallow a cancellation
         await asyncio.sleep(every)
         try:
             await renew()
