@@ -331,7 +331,7 @@ async def _update(database: AsyncDatabase[Json], name: str, **options: Any) -> N
     except OperationFailure as error:
         if error.code != _NOT_ALLOWED:
             raise
-        why = "%s in %r has the schema of another release: an administrator renews it by agentrl db users --create"
+        why = "%s in %r has another release's schema: an administrator renews it by agentrl db users --create"
         logger.warning(why, name, database.name)
 
 
