@@ -182,7 +182,7 @@ def search_files(folder: Path, ids: Collection[str]) -> dict[str, int]:
 def kill_often(plan: Plan, words: list[str], rng: random.Random) -> int:
     """Call the command and SIGKILL it, ``plan.kills`` times; return how many calls left it half done.
 
-    The first calls are killed soonest: one that is not killed in time finishes, and leaves nothing to the next.
+    The first calls are killed soonest: one that is not killed in time leaves nothing to the next.
     """
     half_done = 0
     for number in range(1, plan.kills + 1):
