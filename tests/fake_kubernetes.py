@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,8 @@ class FakeKubernetes:
 
         async def pass_on(stream: asyncio.StreamReader | None, channel: bytes) -> None:
             while stream is not None and (chunk := await stream.read(65536)):
-                await connection.send(channel + chunk)
+                with suppress(ConnectionClosed):  # the client has gone; it kills the command by another one
+                    await connection.send(channel + chunk)
 
         async def feed() -> None:
             assert process.stdin is not None
