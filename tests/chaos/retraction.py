@@ -180,16 +180,13 @@ def search_files(folder: Path, ids: Collection[str]) -> dict[str, int]:
 
 
 def kill_often(plan: Plan, words: list[str], rng: random.Random) -> int:
-    """Call the command and SIGKILL it, ``plan.kills`` times; return how many calls left it half done.
-
-    The first calls are killed soonest: one that is not killed in time leaves nothing to the next.
-    """
+    """Call the command and SIGKILL it, ``plan.kills`` times; return how many calls left it half done."""
     half_done = 0
-    for number in range(1, plan.kills + 1):
+    for _ in range(plan.kills):
         with subprocess.Popen(plan.retract("retracted", *words), env=environment()) as process:
             while process.poll() is None and asyncio.run(_trainer(plan)) != process.pid:
                 time.sleep(_POLL_SECONDS)
-            time.sleep(rng.uniform(0.0, _LONGEST_KILL_SECONDS * number / plan.kills))
+            time.sleep(rng.uniform(0.0, _LONGEST_KILL_SECONDS))
             process.send_signal(signal.SIGKILL)
         half_done += asyncio.run(_is_half_done(plan))
     return half_done
