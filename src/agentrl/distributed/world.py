@@ -113,7 +113,7 @@ def join_alone(device: torch.device) -> None:
 
 
 def is_first_rank() -> bool:
-    """Return whether a launcher made this process rank 0, or there is no launcher; needs no process group."""
+    """Return whether this is rank 0 by the launcher's variables, or the only process: without a group."""
     return os.environ.get("RANK", "0") == "0"
 
 

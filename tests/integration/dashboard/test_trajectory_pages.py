@@ -209,6 +209,14 @@ async def test_two_trajectories_are_compared_and_rewards_looked_into(client: htt
     assert "has a score" in await page(client, "rewards?split=%3Cscript%3E")
 
 
+async def test_rewards_are_those_of_a_split_with_trajectories(
+    client: httpx2.AsyncClient, store: Store
+) -> None:
+    await store.database["Record"].update_many({}, {"$set": {"split": "test"}})  # the tasks are of train
+    assert (await page(client, "rewards")).count("<circle") == 6
+    assert "<circle" not in await page(client, "rewards?split=train")
+
+
 async def test_a_label_is_left_from_the_page_alone(client: httpx2.AsyncClient, store: Store) -> None:
     text = await page(client, f"trajectories/{HOSTILE}")
     found = re.search(r'name="csrf" value="(\w+)"', text)

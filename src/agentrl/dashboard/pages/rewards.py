@@ -212,7 +212,7 @@ def edges(rows: Sequence[ScoredTrajectory]) -> list[Edge]:
 
 async def _rewards(request: Request) -> Response:
     async with open_run(request) as store:
-        splits = await store.tasks.splits()
+        splits = await store.rewards.sampled_splits()
         default = "train" if "train" in splits or not splits else splits[0]
         split = request.query_params.get("split", default)
 

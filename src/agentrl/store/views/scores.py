@@ -61,6 +61,11 @@ class Rewards(Repository):
             )
         return [_scored(record, people) for record in records]
 
+    @database_call
+    async def sampled_splits(self) -> list[str]:
+        """Return the splits with Records, in alphabetical order: a split of tasks may have none yet."""
+        return sorted(await self._collection(RECORD).distinct("split"))
+
 
 _PARTS = {
     "$map": {
