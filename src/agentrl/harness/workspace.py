@@ -17,7 +17,7 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.errors import ConfigError
 from agentrl.git_bundle import HINT, BundleError, BundleTooLargeError, check_out
 from agentrl.harness.config import HarnessConfig, HarnessLimits
-from agentrl.untrusted_folder import discard
+from agentrl.untrusted_folder import DEEPEST, discard
 
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
@@ -170,7 +170,8 @@ def _source(config: HarnessConfig) -> Iterator[Path | None]:
         yield clone
     except BundleTooLargeError as error:
         raise ConfigError(
-            f"{config.source}: workspace.bundle {workspace.bundle}: {error}: limits.disk_mb or limits.files",
+            f"{config.source}: workspace.bundle {workspace.bundle} holds more than limits.disk_mb"
+            f" {limits.disk_mb} or limits.files {limits.files}, or {DEEPEST} levels of folders",
             hint="raise the limit, if you trust the bundle",
         ) from error
     except BundleError as error:
