@@ -149,7 +149,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     if not path.is_dir():
         return None
     folder = path.resolve()
-    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
+    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), *_home())):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
     if not (folder / "weights").is_dir() and not any(state_files(folder)):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
@@ -159,6 +159,14 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
             hint=f"start this command in the trainer's working folder, or {verb} the folder by hand",
         )
     return folder
+
+
+def _home() -> list[Path]:
+    """Return the home folder, if the user has one: a number without a name, as in containers, has none."""
+    try:
+        return [Path.home().resolve()]
+    except RuntimeError:
+        return []
 
 
 Moves = Sequence[tuple[Path, Path]]
