@@ -19,11 +19,11 @@ from agentrl.errors import PublishError
 from agentrl.spans import tracer
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.device_turns import DeviceTurns
+from agentrl.train.folders import RunFolders
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
 from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_live
-from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +74,7 @@ class Publisher:
     progress: Progress
     lease: TrainerLease
     turns: DeviceTurns
-    output: Path
-    root: str
-    """Location of the versions: a folder's absolute path, or a URL."""
+    folders: RunFolders
     max_staleness: int
     """Maximum number of steps since the newest published version; sampling waits beyond it."""
     stop: asyncio.Event
@@ -170,14 +168,14 @@ class Publisher:
         engines = await self.store.services.live(LIVE_ENGINE_SECONDS)
         base = self._choose_base(lacks_link=any(engine.needs_full for engine in engines))
         step, needed = progress.step, self.controller.writer.model.bytes
-        # Beside the versions, so that it can be renamed; a URL gets a copy of it.
-        folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
-        target = folder / f"step-{step:06d}"
+        name = f"step-{step:06d}"
 
         def copy() -> tuple[tuple[Path, Future[Written]] | None, Future[LiveWeights] | None]:
             live = None if sync == "disk" else self.controller.hold_version(step, sync)
             if not is_stored:
                 return None, live
+            # Beside the versions, so that it can be renamed; a URL gets a copy of it.
+            target = self.folders.confirm_versions() / name
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
@@ -259,7 +257,7 @@ class Publisher:
             if checkpoint is not None:
                 await asyncio.to_thread(checkpoint.link_model, temporary)
             target = PublishTarget(
-                root=self.root,
+                root=self.folders.versions,
                 attempt=self.progress.attempt,
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
