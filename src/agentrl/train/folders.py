@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.config.schema import RunConfig
 from agentrl.documents.checkpoint import Checkpoint, readable_checkpoints
-from agentrl.documents.run import TrainerLease
+from agentrl.documents.run import PolicyVersion, TrainerLease
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, PublishError
-from agentrl.folder_owner import OWNER_FILE, Owner, claim, confirm, foreign, require_not_foreign
+from agentrl.folder_owner import OWNER_FILE, Owner, claim, confirm, foreign, read_owner, require_not_foreign
 from agentrl.weights import storage
 from agentrl.weights.publish import version_folders
 
@@ -120,6 +121,21 @@ class RunFolders:
             f" or undo these steps and withdraw their versions: --resume_from_checkpoint {back}",
         )
 
+    def require_own(self, versions: Iterable[PolicyVersion]) -> None:
+        """Raise ConfigError unless the folders of all ``versions`` are the run's, before they are deleted.
+
+        The database names a folder, and may have been imported: its folders are the run's that it comes from.
+        """
+        for version in versions:
+            root = version.location.rpartition("/")[0]
+            if root != self.versions and (storage.is_remote(root) or read_owner(Path(root)) != self.owner):
+                raise ConfigError(
+                    f"version {version.id} is in {version.location}, and {root} is not known to be run"
+                    f" {self.owner.run!r}'s",
+                    hint="give the --output_dir of its trainer; an imported run's weights are those of the run"
+                    " that it comes from",
+                )
+
     async def claim(self) -> None:
         """Make all of them the run's. Raises ConfigError if another run was first, or if one is read-only."""
         for folder, flag in self._local:
@@ -158,6 +174,34 @@ class RunFolders:
             return self.output / "weights"
         confirm(Path(self.versions), self.owner)
         return Path(self.versions)
+
+
+async def run_folders(
+    store: Store, run: RunConfig, fallback: str | None, publish_to: str | None
+) -> RunFolders:
+    """Return the folders of a run with these flags.
+
+    Raises ConfigError if one is another run's, or if --publish_to cannot be used.
+    """
+    owner = await store.settings.owner()
+    output, *others = run.checkpoint_roots(fallback)
+    folders = RunFolders(
+        owner=owner,
+        output=output,
+        versions=_versions_root(run, publish_to),
+        fallback=next(iter(others), None),
+    )
+    await folders.require_not_foreign(store)
+    return folders
+
+
+def _versions_root(run: RunConfig, publish_to: str | None) -> str:
+    if publish_to is None:
+        return str((Path(run.output) / "weights").resolve())
+    storage.require_storage(publish_to)
+    is_url = storage.is_remote(publish_to)
+    root = publish_to.rstrip("/") if is_url else str(Path(publish_to).resolve())
+    return f"{root}/{run.run_name}"
 
 
 def place_of(folder: Path) -> str:

@@ -52,7 +52,7 @@ from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.disk_space import check_output, retention
-from agentrl.train.folders import RunFolders
+from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
 from agentrl.train.progress import Progress, roll_back
@@ -61,7 +61,7 @@ from agentrl.train.saving import Saver
 from agentrl.train.source import max_staleness, open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
-from agentrl.weights.storage import is_remote, require_storage
+from agentrl.weights.storage import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -140,29 +140,6 @@ async def _take_device(configs: Configs) -> DeviceLease | None:
     lease = DeviceLease(leased_devices(run.output), f"the trainer of run {run.run_name}")
     await lease.acquire(urgent=True)
     return lease
-
-
-def _versions_root(configs: Configs) -> str:
-    """Return the location of the run's versions. Raises ConfigError if --publish_to cannot be used."""
-    run, given = configs[RunConfig], configs[TrainConfig].publish_to
-    if given is None:
-        return str((Path(run.output) / "weights").resolve())
-    require_storage(given)
-    root = given.rstrip("/") if is_remote(given) else str(Path(given).resolve())
-    return f"{root}/{run.run_name}"
-
-
-async def _folders(store: Store, configs: Configs) -> RunFolders:
-    """Return the folders of the run. Raises ConfigError if one is another run's."""
-    run, fallback = configs[RunConfig], configs[TrainConfig].fallback_output_dir
-    folders = RunFolders(
-        owner=await store.settings.owner(),
-        output=Path(run.output),
-        versions=_versions_root(configs),
-        fallback=None if fallback is None else Path(fallback) / run.run_name,
-    )
-    await folders.require_not_foreign(store)
-    return folders
 
 
 def _prepare_folders(configs: Configs, folders: RunFolders) -> None:
@@ -308,7 +285,8 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> t
     settings = trainer_settings(configs, loss)
     store = await open_store(configs[RunConfig])
     try:
-        folders = await _folders(store, configs)
+        train = configs[TrainConfig]
+        folders = await run_folders(store, configs[RunConfig], train.fallback_output_dir, train.publish_to)
         if not await store.steps.find(status=None):  # else it is claimed once it is known to hold the steps
             await folders.claim()
         await begin_files(store, configs[ModelConfig])
