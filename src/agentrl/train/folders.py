@@ -132,8 +132,7 @@ class RunFolders:
                 raise ConfigError(
                     f"version {version.id} is in {version.location}, and {root} is not known to be run"
                     f" {self.owner.run!r}'s",
-                    hint="give the --output_dir of its trainer; an imported run's weights are those of the run"
-                    " that it comes from",
+                    hint="give the --output_dir of its trainer; an imported run's weights are those of another",
                 )
 
     async def claim(self) -> None:
