@@ -132,7 +132,7 @@ class RunFolders:
                 raise ConfigError(
                     f"version {version.id} is in {version.location}, and {root} is not known to be run"
                     f" {self.owner.run!r}'s",
-                    hint="give the --output_dir of its trainer; an imported run's weights are those of another",
+                    hint="give the --output_dir of its trainer; an imported run has another run's weights",
                 )
 
     async def claim(self) -> None:
