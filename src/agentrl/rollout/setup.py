@@ -73,8 +73,9 @@ async def model_folder(store: Store | None, configs: Configs) -> str:
     if folder is None and store is not None:
         newest = await store.policy_versions.published(_NEWEST)
         version = next((each for each in newest if each.is_stored), None)
-        root = weights_dir(store.run_name, configs[EngineConfig].weights_dir)
-        folder = None if version is None else await model_files(store, version, root)
+        if version is not None:
+            root = await weights_dir(store, configs[EngineConfig].weights_dir)
+            folder = await model_files(store, version, root)
     if folder is None:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"

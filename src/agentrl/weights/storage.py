@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
@@ -74,17 +75,26 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
 
     Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
     """
-    options = {"method": "put"} if location.startswith("http") else {}
+    await _parallel(lambda file: _put(folder / file.name, f"{location}/{file.name}"), files)
+    await _put(folder / MANIFEST, f"{location}/{MANIFEST}")
 
-    async def put(name: str) -> None:
-        source, target = folder / name, f"{location}/{name}"
+
+async def _put(source: Path, target: str) -> None:
+    options = {"method": "put"} if target.startswith("http") else {}
+
+    def put() -> None:
         seconds = _CALL_SECONDS + source.stat().st_size / _LEAST_BYTES_PER_SECOND
-        await _retried(
-            target, lambda: _call(target, "_put_file", str(source), target, seconds=seconds, **options)
-        )
+        _call(target, "_put_file", str(source), target, seconds=seconds, **options)
 
-    await _parallel(lambda file: put(file.name), files)
-    await put(MANIFEST)
+    await _retried(target, put)
+
+
+async def write(location: str, content: bytes) -> None:
+    """Write a small file at a URL. Raises as ``upload``."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        await _put(Path(file.name), location)
 
 
 async def download(location: str, files: Sequence[FileChecksum], folder: Path) -> None:
