@@ -123,6 +123,12 @@ class SamplingConfig(Flags):
     preferred_sampling_params: str = flag(
         "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
     )
+    presence_penalty: float | None = flag(
+        None, "presence_penalty of --preferred_sampling_params", within="[-2, 2]"
+    )
+    frequency_penalty: float | None = flag(
+        None, "frequency_penalty of --preferred_sampling_params", within="[-2, 2]"
+    )
     max_concurrent_samples_per_process: int = flag(
         16,
         "trajectories that one sampler runs at a time",
