@@ -32,7 +32,17 @@ class TaskConfig(Flags):
         per_process=True,
     )
     task_preset: Literal[
-        "auto", "none", "original", "chatlearn", "verl", "trl", "gsm8k", "math", "messages"
+        "auto",
+        "none",
+        "original",
+        "chatlearn",
+        "verl",
+        "choices",
+        "conversations",
+        "trl",
+        "gsm8k",
+        "math",
+        "messages",
     ] = flag(
         "auto", "the system whose rows the files have; auto knows it by a row's fields", per_process=True
     )

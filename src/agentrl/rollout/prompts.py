@@ -91,7 +91,7 @@ def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain
         images += [image.moved(len(prompt)) for image in call.images]
         prompt += unpack_ids(call.context_ids).tolist()
         output = unpack_ids(call.output_ids).tolist()
-        messages += [*full_messages(call, before), {"role": "assistant", **call.response}]
+        messages += [*full_messages(call, before), call.message]
         before = call
     return Chain(call_id, prompt, output, messages, images=tuple(images))
 

@@ -21,7 +21,10 @@ from agentrl.errors import ConfigError, ScorerError
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*|####")
+LINE = "Answer:"
+"""The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
+_WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
+_LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NOT_WORD = re.compile(r"[^\w\s]")
 _GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
@@ -29,17 +32,19 @@ _HASHES = re.compile(r"####\s*\$?(-?[0-9][0-9.,]*)")
 
 
 def check_schema(schema: str) -> None:
-    """Raise ConfigError unless ``schema`` is ``boxed``, ``####`` or a word that can name a tag."""
+    """Raise ConfigError unless ``schema`` is ``boxed``, ``####``, ``Answer:`` or the name of a tag."""
     if not _WORD.fullmatch(schema):
         raise ConfigError(
             f"answer_schema is {schema!r}; it must be one word",
-            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, '####' for #### 72, or a tag",
+            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, '####' for #### 72, 'Answer:'"
+            " for a line Answer: 72, or a tag",
         )
 
 
 def extract_answer(text: str, schema: str) -> str | None:
     """Return the last marked answer outside of ``<think>…</think>``, stripped; None without one.
 
+    ``Answer:`` is what follows the last ``Answer:``, without ``$…$`` and ``\\boxed{…}`` around it.
     ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. ``####`` is the
     number behind the last ``####``, as in GSM8K. Any other word X is the last ``<X>…</X>``.
     """
@@ -51,16 +56,29 @@ def extract_answer(text: str, schema: str) -> str | None:
     if schema == "####":
         hashes = _HASHES.findall(spoken)
         return hashes[-1].rstrip(".,") if hashes else None
+    if schema == LINE:
+        lines = _LINE.findall(spoken)
+        return _bare(lines[-1]) if lines else None
     tag = re.escape(schema)
     matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
     return matches[-1].strip() if matches else None
 
 
-def _marked(answer: str, schema: str) -> str:
+def _bare(text: str) -> str | None:
+    """Return the answer of a line as math and Markdown decorate it; None for an empty one."""
+    boxed = last_braced(text, "\\boxed")
+    inner = text.strip(" \t*_").removesuffix(".") if boxed is None else boxed
+    dollars = re.fullmatch(r"\$+([^$]+)\$+|\\[(\[](.+)\\[)\]]", inner)
+    return (inner if dollars is None else dollars[1] or dollars[2]).strip() or None
+
+
+def marked(answer: str, schema: str) -> str:
     """Return ``answer`` as a model would mark it."""
     if schema == "boxed":
         return f"\\boxed{{{answer}}}"
-    return f"#### {answer}" if schema == "####" else f"<{schema}>{answer}</{schema}>"
+    if schema in ("####", LINE):
+        return f"{schema} {answer}"
+    return f"<{schema}>{answer}</{schema}>"
 
 
 def require_readable(task: Task) -> None:
@@ -87,13 +105,13 @@ def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str]
     if name == "f1" and not normalized(text):
         return f"{text[:80]!r} has no words but articles"
     try:
-        given = extract_answer(_marked(text, schema), schema)
+        given = extract_answer(marked(text, schema), schema)
     except ConfigError:
         return None  # the schema is refused by name
     if given is not None and likeness(given, text) == 1:
         return None
     read = "nothing" if given is None else repr(given[:80])
-    return f"of {_marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
+    return f"of {marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
 
 
 def word_f1(predicted: str, gold: str) -> float:
