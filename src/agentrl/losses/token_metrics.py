@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.losses.compute import log_teacher_ratio, reference_kl
-from agentrl.losses.loss import TEACHER, TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.loss import TEACHER, TokenBatch, TokenLosses, bounded_exp, k3
 
 Ints = NDArray[np.int64]
 _SUMS = (
@@ -119,7 +119,7 @@ def measure(batch: TokenBatch, result: TokenLosses, entropy: Tensor) -> Tensor:
         (capped & mask).double().sum(),
         (batch.is_extreme & mask).double().sum(),
         -log_weight.double().sum(),
-        torch.where(mask, weight - 1 - log_weight.double(), 0.0).sum(),
+        k3(log_weight).sum(),
         torch.where(mask, entropy.double(), 0.0).sum(),
         weight.sum(),
         (weight * weight).sum(),
