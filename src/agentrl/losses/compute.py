@@ -52,6 +52,8 @@ def distilled(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     It replaces the advantage where the loss ignores scores. A token without a teacher's value has 0 of it,
     and so has one whose ``DIVERGENCE`` is known. Raises ValueError for a batch without the column.
     """
+    if not len(batch.row):  # the forest of a rank that has no data of the step has no columns either
+        return batch
     if TEACHER not in batch.columns:
         raise ValueError(f"the batch has no column {TEACHER!r}: the run needs --columns {TEACHER}")
     own = torch.zeros_like(batch.advantages) if settings.loss.ignores_score else batch.advantages

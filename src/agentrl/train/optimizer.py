@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from agentrl.config.flags import require
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.validation import Settings, read_config
@@ -37,9 +38,11 @@ from agentrl.validation import Settings, read_config
 logger = logging.getLogger(__name__)
 
 
-_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
-_DECAY_FRACTION = 0.1
-"""Fraction of the steps in which ``warmup_stable_decay`` decays by default."""
+_CONSTANT = frozenset({"constant", "constant_with_warmup"})
+_ENDLESS = _CONSTANT | {"inverse_sqrt"}
+_DECAY_FRACTION, _DECAY_STEPS = 0.1, 2
+"""Fraction of the steps in which ``warmup_stable_decay`` decays by default, and the fewest: a decay of one
+step would begin, at the full rate, in the last step."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT = "weights."
 _HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
@@ -171,14 +174,20 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
     return frozen
 
 
+def schedule_length(items: int, per_step: int, passes: int = 1) -> int:
+    """Return how many optimizer steps train ``items`` ``passes`` times; a rest is a step too."""
+    return max(1, -(-items * passes // per_step))
+
+
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int | None
 ) -> LambdaLR:
     """Return the schedule: linear warm-up, then ``--lr_scheduler_type`` up to ``total_steps``.
 
     After warm-up it is ``transformers.get_scheduler`` with ``--lr_scheduler_kwargs``. Two things differ from
-    transformers' own warm-up: the first step already learns, and the curve begins where warm-up ends. Raises
-    ConfigError for a curve whose end is unknown, and for wrong arguments.
+    transformers' own warm-up: the first step already learns, and the curve begins where warm-up ends. Steps
+    beyond ``total_steps``, which trajectories that wait for another training can make, keep the rate of the
+    last one. Raises ConfigError for a curve whose end is unknown, and for wrong arguments.
     """
     if config.lr_scheduler_type not in _ENDLESS and total_steps is None:
         raise ConfigError(
@@ -187,7 +196,7 @@ def build_scheduler(
     warmup = _warmup_steps(config, total_steps)
     steps = None if total_steps is None else max(1, total_steps - warmup)
     curve = _curve(config, warmup, steps)
-    end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps
+    end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps - 1
 
     def factor(step: int) -> float:
         return (step + 1) / (warmup + 1) if step < warmup else curve(int(min(step - warmup, end)))
@@ -212,11 +221,19 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int
 
     kind = config.lr_scheduler_type
     given = _scheduler_arguments(config.lr_scheduler_kwargs)
+    unread = given.keys() if kind in _CONSTANT else given.keys() & {"warmup_type"}
+    require(
+        not unread,
+        f"--lr_scheduler_kwargs has {', '.join(sorted(unread))}, which --lr_scheduler_type {kind} does not"
+        " read",
+        "leave it out: a constant rate has no arguments, and warm-up is linear for every schedule",
+    )
     defaults: dict[str, Any] = {}
     if kind == "inverse_sqrt" and warmup:
         defaults = {"timescale": warmup}
     elif kind == "warmup_stable_decay" and steps is not None:
-        defaults = {"num_decay_steps": max(1, math.ceil(_DECAY_FRACTION * steps))}
+        decay = max(_DECAY_STEPS, math.ceil(_DECAY_FRACTION * steps))
+        defaults = {"num_decay_steps": min(steps, decay)}
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     try:
         scheduler: Any = get_scheduler(kind, unused, 0, steps, scheduler_specific_kwargs=defaults | given)
