@@ -45,6 +45,8 @@ _DECAY_FRACTION, _DECAY_STEPS = 0.1, 2
 step would begin, at the full rate, in the last step."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT = "weights."
+_UNDECAYED = re.compile("bias|norm|a_log", re.IGNORECASE)
+"""Found in the class of a module or in the name of its parameter. ``A_log``: decay rates of a recurrent state."""
 _HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 
@@ -67,7 +69,7 @@ def parse_optim_args(text: str) -> AdamArguments:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, memory: MemoryConfig | None = None
 ) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; those of fewer than two dimensions have no weight decay.
+    """Return AdamW over the trainable parameters; ``_decayed`` ones have weight decay.
 
     A parameter group has parameters of one mesh: fused and foreach kernels take no mixture. Logs a warning
     for bfloat16 parameters, whose small updates are lost.
@@ -81,10 +83,11 @@ def build_optimizer(
             " --learning_rate %g most of them; --dtype float32, the default, keeps them",
             config.learning_rate,
         )
+    decayed = _decayed(model)
     groups = [
         {"params": members, "weight_decay": decay}
-        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
-        for members in _by_mesh([item for item in trainable if (item.dim() >= 2) is is_matrix])
+        for is_decayed, decay in ((True, config.weight_decay), (False, 0.0))
+        for members in _by_mesh([item for item in trainable if (id(item) in decayed) is is_decayed])
     ]
     kind = OffloadedAdamW if memory.optimizer_offload else torch.optim.AdamW
     return kind(
@@ -94,6 +97,19 @@ def build_optimizer(
         eps=arguments.eps,
         fused=True if memory.fused_adamw else None,
     )
+
+
+def _decayed(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are matrices and neither biases nor of a norm.
+
+    Dimensions alone do not tell: gpt-oss stacks the biases of its experts, and Cohere the norms of its heads.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() >= 2 and not _UNDECAYED.search(f"{type(module).__name__} {name}")
+    }
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 from agentrl.config.schema import OptimConfig
@@ -56,6 +56,36 @@ def test_norms_and_biases_are_not_decayed() -> None:
     assert [p.dim() for p in decayed["params"]] == [2]
     assert spared["weight_decay"] == 0.0
     assert len(spared["params"]) == 3
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+UNDECAYED = {
+    "gpt_oss": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "experts.down_proj_bias experts.gate_up_proj_bias input_layernorm.weight k_proj.bias norm.weight"
+        " o_proj.bias post_attention_layernorm.weight q_proj.bias router.bias self_attn.sinks v_proj.bias",
+    ),
+    "cohere": ({"use_qk_norm": True}, "input_layernorm.weight k_norm.weight norm.weight q_norm.weight"),
+    "qwen2": (
+        {},
+        "input_layernorm.weight k_proj.bias norm.weight post_attention_layernorm.weight q_proj.bias"
+        " v_proj.bias",
+    ),
+    "mamba": ({"state_size": 4}, "conv1d.bias dt_proj.bias mixer.A_log mixer.D norm.weight norm_f.weight"),
+}
+"""Model type → (arguments of its config, ends of the names of its parameters without weight decay)."""
+
+
+@pytest.mark.parametrize("kind", UNDECAYED)
+def test_norms_and_biases_of_any_shape_are_not_decayed(kind: str) -> None:
+    arguments, expected = UNDECAYED[kind]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **arguments))
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
+    spared = {id(p) for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in spared]
+    assert sorted({".".join(name.split(".")[-2:]) for name in names}) == expected.split()
 
 
 def attention_model() -> nn.Module:
