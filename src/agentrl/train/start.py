@@ -55,6 +55,7 @@ from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
+from agentrl.train.optimizer import schedule_length
 from agentrl.train.progress import Progress, roll_back
 from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
@@ -335,7 +336,8 @@ async def _total_steps(store: Store, configs: Configs, parent: Relative | None) 
     per_epoch = await store.epochs.size("train")
     if per_epoch == 0:
         return None
-    return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)
+    passes = tasks.num_train_epochs * train.max_trained_count
+    return schedule_length(per_epoch, train.groups_per_step, passes)
 
 
 def _parameters(configs: Configs) -> dict[str, Any]:
