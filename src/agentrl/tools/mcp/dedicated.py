@@ -113,6 +113,8 @@ class DedicatedSession(McpSession):
         super().__init__(server, trajectory)
         self._server = server
         self._connection: Connection | None = None
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds state of the trajectory."""
         self._taking = asyncio.Lock()
         self._was_lost = False
         self._running = 0
@@ -133,12 +135,17 @@ class DedicatedSession(McpSession):
             await self._connection.settled()
 
     async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
-        """Call one tool. A call that the server may have received is never repeated: its state is gone."""
+        """Call one tool. A call that the server may have received is never repeated: its state is gone.
+
+        Raises SessionLostError if the server is up and has forgotten the session with the trajectory's state.
+        """
         for is_last in (False, True):
             connection = await self._own()
             self._running += 1
             try:
-                return self._noted(await connection.call(tool, arguments, limits, self.meta))
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return self._noted(reply)
             except asyncio.CancelledError:
                 self._has_abandoned = True
                 raise
@@ -152,6 +159,8 @@ class DedicatedSession(McpSession):
             except LostError as lost:
                 if lost.whole or not await connection.answers():
                     self._lose(connection, str(lost))
+                if lost.session and connection is self._used:
+                    raise self._server.session_lost(lost) from lost
                 if lost.sent:
                     return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
                 if is_last:
@@ -204,7 +213,7 @@ class DedicatedSession(McpSession):
     def _lose(self, connection: Connection, why: str) -> None:
         if self._connection is connection:
             self._connection = None
-            self._was_lost = True
+            self._was_lost = self._was_lost or connection is self._used
             self._server.discard(connection, why)
 
     def _noted(self, reply: Reply) -> Reply:

@@ -13,7 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.errors import (
+    FailureError,
+    SessionLostError,
+    ToolServerConfigError,
+    ToolServerError,
+    tool_server,
+)
 from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
 from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec, redact_address
@@ -92,6 +98,10 @@ class McpServer(ToolServer, ABC):
             outage=tool_server(self.name),
             retry_after=error.retry_after if isinstance(error, RefusedError) else None,
         )
+
+    def session_lost(self, error: LostError) -> SessionLostError:
+        """Return the error of a trajectory whose state was in a session that the server does not know."""
+        return SessionLostError(f"tool server {self.name} has lost the session of this trajectory: {error}")
 
     def discard(self, connection: Connection, why: str) -> None:
         """Close a connection that is lost, in the background."""
@@ -196,7 +206,7 @@ class McpSession(ServerSession, ABC):
             try:
                 reply = await self._run(hook, request)
                 problem = reply.text if reply.error else ""
-            except ToolServerError as error:
+            except FailureError as error:
                 problem = error.message
             if problem:
                 logger.warning("a teardown call failed", extra={"tool": hook.tool, "why": problem[:300]})

@@ -109,6 +109,8 @@ class SharedSession(McpSession):
         super().__init__(server, trajectory)
         self._server = server
         self._is_closed = False
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds what the setup hooks have made."""
 
     async def prepare(self) -> None:
         await self.run_setup(self.request)
@@ -120,11 +122,16 @@ class SharedSession(McpSession):
         await self._server.settled()
 
     async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
-        """Call one tool. A call that the server may have received is repeated only if it is repeatable."""
+        """Call one tool. A call that the server may have received is repeated only if it is repeatable.
+
+        Raises SessionLostError if the server has forgotten the session with what the setup hooks made.
+        """
         for is_last in (False, True):
             connection = await self._server.live()
             try:
-                return await connection.call(tool, arguments, limits, self.meta)
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return reply
             except TimeoutError:
                 self._server.suspect(connection)
                 return timed_out(tool, limits.timeout_seconds, lost=True)
@@ -133,6 +140,8 @@ class SharedSession(McpSession):
             except LostError as lost:
                 if lost.whole:
                     self._server.lost(connection, str(lost))
+                if lost.session and self.options.setup and connection is self._used:
+                    raise self._server.session_lost(lost) from lost
                 test = self._server.suspect(connection) if not lost.whole else None
                 if lost.sent and (is_last or not connection.repeatable(tool)):
                     return Reply(text=lost_text(tool, self._server.name), error=True, lost=True)
