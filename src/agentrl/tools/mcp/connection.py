@@ -91,11 +91,17 @@ class Connection:
         self._owner: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._listing: Listing | None = None
+        self._has_ended = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def alive(self) -> bool:
         """Return whether calls can be made: the transport works and, for stdio, the process runs."""
-        if self._owner is None or self._owner.done() or self._stop.is_set() or not self._ready.done():
+        if self._owner is None or self._owner.done() or not self._ready.done():
+            return False
+        if self._stop.is_set() or self._has_ended:
             return False
         return self._process is None or self._process.is_running
 
@@ -135,6 +141,11 @@ class Connection:
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()
 
+    async def retire(self) -> None:
+        """Close the connection when its running calls have ended: each learns by itself that it is lost."""
+        await self._idle.wait()
+        await self.close()
+
     async def settled(self) -> None:
         """Wait, within a time limit, until a change of the tools that the server announced is listed."""
         if self._listing is not None:
@@ -162,6 +173,8 @@ class Connection:
         except ValueError as error:  # the SDK's writer ends with it, and the connection with the writer
             return Reply(text=f"{tool} was not called: its arguments cannot be sent: {error}", error=True)
         silence = limits.timeout_seconds or CONNECT_SECONDS
+        self._running += 1
+        self._idle.clear()
         try:
             if self._listing is not None and tool in self._listing.listed.extras:
                 async with asyncio.timeout(silence):
@@ -176,6 +189,10 @@ class Connection:
             raise LostError(self._words(reasons(error)), sent=True, whole=True) from error
         except (ValueError, RuntimeError) as error:
             return self._not_valid(tool, reasons(error))
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
         return await self._reply(result, tool)
 
     async def _reply(self, result: CallToolResult, tool: str) -> Reply:
@@ -283,7 +300,11 @@ class Connection:
                 self._spec.url, http_client=self._http, max_sse_event_size=MAX_MESSAGE_BYTES
             )
         async with opened as (read, write):
-            yield NormalizedStream(read), write
+            yield NormalizedStream(read, self._end), write
+
+    def _end(self) -> None:
+        """Note that the server's stream has ended, as that of HTTP+SSE does with the server."""
+        self._has_ended = True
 
     def _words(self, reason: str) -> str:
         """Return ``reason`` and the last words of the process, without secrets."""

@@ -7,7 +7,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -54,10 +54,11 @@ MAX_IMAGES = 8
 """Images of one tool result that a model reads."""
 
 
-def read_message(message: bytes) -> bytes:
+def read_message(message: bytes, answers: Any = None) -> bytes:
     """Return one JSON message of a server as the SDK can read it: bytes that are not UTF-8 and surrogates
     without their pair, such as half an emoji, become U+FFFD. An error is marked as the server's own, so that
-    its code is not taken for one of the transport's, and is given the fields that it lacks.
+    its code is not taken for one of the transport's, and is given the fields that it lacks, and the id of
+    the request that it ``answers``: servers write null, and the SDK would wait on.
     """
     text = message.decode("utf-8-sig", "replace").encode()
     if b"\\u" in text:
@@ -70,6 +71,7 @@ def read_message(message: bytes) -> bytes:
         return text
     if not isinstance(content, dict) or content.get("error") is None:
         return text
+    content["id"] = content.get("id") if answers is None else answers
     error = content["error"] if isinstance(content["error"], Mapping) else {"message": content["error"]}
     code, said, data = error.get("code"), error.get("message"), error.get("data")
     content["error"] = {
@@ -83,8 +85,10 @@ def read_message(message: bytes) -> bytes:
 class NormalizedStream:
     """A read stream of a transport whose results are normalized before the SDK validates them."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
+        """``on_end`` is called when the stream ends: no answer can come any more."""
         self._stream = stream
+        self._on_end = on_end
 
     @property
     def last_context(self) -> Any:
@@ -101,7 +105,11 @@ class NormalizedStream:
         return self
 
     async def __anext__(self) -> SessionMessage | Exception:
-        return _normalized(await self._stream.__anext__())
+        try:
+            return _normalized(await self._stream.__anext__())
+        except StopAsyncIteration:
+            self._on_end()
+            raise
 
     async def __aenter__(self) -> Self:
         await self._stream.__aenter__()

@@ -158,9 +158,9 @@ class DedicatedSession(McpSession):
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
                 if lost.whole or not await connection.answers():
-                    self._lose(connection, str(lost))
+                    self._lose(connection, str(lost), session=lost.session)
                 if lost.session and connection is self._used:
-                    raise self._server.session_lost(lost) from lost
+                    raise self._server.session_lost(str(lost)) from lost
                 if lost.sent:
                     return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
                 if is_last:
@@ -183,10 +183,17 @@ class DedicatedSession(McpSession):
             self._server.discard(connection, "it ended before its trajectory")
 
     async def _own(self) -> Connection:
-        """Return the trajectory's connection; take one, and run the setup hooks, if it has none."""
+        """Return the trajectory's connection; take one, and run the setup hooks, if it has none.
+
+        Raises SessionLostError if a server behind HTTP has ended it, with the trajectory's state. That a
+        process has ended is told to the model instead: the trajectory's own calls may be the reason.
+        """
         async with self._taking:
             if self._connection is not None and not self._connection.alive:
-                self._lose(self._connection, "it ended between two calls")
+                ended, why = self._connection, "it ended between two calls"
+                self._lose(ended, why)
+                if self._server.is_remote and ended is self._used:
+                    raise self._server.session_lost(why)
             if self._connection is None:
                 connection = await self._server.take()
                 try:
@@ -210,11 +217,11 @@ class DedicatedSession(McpSession):
 
         return request
 
-    def _lose(self, connection: Connection, why: str) -> None:
+    def _lose(self, connection: Connection, why: str, *, session: bool = False) -> None:
         if self._connection is connection:
             self._connection = None
             self._was_lost = self._was_lost or connection is self._used
-            self._server.discard(connection, why)
+            self._server.discard(connection, why, session=session)
 
     def _noted(self, reply: Reply) -> Reply:
         """Tell the model once that the server was restarted."""

@@ -100,7 +100,7 @@ class GuardedTransport(ReadableTransport):
             code, text, data = refusal
             excerpt = shortened(" ".join(body.decode("utf-8", "replace").split()), _EXCERPT)
             return _error(request, code, f"{text}{': ' if excerpt else ''}{excerpt}", data)
-        return _with_content(response, content=read_message(body))
+        return _with_content(response, content=read_message(body, json.loads(request.content).get("id")))
 
 
 def _with_content(response: httpx2.Response, **content: Any) -> httpx2.Response:

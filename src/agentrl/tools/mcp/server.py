@@ -99,14 +99,19 @@ class McpServer(ToolServer, ABC):
             retry_after=error.retry_after if isinstance(error, RefusedError) else None,
         )
 
-    def session_lost(self, error: LostError) -> SessionLostError:
-        """Return the error of a trajectory whose state was in a session that the server does not know."""
-        return SessionLostError(f"tool server {self.name} has lost the session of this trajectory: {error}")
+    @property
+    def is_remote(self) -> bool:
+        """Return whether the server is behind HTTP: no trajectory's process."""
+        return isinstance(self._spec, HttpSpec)
 
-    def discard(self, connection: Connection, why: str) -> None:
-        """Close a connection that is lost, in the background."""
+    def session_lost(self, why: str) -> SessionLostError:
+        """Return the error of a trajectory whose state was in a session that the server does not know."""
+        return SessionLostError(f"tool server {self.name} has lost the session of this trajectory: {why}")
+
+    def discard(self, connection: Connection, why: str, *, session: bool = False) -> None:
+        """Close a connection that is lost, in the background; of a lost ``session``, after its calls."""
         logger.warning("tool server lost", extra={"server": self.name, "why": why})
-        self.later(connection.close())
+        self.later(connection.retire() if session else connection.close())
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do ``work`` in the background; ``close`` waits for it."""

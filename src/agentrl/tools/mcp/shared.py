@@ -56,13 +56,13 @@ class SharedServer(McpServer):
             raise opened
         return opened
 
-    def lost(self, connection: Connection, why: str) -> None:
+    def lost(self, connection: Connection, why: str, *, session: bool = False) -> None:
         """Give up a connection; the next call opens a new one."""
         if self._connection is not connection:
             return
         self._schemas = self.schemas
         self._connection = None
-        self.discard(connection, why)
+        self.discard(connection, why, session=session)
 
     def suspect(self, connection: Connection) -> asyncio.Future[None]:
         """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
@@ -139,9 +139,9 @@ class SharedSession(McpSession):
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
                 if lost.whole:
-                    self._server.lost(connection, str(lost))
+                    self._server.lost(connection, str(lost), session=lost.session)
                 if lost.session and self.options.setup and connection is self._used:
-                    raise self._server.session_lost(lost) from lost
+                    raise self._server.session_lost(str(lost)) from lost
                 test = self._server.suspect(connection) if not lost.whole else None
                 if lost.sent and (is_last or not connection.repeatable(tool)):
                     return Reply(text=lost_text(tool, self._server.name), error=True, lost=True)
