@@ -202,9 +202,12 @@ class _Call:
     async def _go_back(self, lease: TrainerLease) -> None:
         await self.retractions.plan_rebuild(self.rebuilt)
         steps = await self.retractions.tainted(self.rebuilt)
-        gone_back = await go_back(self.store, lease, await influence(self.store, steps, self.roots))
+        found = await influence(self.store, steps, self.roots)
+        gone_back = await go_back(self.store, lease, found, self.roots)
         await self.retractions.set_rebuilt(self.rebuilt, gone_back)
-        self.back_at = gone_back.step
+        numbers = [int(key.split("/")[1]) for key in steps]
+        if gone_back.step < min(numbers, default=0):  # else other steps have replaced them since
+            self.back_at = gone_back.step
 
     async def withdraw_from_children(self, run: RunConfig, store: Store, stones: Sequence[Tombstone]) -> None:
         """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
