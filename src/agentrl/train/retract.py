@@ -205,9 +205,11 @@ class _Call:
         steps = await self.retractions.tainted(self.rebuilt)
         found = await influence(self.store, steps, self.folders.roots)
         self.folders.require_own(found.versions)
-        gone_back = await go_back(self.store, lease, found)
+        gone_back = await go_back(self.store, lease, found, self.folders.roots)
         await self.retractions.set_rebuilt(self.rebuilt, gone_back)
-        self.back_at = gone_back.step
+        numbers = [int(key.split("/")[1]) for key in steps]
+        if gone_back.step < min(numbers, default=0):  # else other steps have replaced them since
+            self.back_at = gone_back.step
 
     async def withdraw_from_children(self, run: RunConfig, store: Store, stones: Sequence[Tombstone]) -> None:
         """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""

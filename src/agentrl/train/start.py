@@ -45,6 +45,7 @@ from agentrl.observe.begin_run import begin_files, begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
 from agentrl.observe.tracker_threads import open_trackers
+from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
@@ -110,6 +111,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
+            await Retractions(store.connection).require_deleted()
             resumed = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
             await lease.record_output(folders.place)

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentrl.atomic_folder import delete_folder
 from agentrl.batches import batches
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
@@ -217,24 +217,25 @@ async def folder_names(root: str) -> list[str]:
     return [name_of(path) for path in found]
 
 
-async def delete(location: str, files: Sequence[FileChecksum]) -> None:
+async def delete(location: str, files: Sequence[FileChecksum]) -> bool:
     """Delete the folder of a version; ``files`` are those that a web server is told to delete.
 
-    What is left is logged: the version counts as deleted already.
+    Returns whether nothing is left. Otherwise logs why.
     """
-    if not is_remote(location):
-        await asyncio.to_thread(shutil.rmtree, location, ignore_errors=True)
-        return
     try:
-        if location.startswith("http"):
+        if not is_remote(location):
+            await asyncio.to_thread(delete_folder, Path(location))
+        elif location.startswith("http"):
             for name in (MANIFEST, *(file.name for file in files)):
                 await asyncio.to_thread(_on_server, location, _delete, _file_url(location, name))
         else:
             await asyncio.to_thread(_call, location, "_rm", location, recursive=True)
     except FileNotFoundError:
-        return
+        return True
     except Exception as error:  # noqa: BLE001 - see _retried
         log.warning("%s is not deleted: %s", location, error)
+        return False
+    return True
 
 
 async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequence[FileChecksum]) -> None:
