@@ -45,6 +45,14 @@ def is_importable(name: str) -> bool:
     return name in allowed or not packages.isdisjoint(allowed)
 
 
+def is_listed(name: str) -> bool:
+    """Return whether ``name`` is no path, or one that ``allow_imports`` lists.
+
+    Requests of clients may name no other: unlike a user's own flags and files, they never import by default.
+    """
+    return ":" not in name or (_allowed.get() is not None and is_importable(name))
+
+
 def check_importable(name: str, kind: str = "function") -> None:
     """Raise ConfigError unless this process may import ``name``."""
     if not is_importable(name):

@@ -63,6 +63,7 @@ class Harbor(Environment):
     """A container with the tool ``bash``; the tests of the task give the reward."""
 
     tools = ("bash",)
+    scored_by_tests = True
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
