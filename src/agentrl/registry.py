@@ -4,63 +4,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError
+from agentrl.permissions import allow, is_allowed, require_allowed
 
 T = TypeVar("T")
 
-_allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_imports", default=None)
-
-
-def allow_imports(names: Iterable[str]) -> None:
-    """Restrict imports of paths ``module:name`` to ``names``: paths, modules or packages above them.
-
-    Further calls add names. Before the first call every path may be imported. A process that reads names
-    from a shared database calls this, so that the database cannot make it import other code.
-    """
-    allowed = _allowed.get()
-    if allowed is None:
-        _allowed.set(set(names))
-    else:
-        allowed.update(names)
-
-
-def paths_among(names: Iterable[str]) -> frozenset[str]:
-    """Return the paths ``module:name`` in ``names``."""
-    return frozenset(name for name in names if ":" in name)
-
-
-def is_importable(name: str) -> bool:
-    """Return whether this process may import ``name``; True for a name without a module."""
-    allowed = _allowed.get()
-    module = name.partition(":")[0]
-    if ":" not in name or allowed is None:
-        return True
-    parts = module.split(".")
-    packages = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-    return name in allowed or not packages.isdisjoint(allowed)
-
-
-def is_listed(name: str) -> bool:
-    """Return whether ``name`` is no path, or one that ``allow_imports`` lists.
-
-    Requests of clients may name no other: unlike a user's own flags and files, they never import by default.
-    """
-    return ":" not in name or (_allowed.get() is not None and is_importable(name))
-
-
-def check_importable(name: str, kind: str = "function") -> None:
-    """Raise ConfigError unless this process may import ``name``."""
-    if not is_importable(name):
-        raise ConfigError(
-            f"the {kind} {name!r} is of a module that this process may not import",
-            hint=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
-            " names it with `agentrl tasks load` as a user who may write Imports",
-        )
+allow_imports, is_importable = allow, is_allowed
+"""The names that these functions had when only code needed a permission."""
 
 
 class Registry(Generic[T]):
@@ -123,13 +77,13 @@ class Registry(Generic[T]):
         """Return the extension called ``name``.
 
         Raises ConfigError for an unknown name, with the nearest known one; for a path that this process may
-        not import (``allow_imports``); and for a module that cannot be imported.
+        not import (``permissions.allow``); and for a module that cannot be imported.
         """
         self._import_built_in()
         if name in self._registered:
             return self._registered[name]
         if ":" in name:
-            check_importable(name, self._kind)
+            require_allowed(name, self._kind)
             module, _, attribute = name.partition(":")
             return self._import(name, lambda: getattr(importlib.import_module(module), attribute))
         for point in entry_points(group=self._group, name=name):

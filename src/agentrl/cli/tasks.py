@@ -16,6 +16,7 @@ from agentrl.environments.harbor.machine import use_containers
 from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
+from agentrl.permissions import flags_allowing
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
@@ -93,8 +94,8 @@ async def _load(arguments: argparse.Namespace) -> int:
                 store, result, update=arguments.update, append=arguments.append
             )
     if refused:
-        modules = ",".join(sorted({path.partition(":")[0] for path in refused}))
-        print(f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}")
+        flags = clean(flags_allowing(refused))
+        print(f"warning  this user may not write Imports: start samplers with {flags}")
     for reason in result.skipped:
         print(f"skipped  {reason}")
     for task_id in loaded.left:

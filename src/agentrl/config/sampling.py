@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.config.flags import Flags, flag, names_in, require
+from agentrl.permissions import file_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,25 @@ class TaskConfig(Flags):
         "modules or packages, comma-separated, whose functions tasks may name as module:function; functions"
         " named in --train_file, --eval_file or a loaded task file are always allowed",
     )
+    allowed_hosts: str = flag(
+        "",
+        "servers, comma-separated HOST or HOST:PORT, that environments of tasks may reach; those named in a"
+        " task file as above are always allowed",
+        per_process=True,
+    )
+    allowed_folders: str = flag(
+        "",
+        "folders, comma-separated, below which tasks may name files: Harbor's tasks, agents' files; those"
+        " named in a task file as above are always allowed",
+        per_process=True,
+    )
 
     @property
     def allowed_names(self) -> frozenset[str]:
-        """``--allowed_modules`` as a set."""
-        return frozenset(names_in(self.allowed_modules))
+        """What these flags allow tasks to name: see ``permissions``."""
+        hosts = (f"//{host}" for host in names_in(self.allowed_hosts))
+        folders = (file_name(os.path.expanduser(path)) for path in names_in(self.allowed_folders))
+        return frozenset([*names_in(self.allowed_modules), *hosts, *folders])
 
     def __post_init__(self) -> None:
         super().__post_init__()

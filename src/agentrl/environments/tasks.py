@@ -17,11 +17,13 @@ from pydantic import Field
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult, read_tasks
 from agentrl.documents.task_folders import open_files
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import Item, TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
 from agentrl.environments.harbor.source import is_harbor, open_harbor
-from agentrl.errors import AgentRLError, TaskFileError, nearest
+from agentrl.environments.session import environment_names, names_of
+from agentrl.errors import AgentRLError, TaskEnvironmentError, TaskFileError, nearest
 from agentrl.scoring.answers import require_readable
 from agentrl.user_code import describe
 from agentrl.validation import Settings, read_config
@@ -91,10 +93,16 @@ def read_task_source(
         require_readable(task)
         look(task, item)
 
+    def names(task: Task) -> frozenset[str]:
+        try:
+            return names_of(task) | environment_names(task)
+        except TaskEnvironmentError as error:
+            raise BadTaskError(error.message) from error
+
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
         skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=open_source(str(path), split), rows=rows, check=check,
+        source=open_source(str(path), split), rows=rows, check=check, names=names,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from agentrl.gateway.feedback import give_feedback, require_rule
 from agentrl.gateway.host import end_trajectory
 from agentrl.gateway.request import GatewayError, invalid
 from agentrl.own_hosts import is_loopback
-from agentrl.registry import is_listed
+from agentrl.permissions import is_listed
 from agentrl.rollout.agent_io import GatewayResult, failure_text
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.held_claims import owner_name

@@ -16,7 +16,7 @@ from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ScorerError
 from agentrl.observe.terminal import clean
-from agentrl.registry import allow_imports, paths_among
+from agentrl.permissions import allow
 from agentrl.rollout.agents import AGENTS
 from agentrl.scoring.answers import number, unparsed
 from agentrl.scoring.process_pool import run_in_process
@@ -92,15 +92,15 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
 
     Raises TaskFileError if a loaded task has changed, and if the run was begun with another file.
 
-    This process may import the Python paths in the file from now on; so may the other processes of the run,
-    if this user may write the run's list.
+    This process may use the code, servers and files that the file names from now on; so may the other
+    processes of the run, if this user may write the run's list.
     """
     if result.reading is not None:
         logger.info("%s", result.reading)
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded, _ = await store_tasks(store, result, append=False)
-    allow_imports(_paths(result))
+    allow(result.outside)
     logger.info(
         "tasks loaded",
         extra={
@@ -115,20 +115,14 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
 async def store_tasks(
     store: Store, result: ReadResult, *, update: bool = False, append: bool = True
 ) -> tuple[LoadResult, tuple[str, ...]]:
-    """Store the tasks of a file, and add the Python paths in it to the run's list of importable paths.
+    """Store the tasks of a file, and add the code, servers and files that it names to the run's list.
 
-    Returns what was loaded, and the paths that this user may not add to the list. With ``update``, loaded
+    Returns what was loaded, and the names that this user may not add to the list. With ``update``, loaded
     tasks that have not begun are changed. Without ``append``, a run that was begun with another file is
     refused: ``Tasks.load``.
     """
     for image in result.images():
         await store.images.put(image)
     loaded = await store.tasks.load(result.tasks, update=update, append=append)
-    paths = _paths(result)
-    return loaded, () if await store.imports.add(paths) else tuple(paths)
-
-
-def _paths(result: ReadResult) -> frozenset[str]:
-    """Return the Python paths that the tasks name."""
-    fields = ("scorer", "agent_name", "environment")
-    return paths_among(name for field in fields for name in result.names.get(field, ()))
+    is_written = await store.imports.add(result.outside)
+    return loaded, () if is_written else tuple(sorted(result.outside))

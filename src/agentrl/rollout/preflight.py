@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.environments.base import ENVIRONMENTS
+from agentrl.environments.session import environment_names
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
+from agentrl.permissions import require_allowed
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.scoring.advantages import ESTIMATORS
@@ -107,6 +109,7 @@ async def probe(
     named = await store.tasks.references(split)
     flags = agent or AgentConfig()
     problems = [*_name_problems(named, flags), *_tool_problems(tools, named)]
+    problems += await _meta_problems(store, named)
     if chat_format is not None:
         problems += _image_problems(chat_format, named)
         if (unseen := _unseen_tools(chat_format, flags, tools)) is not None:
@@ -144,6 +147,18 @@ def _name_problems(named: TaskReferences, flags: AgentConfig) -> list[str]:
         for name, task in names.items()
         for problem in _problems_of(partial(check, name), task)
     ]
+
+
+async def _meta_problems(store: Store, named: TaskReferences) -> list[str]:
+    """Return what the ``meta`` of an environment's first task names and this process may not use."""
+    problems = []
+    for name, example in named.environments.items():
+        task = await store.tasks.get(example)
+        for outside in sorted(() if task is None else environment_names(task)):
+            problems += _problems_of(
+                partial(require_allowed, outside, f"meta of environment {name}"), example
+            )
+    return problems
 
 
 def _image_problems(chat_format: ChatFormat, named: TaskReferences) -> list[str]:

@@ -19,8 +19,8 @@ from agentrl.config.schema import (
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
 from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.permissions import names_outside
 from agentrl.processes import stop_on_signals
-from agentrl.registry import paths_among
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
 from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
@@ -102,7 +102,7 @@ async def sample(configs: Configs) -> None:
                     store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],
                     chat_format=worker.chat_format,
                 )  # fmt: skip
-                await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
+                await store.imports.add(names_outside({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
                 admission = Admission(sampling, configs[TrainConfig])

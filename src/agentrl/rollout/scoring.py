@@ -13,10 +13,11 @@ from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.documents.task import FEEDBACK, Claim, scorer_weights
+from agentrl.documents.task import FEEDBACK, Claim
+from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
+from agentrl.permissions import allow, is_allowed
 from agentrl.processes import stop_on_signals
-from agentrl.registry import allow_imports, is_importable
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name
@@ -87,9 +88,8 @@ class Scoring:
         Its messages are read from its model calls.
         """
         try:
-            named = (claim.task.environment or "", *scorer_weights(claim.task.scorer))
-            if not all(map(is_importable, named)):
-                allow_imports(await self.store.imports.paths())
+            if not all(map(is_allowed, names_of(claim.task))):
+                allow(await self.store.imports.paths())
             record = await self.store.records.get(claim.record_id)
             if record is None:
                 raise StoreError(
@@ -226,7 +226,7 @@ async def score_queued(
     until_empty: bool,
 ) -> int:
     """Score what waits for a score in ``split``; return how many trajectories got one."""
-    allow_imports(await store.imports.paths())
+    allow(await store.imports.paths())
     owner = owner_name()
     outages = Outages(sampling.outage_wait_seconds)
     scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)

@@ -36,7 +36,7 @@ from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.engine_list import LiveEngines
 from agentrl.inference.router import EngineRouter
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -148,8 +148,8 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     own = {agent.agent_name, agent.new_context, groups.advantage}
     own.update(name.strip() for name in configs[ToolConfig].tools.split(","))
     own.update(name for name in (agent.tool_call_parser, groups.group_filter) if name is not None)
-    allow_imports(configs[TaskConfig].allowed_names | own)
-    allow_imports(await store.imports.paths())
+    allow(configs[TaskConfig].allowed_names | own)
+    allow(await store.imports.paths())
 
 
 def sampler_config(

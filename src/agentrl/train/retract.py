@@ -17,8 +17,8 @@ from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.errors import ConfigError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.observe.progress import progress
+from agentrl.permissions import allow
 from agentrl.processes import user_name
-from agentrl.registry import allow_imports
 from agentrl.store.admin.retract import Retractions, Selection
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.views.runs import Runs
@@ -50,7 +50,7 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
     async with await open_existing(run):
         pass  # a misspelled run is not made
     async with await open_store(run) as store:
-        allow_imports([*configs[TaskConfig].allowed_names, *await store.imports.paths()])
+        allow([*configs[TaskConfig].allowed_names, *await store.imports.paths()])
         call = await _Call.of(store, configs)
         for line in call.preview():
             print(line)
