@@ -206,7 +206,9 @@ class SamplerGateway:
     host: GatewayHost | None = None
 
     @asynccontextmanager
-    async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
+    async def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AsyncIterator[Endpoint]:
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
@@ -221,7 +223,9 @@ class SamplerGateway:
                 seed=self.configs[RunConfig].seed,
             )
             self.host = GatewayHost(answerer, self.configs[GatewayConfig])
-        async with self.host.open(claim, train=train, max_calls=max_calls) as endpoint:
+        async with self.host.open(
+            claim, train=train, max_calls=max_calls, takes_reward=takes_reward
+        ) as endpoint:
             yield endpoint
 
     async def close(self) -> None:

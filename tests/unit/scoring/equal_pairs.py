@@ -24,7 +24,15 @@ def _value(draw: random.Random) -> sympy.Expr:
     """Return a number or a formula that is not 0."""
     n, m = draw.randint(2, 99), draw.randint(2, 99)
     return draw.choice(
-        [sympy.Integer(n), sympy.Rational(n, m), sympy.sqrt(n), n + m * sympy.I, n * X, X**2 + n, n * sympy.pi / m]
+        [
+            sympy.Integer(n),
+            sympy.Rational(n, m),
+            sympy.sqrt(n),
+            n + m * sympy.I,
+            n * X,
+            X**2 + n,
+            n * sympy.pi / m,
+        ]
     )
 
 
@@ -90,9 +98,18 @@ def _percent(draw: random.Random) -> tuple[str, str, bool]:
 
 def _unit(draw: random.Random) -> tuple[str, str, bool]:
     n = draw.randint(2, 99_999)
-    one, other = draw.sample(["m", "km", "cm^2", "cm^3", "kg", "g", "dollars", "cents", "m/s", "eggs", "degrees"], 2)
+    one, other = draw.sample(
+        ["m", "km", "cm^2", "cm^3", "kg", "g", "dollars", "cents", "m/s", "eggs", "degrees"], 2
+    )
     right = [f"{n} {one}", rf"{n}\text{{ {one}}}", f"{n:,} {one}", str(n)]
-    wrong = [f"{n} {other}", rf"{n}\text{{ {other}}}", f"-{n} {one}", f"{n + 1} {one}", f"{n}0 {one}", f"{n} dozen"]
+    wrong = [
+        f"{n} {other}",
+        rf"{n}\text{{ {other}}}",
+        f"-{n} {one}",
+        f"{n + 1} {one}",
+        f"{n}0 {one}",
+        f"{n} dozen",
+    ]
     is_equal = draw.random() < 0.5
     return draw.choice(right if is_equal else wrong), f"{n} {one}", is_equal
 

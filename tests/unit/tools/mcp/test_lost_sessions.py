@@ -75,7 +75,9 @@ class Server(httpx2.AsyncBaseTransport):
     def _response(answer: Answer, headers: dict[str, str] | None = None) -> httpx2.Response:
         status, kind, body = answer
         more = {"content-encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {}
-        return httpx2.Response(status, headers={"content-type": kind, **more, **(headers or {})}, content=body)
+        return httpx2.Response(
+            status, headers={"content-type": kind, **more, **(headers or {})}, content=body
+        )
 
 
 Open = Callable[..., server.McpServer]
@@ -219,7 +221,9 @@ HALVES = {
 @pytest.mark.parametrize("kind", [JSON, "text/event-stream"])
 @pytest.mark.parametrize("half", HALVES)
 async def test_half_a_character_does_not_lose_the_result(opened: Open, kind: str, half: bytes) -> None:
-    start = b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [{"type": "text", "text": "' + half + b'"}]}}'
+    start = (
+        b'{"jsonrpc": "2.0", "id": %d, "result": {"content": [{"type": "text", "text": "' + half + b'"}]}}'
+    )
     remote = Server()
     numbers = itertools.count(1)
 
