@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from agentrl.processes import has_ended, identify, owned_name, owner_of
-from agentrl.untrusted_folder import discard
+from agentrl.untrusted_folder import discard, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,16 @@ def finish_folder(temporary: Path, target: Path) -> None:
 def discard_folder(temporary: Path) -> None:
     """Delete a temporary folder, if it exists."""
     discard(temporary)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder that others read: they find it whole or not at all. Raises OSError.
+
+    A deletion that is killed leaves a temporary folder, which ``remove_leftovers`` removes.
+    """
+    discarded = folder.parent / _temporary_name(f"old-{folder.name}")
+    folder.rename(discarded)
+    remove_folder(discarded)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -126,7 +136,7 @@ def _replace(temporary: Path, target: Path) -> None:
         discarded = target.parent / _temporary_name(f"old-{target.name}")
         target.rename(discarded)
         temporary.rename(target)
-        discard(discarded)
+        discard_folder(discarded)
     else:
         temporary.rename(target)
     _flush(target.parent)

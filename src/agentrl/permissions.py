@@ -77,6 +77,11 @@ def is_allowed(name: str) -> bool:
     return allowed is None or not names_outside([name]) or not allowed.isdisjoint((name, *_above(name)))
 
 
+def is_listed(name: str) -> bool:
+    """Return whether data may name ``name`` even where nothing was restricted: in requests of clients."""
+    return not names_outside([name]) or (_allowed.get() is not None and is_allowed(name))
+
+
 def require_allowed(name: str, what: str = "function") -> None:
     """Raise ConfigError unless data may name ``name``, which is a ``what``."""
     if is_allowed(name):

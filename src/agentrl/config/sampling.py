@@ -32,7 +32,17 @@ class TaskConfig(Flags):
         per_process=True,
     )
     task_preset: Literal[
-        "auto", "none", "original", "chatlearn", "verl", "trl", "gsm8k", "math", "messages"
+        "auto",
+        "none",
+        "original",
+        "chatlearn",
+        "verl",
+        "choices",
+        "conversations",
+        "trl",
+        "gsm8k",
+        "math",
+        "messages",
     ] = flag(
         "auto", "the system whose rows the files have; auto knows it by a row's fields", per_process=True
     )
@@ -128,6 +138,12 @@ class SamplingConfig(Flags):
     max_new_tokens: int = flag(8196, "tokens generated per model call", within="[1, inf)", unit="tokens")
     preferred_sampling_params: str = flag(
         "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
+    )
+    presence_penalty: float | None = flag(
+        None, "presence_penalty of --preferred_sampling_params", within="[-2, 2]"
+    )
+    frequency_penalty: float | None = flag(
+        None, "frequency_penalty of --preferred_sampling_params", within="[-2, 2]"
     )
     max_concurrent_samples_per_process: int = flag(
         16,

@@ -49,6 +49,7 @@ async def delete_withdrawn(
         await withdrawing.decide_again(task, decide_stored, attempt)
     await withdrawing.rewrite_steps(attempt)
     await withdrawing.sweep()
+    await Retractions(connection).set_deleted()
     return await finish_withdrawn(connection, is_sampled=is_sampled)
 
 

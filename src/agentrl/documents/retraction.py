@@ -54,6 +54,8 @@ class Retraction(Root):
     images: tuple[str, ...] = ()
     """Images that the withdrawn documents named and that are not looked at yet."""
     at: datetime = field(default_factory=now)
+    deleted_at: datetime | None = None
+    """When the run held none of it any more, images apart; None: a trainer would still read some of it."""
     finished_at: datetime | None = None
     """When nothing was left to delete; None: the next call goes on."""
 

@@ -142,7 +142,7 @@ def read_tasks(
     tasks = _FileTasks(source, rows, split, num_generations)
     reading = _Reading(tasks, known, rows, source.is_trusted, names)
     for item in source.items():
-        where = source.where(item.line)
+        where = source.where(item)
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value

@@ -156,7 +156,9 @@ def _message(where: str, item: Any) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise BadTaskError(f"{where}: the role is {excerpt(role, _SHOWN)}; choose one of {', '.join(ROLES)}")
-    message = {key: value for key, value in item.items() if value is not None}
+    message = {  # clients and tables write what is missing as null or as an empty list
+        key: value for key, value in item.items() if value is not None and (key == "content" or value != [])
+    }
     unknown = sorted(set(message) - _KEYS[role])
     if unknown:
         raise BadTaskError(f"{where}: a message of role {role} has no {excerpt(unknown[0], _SHOWN)}")

@@ -80,6 +80,7 @@ class TaskSource:
         self.folder = path.parent if folder is None else folder
         self.is_trusted = is_trusted
         self._places = places
+        self._is_list = False
         try:
             self._file = open_binary(path) if file is None else file
         except _READING as error:
@@ -93,15 +94,20 @@ class TaskSource:
         first = self._file.read(_CHUNK)
         while first and not first.strip():
             first = self._file.read(_CHUNK)
-        is_list = self._places is None and first.lstrip().startswith(b"[")
-        items = self._list_items() if is_list else self._lines()
+        self._is_list = self._places is None and first.lstrip().startswith(b"[")
+        items = self._list_items() if self._is_list else self._lines()
         bad = {} if self._places is None else self._places.bad
         for number, item in enumerate(items):
             yield replace(item, number=number, value=bad.get(item.line, item.value))
 
-    def where(self, line: int) -> str:
-        """Return ``file:line`` of a task, with a row's number, from 1, in a file of another kind."""
-        return f"{self.path}:{line}" if self._places is None else self._places.of(line)
+    def where(self, item: Item) -> str:
+        """Return ``file:line`` of a task; in a file of another kind ``file:row``, both from 1.
+
+        Of a JSON list, which may be one line, it has the row too.
+        """
+        if self._places is not None:
+            return self._places.of(item.line)
+        return f"{self.path}:{item.line}" + (f" (row {item.number + 1})" if self._is_list else "")
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` decompressed bytes from ``offset``."""

@@ -50,7 +50,7 @@ class CheckedTasks:
 
     def look(self, task: Task, item: Item) -> None:
         """Count one task."""
-        for name, value in item.value.items():
+        for name, value in item.value.items() if isinstance(item.value, dict) else ():
             if name in self.fields or len(self.fields) < _FIELDS:
                 self.fields.setdefault(name, Counter())[kind_of(value)] += 1
         for name, counted in self.names.items():

@@ -18,7 +18,8 @@ from agentrl.errors import ScorerError
 from agentrl.observe.terminal import clean
 from agentrl.permissions import allow
 from agentrl.rollout.agents import AGENTS
-from agentrl.scoring.answers import number, unparsed
+from agentrl.scoring.math_equality import unparsed
+from agentrl.scoring.normal_form import number
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import SCORERS
 

@@ -96,7 +96,7 @@ async def sample(configs: Configs) -> None:
         async with await open_store(run) as store:
             await _join_run(store, configs, read)
             await allow_configured_imports(store, configs)
-            async with open_worker(store, configs, stop=stop) as (worker, router):
+            async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
                 collect_garbage_less_often()
                 await probe(
                     store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],

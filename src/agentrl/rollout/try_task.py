@@ -226,7 +226,7 @@ def _task_of_file(source: TaskSource, line: int | None, rows: TaskRows) -> tuple
             task = make_task(value, _ID, 1, source.folder)
             return task, read_images(image_sources(value), source.folder)
         except BadTaskError as error:
-            raise TaskFileError(f"{source.where(item.line)}: {error}", hint="correct this line") from error
+            raise TaskFileError(f"{source.where(item)}: {error}", hint="correct this line") from error
     where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
     raise TaskFileError(f"{source.path}: {where}", hint="give --line N of a task")
 

@@ -18,7 +18,7 @@ from agentrl.llm.agent_config import AgentSection, load_judge
 from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
 from agentrl.llm.limits import Deadline, clock_stopped, current_deadline
-from agentrl.scoring.answers import same
+from agentrl.scoring.normal_form import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from agentrl.processes import user_name
 from agentrl.store.admin.retract import Retractions, Selection
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.views.runs import Runs
+from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.rebuild import Influence, go_back, influence, require_possible
 
@@ -87,8 +88,7 @@ class _Call:
     unfinished: Sequence[Retraction]
     rebuilt: list[Retraction]
     """Those for which the run goes back to an earlier checkpoint."""
-    roots: Sequence[Path]
-    """The run's folders of checkpoints."""
+    folders: RunFolders
     influence: Influence
     family: bool
     """Whether it is withdrawn from the run's children too."""
@@ -111,7 +111,7 @@ class _Call:
         selection = await _select(retractions, flags)
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
-        roots = await _roots(store, configs[RunConfig])
+        folders = await _folders(store, configs[RunConfig])
         steps = await retractions.tainted(rebuilt, selection.steps)
         of_family = [item.because for item in unfinished if item.family]
         return cls(
@@ -121,8 +121,8 @@ class _Call:
             selection=selection,
             unfinished=unfinished,
             rebuilt=rebuilt,
-            roots=roots,
-            influence=await influence(store, steps, roots),
+            folders=folders,
+            influence=await influence(store, steps, folders.roots),
             family=flags.family or bool(of_family),
             because=flags.because or "".join(of_family[-1:]),
             by=f"{user_name()}@{socket.gethostname()}",
@@ -166,9 +166,10 @@ class _Call:
     def require_rebuild(self) -> None:
         """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
         require_possible(self.influence)
-        if self.influence.first is not None and not self.roots[0].is_dir():
+        self.folders.require_own(self.influence.versions)
+        if self.influence.first is not None and not self.folders.output.is_dir():
             raise ConfigError(
-                f"the output folder of run {self.store.run_name} is not here: {self.roots[0]}",
+                f"the output folder of run {self.store.run_name} is not here: {self.folders.output}",
                 hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
                 " machine, in its folder",
             )
@@ -202,9 +203,13 @@ class _Call:
     async def _go_back(self, lease: TrainerLease) -> None:
         await self.retractions.plan_rebuild(self.rebuilt)
         steps = await self.retractions.tainted(self.rebuilt)
-        gone_back = await go_back(self.store, lease, await influence(self.store, steps, self.roots))
+        found = await influence(self.store, steps, self.folders.roots)
+        self.folders.require_own(found.versions)
+        gone_back = await go_back(self.store, lease, found, self.folders.roots)
         await self.retractions.set_rebuilt(self.rebuilt, gone_back)
-        self.back_at = gone_back.step
+        numbers = [int(key.split("/")[1]) for key in steps]
+        if gone_back.step < min(numbers, default=0):  # else other steps have replaced them since
+            self.back_at = gone_back.step
 
     async def withdraw_from_children(self, run: RunConfig, store: Store, stones: Sequence[Tombstone]) -> None:
         """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
@@ -267,9 +272,9 @@ async def _select(retractions: Retractions, flags: RetractFlags) -> Selection:
     return await retractions.select(scorers=flags.scorer, tasks=flags.task, records=flags.record)
 
 
-async def _roots(store: Store, run: RunConfig) -> list[Path]:
-    """Return the folders of checkpoints: those of the run's trainer, or --output_dir."""
+async def _folders(store: Store, run: RunConfig) -> RunFolders:
+    """Return the folders of the run's trainer; ConfigError if one is another run's."""
     trainer = (await store.settings.resolved()).get("train")
     stored: Mapping[str, Any] = {} if trainer is None else trainer.values
     own = replace(run, output_dir=run.output_dir or stored.get("output_dir"))
-    return own.checkpoint_roots(stored.get("fallback_output_dir"))
+    return await run_folders(store, own, stored.get("fallback_output_dir"), stored.get("publish_to"))

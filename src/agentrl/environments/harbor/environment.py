@@ -70,6 +70,7 @@ class Harbor(Environment):
     """A container with the tool ``bash``; the tests of the task give the reward."""
 
     tools = ("bash",)
+    scored_by_tests = True
 
     @classmethod
     def names(cls, task: Task) -> list[str]:

@@ -205,6 +205,27 @@ class Retractions(Repository):
         return await self._all(Retraction, RETRACTION, {"finished_at": None}, sort=[("_id", 1)])
 
     @database_call
+    async def require_deleted(self) -> None:
+        """Raise StoreError if a call was interrupted whose data, or whose weights, are still to be deleted.
+
+        A trainer calls it before it reads a checkpoint or data: what it trains now, nobody finds later.
+        """
+        query = {"finished_at": None, "$or": [{"deleted_at": None}, {"rebuilds": True, "rebuilt": None}]}
+        for item in await self._all(Retraction, RETRACTION, query, sort=[("_id", 1)], limit=1):
+            run = self._connection.database.name
+            raise StoreError(
+                f"run {run} still holds what {item.by} withdrew on {item.at:%Y-%m-%d %H:%M} UTC: that call of"
+                " `agentrl retract` was interrupted",
+                hint=f"finish it first: agentrl retract {run}",
+            )
+
+    @database_call
+    async def set_deleted(self) -> None:
+        """Store that the run holds nothing any more of what is withdrawn, images apart."""
+        query = {"deleted_at": None}
+        await self._collection(RETRACTION).update_many(query, {"$currentDate": {"deleted_at": True}})
+
+    @database_call
     async def unrebuilt(self) -> list[Retraction]:
         """Return the retractions of what is still in the weights, oldest first."""
         query = {"rebuilt": None, "first_step": {"$ne": None}}

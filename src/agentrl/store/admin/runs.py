@@ -21,12 +21,14 @@ from agentrl.documents.checkpoint import state_files
 from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
+from agentrl.folder_owner import hand_over, require_alone
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
+from agentrl.store.settings import Settings
 from agentrl.store.views.runs import Runs
 
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
@@ -95,6 +97,8 @@ class RunAdmin(Repository):
             ) from error
         if folder is None:
             return None
+        owner = await Settings(self._connection).owner()
+        await asyncio.to_thread(require_alone, folder, owner, verb)
         same = {"_id": flags_key("train"), "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
             if await database.client[name][SETTINGS].find_one(same, {"_id": 1}) is not None:
@@ -149,7 +153,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     if not path.is_dir():
         return None
     folder = path.resolve()
-    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
+    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), *_home())):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
     if not (folder / "weights").is_dir() and not any(state_files(folder)):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
@@ -159,6 +163,14 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
             hint=f"start this command in the trainer's working folder, or {verb} the folder by hand",
         )
     return folder
+
+
+def _home() -> list[Path]:
+    """Return the home folder, if the user has one: a number without a name, as in containers, has none."""
+    try:
+        return [Path.home().resolve()]
+    except RuntimeError:
+        return []
 
 
 Moves = Sequence[tuple[Path, Path]]
@@ -233,6 +245,7 @@ class Rename(Repository):
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before."""
         old, new = self._old, self._new
+        owner = await Settings(self._connection).owner()
         await old.client.drop_database(new.name)
         schema = await self._mark(old)
         mark = {**schema, "importing": True, "renaming": self._names}
@@ -245,10 +258,10 @@ class Rename(Repository):
             await new[GATE].delete_many({})  # the run brings its own
             await Transfer(self._connection, on_documents=self._on_documents).copy(new)
             await self._rewrite_paths(moves)
-            _move(moves, self._names[1])
+            _move(moves, self._names[1], owner.id)
         except Exception:
             with contextlib.suppress(StoreError, OSError):
-                _move([(after, before) for before, after in moves], old.name)
+                _move([(after, before) for before, after in moves], old.name, owner.id)
             await old.client.drop_database(new.name)
             await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
             raise
@@ -303,8 +316,8 @@ def _renamed(folder: Path, old: str, new: str) -> Path:
     return folder.with_name(new) if folder.name == old else folder
 
 
-def _move(moves: Moves, run_name: str) -> None:
-    """Rename the folders that exist, and name the run in their checkpoints. Raises StoreError."""
+def _move(moves: Moves, run_name: str, id: str) -> None:
+    """Rename the folders that exist; name the run in their checkpoints and owner files. Raises StoreError."""
     try:
         for before, after in moves:
             if before.exists() and before != after:
@@ -312,6 +325,7 @@ def _move(moves: Moves, run_name: str) -> None:
             for state in state_files(after, undone=True):
                 content = {**json.loads(state.read_text(encoding="utf-8")), "run_name": run_name}
                 replace_file(state, json.dumps(content, indent=1).encode() + b"\n")
+            hand_over(after, id, run_name)
     except (OSError, ValueError) as error:
         raise StoreError(
             f"a folder of the run cannot be renamed: {error}",

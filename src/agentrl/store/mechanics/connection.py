@@ -34,6 +34,7 @@ from agentrl.store.embedded.server import disk_problem
 from agentrl.store.mechanics.driver_errors import ENCODING_ERRORS, store_error
 from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
 from agentrl.store.mechanics.transaction import Collection, use_session
+from agentrl.store.mechanics.turns import Turns
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -43,6 +44,7 @@ D = TypeVar("D", bound=Document)
 CONNECTIONS = 32
 """Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
 monitor the server."""
+_TURNS = 4 * CONNECTIONS
 _BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _IDLE_MS = 300_000
 _MIN_VERSION = (6, 0)
@@ -65,6 +67,7 @@ class Connection:
         self.timeout = timeout
         self.outage = OutageLog()
         self.opened_at = time.monotonic()
+        self._turns = Turns(_TURNS)
         self.host = _host(uri)
         self._folder = folder
         milliseconds = max(1, int(timeout * 1000))
@@ -160,7 +163,7 @@ class Connection:
                 return StoreError(f"{doing}: no document can hold this: {text}")
             raise error
 
-        return await retry_while_unavailable(operation, to_store_error, self.outage)
+        return await retry_while_unavailable(lambda: self._turns.take(operation), to_store_error, self.outage)
 
     async def close(self) -> None:
         """Close the client."""
