@@ -28,7 +28,8 @@ class BundleTooLargeError(BundleError):
 def check_out(bundle: Path, target: Path, *, ref: str | None = None, max_bytes: int, max_files: int) -> None:
     """Check out a branch, tag or commit of ``bundle``, by default its HEAD, into the new folder ``target``.
 
-    The sizes of all files are added up before any is written. Raises BundleError without git or ``ref``, and
+    The sizes of all files are added up before any is written. What the commit does not reach is dropped from
+    the repository: a later one may hold the solution. Raises BundleError without git or ``ref``, and
     BundleTooLargeError.
     """
     if shutil.which("git") is None:
@@ -37,6 +38,7 @@ def check_out(bundle: Path, target: Path, *, ref: str | None = None, max_bytes: 
     _require_small(target, _commit(target, ref), max_bytes, max_files)
     _git("-C", str(target), "checkout", "--quiet", *([] if ref is None else [ref]))
     _git("-C", str(target), "remote", "remove", "origin")
+    _forget_later_commits(target)
 
 
 def _commit(clone: Path, ref: str | None) -> str:
@@ -61,6 +63,16 @@ def _require_small(clone: Path, commit: str, max_bytes: int, max_files: int) -> 
                     f"it holds more than {max_bytes >> 20} MiB, {max_files:,} files or {DEEPEST} levels of"
                     " folders"
                 )
+
+
+def _forget_later_commits(clone: Path) -> None:
+    """Drop branches, tags and objects that HEAD does not reach."""
+    names = ("for-each-ref", "--format=%(refname)")
+    every, reached = (set(_git("-C", str(clone), *names, *more).split()) for more in ((), ("--merged=HEAD",)))
+    for name in sorted(every - reached):
+        _git("-C", str(clone), "update-ref", "-d", name)
+    _git("-C", str(clone), "reflog", "expire", "--expire=now", "--all")
+    _git("-C", str(clone), "gc", "--quiet", "--prune=now")
 
 
 def _git(*words: str) -> str:
