@@ -21,7 +21,7 @@ from agentrl.config.agent import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import CONVERSATIONS, Claim
-from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
+from agentrl.errors import AgentRLError, LeaseLostError, RunMissingError, StoreUnavailableError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.answers import answer_of
 from agentrl.gateway.dialects.anthropic_messages import Messages
@@ -265,6 +265,8 @@ async def answer_errors(shape: Dialect, handle: Callable[[], Awaitable[Response]
         refused = error
     except StoreUnavailableError as error:
         refused = GatewayError("unavailable", error.message, code="unavailable")
+    except RunMissingError as error:
+        refused = GatewayError("not_found", error.message, code="no_run", hint=error.hint)
     except AgentRLError as error:
         logger.warning("a request was refused", extra={"why": error.message})
         refused = GatewayError("internal", error.message, code="internal")

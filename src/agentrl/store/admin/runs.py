@@ -26,6 +26,7 @@ from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.run_fence import SETTLE_SECONDS
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Settings
@@ -37,7 +38,10 @@ _MAX_NOTE: Final = 500
 
 
 class RunAdmin(Repository):
-    """The calls on a run as a whole. They need the rights of an administrator."""
+    """The calls on a run as a whole, also on one that is marked. They need the rights of an administrator."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.beside(connection.database.name))
 
     @database_call
     async def tag(self, add: Collection[str], remove: Collection[str]) -> tuple[str, ...]:
@@ -116,6 +120,14 @@ class RunAdmin(Repository):
         ancestry, name = Ancestry(self._connection), self._connection.database.name
         await ancestry.require_childless("deleted")
         parent = await ancestry.parent()
+        facts = self._collection(RUN)
+        await facts.update_one({"_id": SCHEMA}, {"$set": {"deleting": True}})
+        await asyncio.sleep(SETTLE_SECONDS)
+        try:
+            await self.require_ended(alive_seconds)  # a process may have begun to work before the mark
+        except StoreError:
+            await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
+            raise
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
@@ -253,6 +265,7 @@ class Rename(Repository):
         await prepare(old)  # an older build of this schema version may not know the mark
         await old[RUN].update_one({"_id": SCHEMA}, {"$set": {"renaming": self._names}})
         try:
+            await asyncio.sleep(SETTLE_SECONDS)
             await RunAdmin(self._connection).require_ended(alive_seconds)
             await prepare(new)
             await new[GATE].delete_many({})  # the run brings its own

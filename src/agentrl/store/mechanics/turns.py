@@ -22,13 +22,20 @@ class Turns:
     def __init__(self, limit: int) -> None:
         self._free = asyncio.Semaphore(limit)
 
-    async def take(self, operation: Callable[[], Awaitable[R]]) -> R:
-        """Return what ``operation`` returns, in its turn. Operations inside it belong to the same turn."""
+    async def take(
+        self, operation: Callable[[], Awaitable[R]], check: Callable[[], Awaitable[None]] | None = None
+    ) -> R:
+        """Return what ``operation`` returns, in its turn, after ``check``.
+
+        Operations inside it belong to the same turn.
+        """
         if _has_turn.get():
             return await operation()
         async with self._free:
             token = _has_turn.set(True)
             try:
+                if check is not None:
+                    await check()
                 return await operation()
             finally:
                 _has_turn.reset(token)
