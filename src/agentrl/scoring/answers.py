@@ -80,12 +80,17 @@ def marked(answer: str, schema: str) -> str:
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers ``exact``, ``f1`` and ``math``; a task without an answer passes.
+    Checks the scorers ``exact``, ``f1`` and ``math``, which need an answer.
     """
     likenesses = {"exact": same, "f1": word_f1, "math": same}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
     golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
-    for name in likenesses.keys() & scorer_weights(task.scorer).keys() if golds else ():
+    for name in likenesses.keys() & scorer_weights(task.scorer).keys():
+        if not golds:
+            raise BadTaskError(
+                f"scorer {name} compares with an answer, and the task has none: give it one, or leave the"
+                " scorer out, and a judge decides by the question alone"
+            )
         problems = [_unreadable(gold, task.answer_schema, name, likenesses[name]) for gold in golds]
         if all(problems):
             raise BadTaskError(f"scorer {name} cannot read the answer: {problems[0]}")
