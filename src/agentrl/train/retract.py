@@ -19,6 +19,7 @@ from agentrl.observe.log_lines import remove_lines
 from agentrl.observe.progress import progress
 from agentrl.permissions import allow
 from agentrl.processes import user_name
+from agentrl.registry import import_modules
 from agentrl.store.admin.retract import Retractions, Selection
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.views.runs import Runs
@@ -48,6 +49,7 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
     """Show what would go, ask by ``confirm``, delete it, and say what to do next; return the exit code."""
     run, flags = configs[RunConfig], configs[RetractFlags]
     exports = [folder for given in flags.archive for folder in find_exports(given)]
+    import_modules(configs[TaskConfig].imported_modules)
     async with await open_existing(run):
         pass  # a misspelled run is not made
     async with await open_store(run) as store:
