@@ -166,13 +166,13 @@ class _Call:
     def require_rebuild(self) -> None:
         """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
         require_possible(self.influence)
-        self.folders.require_own(self.influence.versions)
         if self.influence.first is not None and not self.folders.output.is_dir():
             raise ConfigError(
                 f"the output folder of run {self.store.run_name} is not here: {self.folders.output}",
                 hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
                 " machine, in its folder",
             )
+        self.folders.require_own(self.influence.versions)
 
     async def withdraw(self) -> int:
         """Delete it from the run, and go back if that is asked for; return how many images must wait."""

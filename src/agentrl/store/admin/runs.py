@@ -97,7 +97,7 @@ class RunAdmin(Repository):
             ) from error
         if folder is None:
             return None
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await asyncio.to_thread(require_alone, folder, owner, verb)
         same = {"_id": flags_key("train"), "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
@@ -245,7 +245,7 @@ class Rename(Repository):
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before."""
         old, new = self._old, self._new
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await old.client.drop_database(new.name)
         schema = await self._mark(old)
         mark = {**schema, "importing": True, "renaming": self._names}
