@@ -103,11 +103,12 @@ class Settings(Repository):
         Without ``makes`` nothing is written: the id of a run that has claimed nothing is empty. A rename and
         an import keep the id; a fork and a what-if have their own.
         """
-        if makes:
+        stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+        if stored is None and makes:
             made = RunSettings(id=IDENTITY, values={"id": secrets.token_hex(16)}, by=_by("run"), at=now())
             with suppress(DuplicateKeyError):
                 await self._collection(SETTINGS).insert_one(made.to_document())
-        stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+            stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
         connection, id = self._connection, "" if stored is None else str(stored.values["id"])
         return Owner(run=connection.database.name, id=id, database=connection.host)
 

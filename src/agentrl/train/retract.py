@@ -275,4 +275,5 @@ async def _folders(store: Store, run: RunConfig) -> RunFolders:
     trainer = (await store.settings.resolved()).get("train")
     stored: Mapping[str, Any] = {} if trainer is None else trainer.values
     own = replace(run, output_dir=run.output_dir or stored.get("output_dir"))
-    return await run_folders(store, own, stored.get("fallback_output_dir"), stored.get("publish_to"))
+    fallback, publish_to = stored.get("fallback_output_dir"), stored.get("publish_to")
+    return await run_folders(store, own, fallback, publish_to, makes=False)
