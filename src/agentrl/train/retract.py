@@ -170,13 +170,13 @@ class _Call:
     def require_rebuild(self) -> None:
         """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
         require_possible(self.influence)
-        self.folders.require_own(self.influence.versions)
         if self.influence.first is not None and not self.folders.output.is_dir():
             raise ConfigError(
                 f"the output folder of run {self.store.run_name} is not here: {self.folders.output}",
                 hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
                 " machine, in its folder",
             )
+        self.folders.require_own(self.influence.versions)
 
     async def withdraw(self, exports: Sequence[Path]) -> None:
         """Delete it from the run, and go back if that is asked for; ``exports`` are to follow."""
@@ -297,4 +297,5 @@ async def _folders(store: Store, run: RunConfig) -> RunFolders:
     trainer = (await store.settings.resolved()).get("train")
     stored: Mapping[str, Any] = {} if trainer is None else trainer.values
     own = replace(run, output_dir=run.output_dir or stored.get("output_dir"))
-    return await run_folders(store, own, stored.get("fallback_output_dir"), stored.get("publish_to"))
+    fallback, publish_to = stored.get("fallback_output_dir"), stored.get("publish_to")
+    return await run_folders(store, own, fallback, publish_to, makes=False)

@@ -101,7 +101,7 @@ class RunAdmin(Repository):
         if folder is None:
             await asyncio.to_thread(remove_leftovers, Path(given).parent)  # of a deletion that was killed
             return None
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await asyncio.to_thread(require_alone, folder, owner, verb)
         same = {"_id": flags_key("train"), "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
@@ -258,7 +258,7 @@ class Rename(Repository):
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before."""
         old, new = self._old, self._new
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await old.client.drop_database(new.name)
         schema = await self._mark(old)
         mark = {**schema, "importing": True, "renaming": self._names}
