@@ -87,16 +87,16 @@ def require_allowed(name: str, what: str = "function") -> None:
     if is_allowed(name):
         return
     if name.startswith("//"):
-        means, flag = "on a server that this process may not reach", f"--allowed_hosts {name[2:]}"
+        means, flag = "is on a server that this process may not reach", f"--allowed_hosts {name[2:]}"
     elif name.startswith(("/", "./")):
-        means, flag = "a file or folder that this process may not read", f"--allowed_folders {name}"
+        means, flag = "is a file or folder that this process may not read", f"--allowed_folders {name}"
     elif name.endswith(")") and not name.endswith("()"):
-        means, flag = "called with arguments that nobody allowed", ""
+        means, flag = "is called with arguments that nobody allowed", ""
     else:
-        means = "of a module that this process may not import"
+        means = "is of a module that this process may not import"
         flag = f"--allowed_modules {name.partition(':')[0].removesuffix('()')}"
     raise ConfigError(
-        f"the {what} {name[:_SHOWN]!r} is {means}",
+        f"the {what} {name[:_SHOWN]!r} {means}",
         hint=f"if you trust it: {f'{flag}, or ' if flag else ''}load the task file that names it with"
         " `agentrl tasks load` as a user who may write Imports",
     )

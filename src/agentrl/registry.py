@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,21 @@ T = TypeVar("T")
 
 allow_imports, is_importable = allow, is_allowed
 """The names that these functions had when only code needed a permission."""
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules of the operator, which register extensions by name.
+
+    Raises ConfigError for one that cannot be imported.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the module {name!r} (--import_modules) cannot be imported: {type(error).__name__}: {error}",
+                hint="its file must lie in the working folder or on PYTHONPATH",
+            ) from error
 
 
 class Registry(Generic[T]):
@@ -88,8 +103,11 @@ class Registry(Generic[T]):
             return self._import(name, lambda: getattr(importlib.import_module(module), attribute))
         for point in entry_points(group=self._group, name=name):
             return self._import(name, point.load)
-        known = self.names()
-        raise ConfigError(
+        raise self.unknown(name, self.names())
+
+    def unknown(self, name: str, known: Sequence[str]) -> ConfigError:
+        """Return the error of a name that is none of ``known``, with the nearest of them."""
+        return ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
             hint=self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known),
@@ -123,10 +141,13 @@ def _callable(extension: Any) -> Any:
     return extension
 
 
+_OWN = "give its path module:name, or --import_modules the module that registers it"
+
+
 def _hint(name: str, known: Sequence[str]) -> str:
     """Return a hint with the nearest of ``known``, ignoring case, if one is near."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if not nearest:
-        return "if it is one of your own, give its path module:name"
-    return f"did you mean {by_lower[nearest[0]]!r}? If it is one of your own, give its path module:name"
+        return f"if it is one of your own, {_OWN}"
+    return f"did you mean {by_lower[nearest[0]]!r}? If it is one of your own, {_OWN}"

@@ -108,7 +108,7 @@ async def test_solutions_score_1_and_untouched_containers_0(capsys: pytest.Captu
 def test_a_folder_is_loaded_without_what_is_refused_only_if_that_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"2 of 10 tasks of .* cannot be read") as refused:
         read_task_source(TASKS)
-    assert "Harbor task two-containers: environment/docker-compose.yaml starts" in str(refused.value)
+    assert "Harbor task two-containers: environment/docker-compose.yaml is for" in str(refused.value)
     read = read_task_source(TASKS, skip_bad_lines=True, shuffle=False)
     assert len(read.tasks) == 8
     task = next(task for task in read.tasks if task.task_id == "sort-lines")
@@ -253,7 +253,7 @@ async def test_what_an_agent_leaves_so_that_the_tests_give_no_reward_scores_0(
     dodge: str, store: Store, tools: ToolPool
 ) -> None:
     record = await sample(store, tools, TASKS / "write-file", call(dodge), DONE)
-    assert (record.status, record.score) == (RecordStatus.COMPLETED, 0.0), record.failure
+    assert (record.status, record.score) == (RecordStatus.SCORED, 0.0), record.failure
     assert record.score_details is not None
     assert record.score_details["problem"]
 

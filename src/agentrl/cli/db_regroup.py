@@ -33,7 +33,7 @@ def add_rescore(subparsers: Any) -> None:
     parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
     parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
     parser.add_flags(SamplingConfig, "scorer_timeout_seconds", "agent_config_path")
-    parser.add_flags(TaskConfig, "allowed_modules")
+    parser.add_flags(TaskConfig, "import_modules", "allowed_modules")
     parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
     parser.set_defaults(handler=rescore)
 
@@ -44,6 +44,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
     from agentrl.permissions import allow
+    from agentrl.registry import import_modules
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.admin.rescore import SCORED
     from agentrl.store.client import open_existing
@@ -53,7 +54,9 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
             "--from_labels goes with neither --scorer nor --status failed: people give the scores",
             hint="leave --from_labels out, or the other flag",
         )
-    allow(group_of(TaskConfig, arguments).allowed_names)
+    tasks = group_of(TaskConfig, arguments)
+    import_modules(tasks.imported_modules)
+    allow(tasks.allowed_names)
     if "failed" in arguments.status:
         return await _score_failed(run, arguments)
     if arguments.scorer is not None:

@@ -60,6 +60,12 @@ class TaskConfig(Flags):
         " epoch of a task whose pass rate is near 1/2; with curriculum, the next one of the lowest meta.level"
         " that is not mastered",
     )
+    import_modules: str = flag(
+        "",
+        "modules of your own, comma-separated, that are imported first: what they register, by @agent,"
+        " @scorer and so on, has a name that tasks may use",
+        per_process=True,
+    )
     allowed_modules: str = flag(
         "",
         "modules or packages, comma-separated, whose functions tasks may name as module:function; functions"
@@ -83,7 +89,13 @@ class TaskConfig(Flags):
         """What these flags allow tasks to name: see ``permissions``."""
         hosts = (f"//{host}" for host in names_in(self.allowed_hosts))
         folders = (file_name(os.path.expanduser(path)) for path in names_in(self.allowed_folders))
-        return frozenset([*names_in(self.allowed_modules), *hosts, *folders])
+        modules = (*names_in(self.allowed_modules), *self.imported_modules)
+        return frozenset([*modules, *hosts, *folders])
+
+    @property
+    def imported_modules(self) -> tuple[str, ...]:
+        """``--import_modules`` as a tuple."""
+        return tuple(names_in(self.import_modules))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import shutil
+import os
 import tempfile
 import weakref
 import zlib
@@ -21,6 +21,10 @@ from agentrl.errors import TaskFileError
 
 _GZIP = b"\x1f\x8b"
 _CHUNK = 64 * 1024
+_COPIED_BYTES = 2**20
+_UNPACKED_RATIO = 100
+_UNPACKED_BYTES = 256 * 2**20
+"""A small file may unpack to this much; a larger one to its size times ``_UNPACKED_RATIO``."""
 _READING = (OSError, EOFError, zlib.error)
 _SPACE = " \t\r\n"
 
@@ -238,16 +242,37 @@ def open_binary(path: Path) -> BinaryIO:
         if not is_compressed:
             return file
         with file, gzip.GzipFile(fileobj=file) as content:
-            return _copy(cast("BinaryIO", content))
+            return _copy(cast("BinaryIO", content), Unpacked(path, os.fstat(file.fileno()).st_size))
     except BaseException:
         file.close()
         raise
 
 
-def _copy(source: BinaryIO) -> BinaryIO:
+class Unpacked:
+    """Counts what a compressed file unpacks to, and refuses one that would fill the disk."""
+
+    def __init__(self, path: Path, packed: int) -> None:
+        self._path = path
+        self._most = max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes. Raises TaskFileError for more than any data set has."""
+        self._count += count
+        if self._count > self._most:
+            raise TaskFileError(
+                f"the task file {self._path} unpacks to more than {self._most:,} bytes, its limit",
+                hint="unpack it yourself if you trust it",
+            )
+
+
+def _copy(source: BinaryIO, unpacked: Unpacked | None = None) -> BinaryIO:
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        shutil.copyfileobj(source, copy)
+        while chunk := source.read(_COPIED_BYTES):
+            if unpacked is not None:
+                unpacked.add(len(chunk))
+            copy.write(chunk)
         copy.seek(0)
     except BaseException:
         copy.close()

@@ -18,7 +18,7 @@ import numpy as np
 
 from agentrl.documents.task_json import MAX_LINE_BYTES, parse
 from agentrl.documents.task_messages import BadTaskError
-from agentrl.documents.task_source import Places, TaskSource, open_binary
+from agentrl.documents.task_source import Places, TaskSource, Unpacked, open_binary
 from agentrl.errors import TaskFileError
 from agentrl.extras import require
 
@@ -66,12 +66,13 @@ def open_tables(files: Sequence[Path], path: Path, folder: Path | None = None) -
     try:
         for file in files:
             places.begin(line, file)
+            unpacked = Unpacked(file, file.stat().st_size if file.is_file() else 0)
             for row in _rows(file):
                 line += 1
                 if isinstance(row, BadTaskError):
                     places.bad[line] = row
                     row = b"null"
-                copy.write(row + b"\n")
+                unpacked.add(copy.write(row + b"\n"))
     except BaseException:
         copy.close()
         raise

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
+from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import names_in_fields
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
@@ -187,11 +187,11 @@ class EnvironmentSession:
         return self._number(reward)
 
     def _number(self, value: Any) -> float:
-        if is_finite(value):
+        if is_score(value):
             return float(value)
         raise TaskEnvironmentError(
             f"reward of environment {self.name} returned {describe(value)}",
-            hint="return a finite number, or {role: number}",
+            hint="return a finite number of at most 1e18, or {role: number}",
         )
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -81,17 +81,17 @@ def is_address(path: str | Path) -> bool:
 def read_task_source(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
     skip_bad_lines: bool = False, rows: TaskRows | None = None,
-    known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
+    require_names: Callable[[Task], None] = lambda task: None,
     look: Callable[[Task, Item], None] = lambda task, item: None,
 ) -> ReadResult:  # fmt: skip
     """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad.
 
-    ``look`` gets each task that is not bad, in the order of the source.
+    ``require_names`` raises BadTaskError for a task that names what cannot be used.
     """
 
-    def check(task: Task, item: Item) -> None:
+    def check(task: Task) -> None:
         require_readable(task)
-        look(task, item)
+        require_names(task)
 
     def names(task: Task) -> frozenset[str]:
         try:
@@ -101,8 +101,8 @@ def read_task_source(
 
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
-        skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=open_source(str(path), split), rows=rows, check=check, names=names,
+        skip_bad_lines=skip_bad_lines, source=open_source(str(path), split), rows=rows, check=check,
+        look=look, names=names,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import httpx2
 
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
-from agentrl.documents.status import StopReason
+from agentrl.documents.status import CallStatus, StopReason
 from agentrl.environments.harbor.environment import Harbor
 from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
 from agentrl.harness.config import TASK, HarnessConfig, HarnessFile
@@ -200,6 +200,7 @@ async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tu
 async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run: CommandRun) -> str | None:
     """Return the final answer: the last message, standard output or a file, cut to the task's schema."""
     text: str | None
+    is_malformed = False
     if isinstance(config.answer, HarnessFile):
         text = await asyncio.to_thread(read_file, session.archive, config.answer.file, _ANSWER_BYTES)
     elif config.answer == "stdout":
@@ -208,9 +209,10 @@ async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run
         last = rollout.messages[-1] if rollout.scored_calls else {}
         content = last.get("content")
         text = content if isinstance(content, str) else None
+        is_malformed = bool(last) and rollout.scored_calls[-1].status == CallStatus.FORMAT_ERROR
     if text is None:
         return None
-    answer = extract_answer(text, rollout.task.answer_schema)
+    answer = None if is_malformed else extract_answer(text, rollout.task.answer_schema)
     return text if answer is None else answer
 
 

@@ -68,7 +68,7 @@ class Policy:
             parts = partial(self.adapter.merged_parts, self.own_dtype)
         else:
             parts = partial(model_parts, self.model)
-        return PublishedModel(self.model, parts, self.own_dtype)
+        return PublishedModel(self.model, parts, self.own_dtype, self.base)
 
     def rounded_weights(self) -> dict[str, Tensor]:
         """Return the trained weights that publication rounds, by name: a checkpoint stores them, too."""

@@ -201,6 +201,8 @@ async def single_turn(rollout: Role) -> Outcome:
     turn = await rollout.generate()
     if turn.is_cut:
         return Outcome(StopReason.LENGTH_LIMIT)
+    if turn.error is not None:
+        await rollout.call_tools(turn)  # nothing is run: the call's status becomes formaterror
     if turn.answer is None:
         return Outcome(StopReason.TURNS_LIMIT)
     return Outcome(StopReason.ANSWERED, turn.answer)

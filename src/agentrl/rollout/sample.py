@@ -23,7 +23,7 @@ from agentrl.permissions import names_outside
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
+from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
@@ -131,9 +131,7 @@ async def _read_tasks(configs: Configs) -> ReadResult | None:
     if tasks.train_file is None:
         return None
     require_groups(configs[GroupConfig], tasks.num_generations)
-    return await read_task_file(
-        configs[RunConfig], tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
-    )
+    return await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=configs[RunConfig].seed)
 
 
 async def _join_run(store: Store, configs: Configs, read: ReadResult | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.concurrency import background, wait_for_any
 from agentrl.config.load import Configs
-from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
@@ -18,6 +18,7 @@ from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
 from agentrl.permissions import allow, is_allowed
 from agentrl.processes import stop_on_signals
+from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name
@@ -208,6 +209,7 @@ class ScoringQueue:
 async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
     """Score until a signal, or with ``until_empty`` until nothing waits; return how many got a score."""
     run = configs[RunConfig]
+    import_modules(configs[TaskConfig].imported_modules)
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         async with await open_existing(run) as store:

@@ -38,6 +38,7 @@ from agentrl.inference.engine import Router
 from agentrl.inference.engine_list import LiveEngines
 from agentrl.inference.router import EngineRouter
 from agentrl.permissions import allow
+from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -149,6 +150,7 @@ def require_extensions(configs: Configs) -> None:
     Call it before the run stores its flags, and before tasks are read: it says what runs their containers.
     """
     use_containers(configs[ContainerConfig])
+    import_modules(configs[TaskConfig].imported_modules)
     agent = configs[AgentConfig]
     check_agent(agent.agent_name, agent_cfg_path(None, agent.agent_cfg_path))
     CONTEXT_MANAGERS.get(agent.new_context)

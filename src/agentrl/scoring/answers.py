@@ -80,12 +80,20 @@ def marked(answer: str, schema: str) -> str:
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers ``exact``, ``f1`` and ``math``; a task without an answer passes.
+    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own.
     """
-    likenesses = {"exact": same, "f1": word_f1, "math": same}
+    judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
+    likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
     golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
-    for name in likenesses.keys() & scorer_weights(task.scorer).keys() if golds else ():
+    for name in likenesses.keys() & scorer_weights(task.scorer).keys():
+        if not golds and name in judged:
+            continue
+        if not golds:
+            raise BadTaskError(
+                f"scorer {name} compares with an answer, and the task has none: give it one, or leave the"
+                " scorer out, and a judge decides by the question alone"
+            )
         problems = [_unreadable(gold, task.answer_schema, name, likenesses[name]) for gold in golds]
         if all(problems):
             raise BadTaskError(f"scorer {name} cannot read the answer: {problems[0]}")
@@ -94,7 +102,7 @@ def require_readable(task: Task) -> None:
 def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str], float]) -> str | None:
     """Return why a reference answer does not score 1 against itself; None if it does."""
     if isinstance(gold, (dict, list)):
-        return f"it is {kind_of(gold)}, and text or a number is compared"
+        return f"it is {kind_of(gold)}, and text or a number is compared: --task_fields answer=answer.KEY"
     text = str(gold)
     if not text.strip():
         return "it is empty"

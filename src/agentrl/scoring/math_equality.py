@@ -20,7 +20,7 @@ from agentrl.scoring.normal_form import LONGEST, number, plain, same
 
 T = TypeVar("T")
 
-CPU_SECONDS = 10.0
+CPU_SECONDS = 5.0
 """Time of the processor that one comparison may take. A limit of the clock, as math-verify's own, would make
 an equal answer unequal on a busy machine."""
 

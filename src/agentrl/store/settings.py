@@ -97,17 +97,20 @@ class Settings(Repository):
         return await self._all(RunSettings, SETTINGS, {"_id": {operator: others}}, sort=[("_id", ASCENDING)])
 
     @database_call
-    async def owner(self) -> Owner:
+    async def owner(self, *, makes: bool = True) -> Owner:
         """Return the run as the owner of folders; the first call of all makes its id.
 
-        A rename and an import keep the id; a fork and a what-if have their own.
+        Without ``makes`` nothing is written: the id of a run that has claimed nothing is empty. A rename and
+        an import keep the id; a fork and a what-if have their own.
         """
-        made = RunSettings(id=IDENTITY, values={"id": secrets.token_hex(16)}, by=_by("run"), at=now())
-        with suppress(DuplicateKeyError):
-            await self._collection(SETTINGS).insert_one(made.to_document())
-        stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY}) or made
-        connection = self._connection
-        return Owner(run=connection.database.name, id=stored.values["id"], database=connection.host)
+        stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+        if stored is None and makes:
+            made = RunSettings(id=IDENTITY, values={"id": secrets.token_hex(16)}, by=_by("run"), at=now())
+            with suppress(DuplicateKeyError):
+                await self._collection(SETTINGS).insert_one(made.to_document())
+            stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+        connection, id = self._connection, "" if stored is None else str(stored.values["id"])
+        return Owner(run=connection.database.name, id=id, database=connection.host)
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:

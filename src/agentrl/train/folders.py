@@ -176,13 +176,13 @@ class RunFolders:
 
 
 async def run_folders(
-    store: Store, run: RunConfig, fallback: str | None, publish_to: str | None
+    store: Store, run: RunConfig, fallback: str | None, publish_to: str | None, *, makes: bool = True
 ) -> RunFolders:
-    """Return the folders of a run with these flags.
+    """Return the folders of a run with these flags; ``makes`` as for ``Settings.owner``.
 
     Raises ConfigError if one is another run's, or if --publish_to cannot be used.
     """
-    owner = await store.settings.owner()
+    owner = await store.settings.owner(makes=makes)
     output, *others = run.checkpoint_roots(fallback)
     folders = RunFolders(
         owner=owner,

@@ -46,7 +46,7 @@ step would begin, at the full rate, in the last step."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT = "weights."
 _UNDECAYED = re.compile("bias|norm|a_log", re.IGNORECASE)
-"""Found in the class of a module or in the name of its parameter. ``A_log``: decay rates of a recurrent state."""
+"""Found in the class of a module or in the name of its parameter; ``A_log``: decays of a recurrent state."""
 _HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 

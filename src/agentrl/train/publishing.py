@@ -318,7 +318,7 @@ class Publisher:
             if not is_told:
                 is_told = True
                 logger.info("waiting until %s serve version %d", ", ".join(behind), last.id)
-            await self.store.wait_for_change("InferenceService", timeout=_SERVED_POLL_SECONDS)
+            await wait_for_any(self.lease.lost, timeout=_SERVED_POLL_SECONDS)
 
     def _report_rounding(self, share: float | None, dtype: torch.dtype | None) -> None:
         """Keep ``share`` for the metrics, and warn when it falls below ``LEAST_SHARE``."""

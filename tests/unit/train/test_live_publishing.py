@@ -82,11 +82,11 @@ async def test_the_trainer_ends_when_engines_have_taken_its_last_version_from_th
     trainer = await start(weight_sync=kind, full_every=9, max_steps=2)
     store.engines, seen = [engine(1), engine(None)], []
 
-    async def follow(*collections: str, timeout: float) -> None:
+    async def follow(*events: Any, timeout: float) -> None:
         seen.append(open_for_engines(store))
         store.engines[0] = engine(max(store.versions))
 
-    monkeypatch.setattr(trainer.saver.publisher.store, "wait_for_change", follow)
+    monkeypatch.setattr(publishing, "wait_for_any", follow)
     await trainer.run()
     assert seen == ([True] if waits else [])
     trainer.controller.end()

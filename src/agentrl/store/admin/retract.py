@@ -180,7 +180,14 @@ class Retractions(Repository):
 
     @database_call
     async def begin(
-        self, selection: Selection, because: str, by: str, *, rebuilds: bool = False, family: bool = False
+        self,
+        selection: Selection,
+        because: str,
+        by: str,
+        *,
+        rebuilds: bool = False,
+        family: bool = False,
+        archives: Sequence[str] = (),
     ) -> Retraction:
         """Store the retraction with its tombstones, in one transaction."""
 
@@ -190,7 +197,7 @@ class Retractions(Repository):
                 id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
                 records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
                 first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
-                family=family,
+                family=family, archives=tuple(archives),
             )  # fmt: skip
             await self._collection(RETRACTION).insert_one(retraction.to_document())
             stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
@@ -276,6 +283,11 @@ class Retractions(Repository):
         """Store that the run went back for ``retractions``."""
         for retraction in retractions:
             await self._set(retraction, {"rebuilt": plain(rebuilt)})
+
+    @database_call
+    async def end_archive(self, archive: str) -> None:
+        """Store that everything withdrawn is taken out of the export ``archive``, or that it is gone."""
+        await self._collection(RETRACTION).update_many({}, {"$pull": {"archives": archive}})
 
     @database_call
     async def finish(self, retraction: Retraction) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
-from agentrl.atomic_folder import replace_file
+from agentrl.atomic_folder import delete_folder, remove_leftovers, replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.checkpoint import state_files
@@ -100,8 +99,9 @@ class RunAdmin(Repository):
                 f"{given} cannot be read: {error.strerror}", hint=f"{verb} it by hand"
             ) from error
         if folder is None:
+            await asyncio.to_thread(remove_leftovers, Path(given).parent)  # of a deletion that was killed
             return None
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await asyncio.to_thread(require_alone, folder, owner, verb)
         same = {"_id": flags_key("train"), "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
@@ -111,8 +111,9 @@ class RunAdmin(Repository):
 
     @database_call
     async def delete(self, folder: Path | None, alive_seconds: float) -> None:
-        """Delete the run's database, and then its output folder if it is given.
+        """Delete the run's output folder if it is given, and then its database.
 
+        The database goes last: it names the folder, so that the same call finishes one that was killed.
         Raises StoreError for a live run and one that has children, AgentRLError for a folder that cannot be
         deleted.
         """
@@ -128,17 +129,17 @@ class RunAdmin(Repository):
         except StoreError:
             await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
             raise
+        if folder is not None:
+            try:
+                await asyncio.to_thread(delete_folder, folder)
+            except OSError as error:
+                raise AgentRLError(
+                    f"{folder} cannot be deleted: {error.strerror}; the database is kept",
+                    hint="delete the folder by hand, and repeat this command",
+                ) from error
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
-        if folder is None:
-            return
-        try:
-            await asyncio.to_thread(shutil.rmtree, folder)
-        except OSError as error:
-            raise AgentRLError(
-                f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
-            ) from error
 
     @database_call
     async def remarks(self) -> RunFact:
@@ -257,7 +258,7 @@ class Rename(Repository):
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before."""
         old, new = self._old, self._new
-        owner = await Settings(self._connection).owner()
+        owner = await Settings(self._connection).owner(makes=False)
         await old.client.drop_database(new.name)
         schema = await self._mark(old)
         mark = {**schema, "importing": True, "renaming": self._names}

@@ -1,4 +1,4 @@
-"""Generate pairs of answers that differ in one respect, or in none that counts, with the truth by construction."""
+"""Generate pairs of answers that differ in one respect, or in none that counts, with the right verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ X, Y = sympy.symbols("x y")
 
 
 class Pair(NamedTuple):
-    """An answer, a reference, and whether they mean the same. ``kind`` is the respect in which they may differ."""
+    """An answer, a reference, and whether they mean the same. ``kind`` says what may differ."""
 
     kind: str
     given: str
@@ -117,13 +117,14 @@ def _unit(draw: random.Random) -> tuple[str, str, bool]:
 def _case(draw: random.Random) -> tuple[str, str, bool]:
     n, (small, capital) = draw.randint(2, 99), draw.choice([("n", "N"), ("x", "X"), (r"\delta", r"\Delta")])
     word = draw.choice(["Monday", "No solution", "Even", "Paris"])
+    option = draw.choice("ABCD")
     return draw.choice([
         (f"{n}{capital}", f"{n}{small}", False),
         (f"{small}^2-{capital}", f"{capital}^2-{small}", False),
         (f"{small}^2-{capital}", rf"-{capital} + {small}^{{2}}", True),
         (word.lower(), rf"\text{{{word}}}", True),
-        (draw.choice(["({})", "{}.", "**{}**", "{}"]).format(letter := draw.choice("ABCD")), letter.lower(), True),
-        (draw.choice("ABCD"), draw.choice("efgh"), False),
+        (draw.choice(["({})", "{}.", "**{}**", "{}"]).format(option), option.lower(), True),
+        (option, draw.choice("efgh"), False),
     ])  # fmt: skip
 
 
@@ -131,7 +132,6 @@ KINDS: dict[str, Callable[[random.Random], tuple[str, str, bool]]] = {
     "sign": _sign, "operator": _operator, "bracket": _bracket, "order": _order, "exponent": _exponent,
     "percent": _percent, "unit": _unit, "case": _case,
 }  # fmt: skip
-MATH_VERIFY_IS_RIGHT = ("sign", "bracket", "order", "exponent", "percent")
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[Pair]:
