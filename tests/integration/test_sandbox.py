@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
 import sys
 import tempfile
@@ -53,6 +54,19 @@ def _readable_python() -> str | None:
 
 def _size(folder: str) -> int:
     return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*"))
+
+
+def _table(folder: str) -> Path:
+    file = Path(folder, "table.db")
+    file.write_text("x")
+    file.chmod(0o644)
+    return file
+
+
+def _lock(file: Path) -> None:
+    """Lock a file for a moment. Raises BlockingIOError if somebody else has locked it."""
+    with file.open() as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _exists(folder: str) -> bool:
@@ -166,6 +180,42 @@ async def test_a_flood_of_files_is_bounded(sandbox: LocalSandbox) -> None:
         "import time\nfor i in range(20): open(str(i), 'wb').write(bytes(1 << 20))\ntime.sleep(5)"
     )
     assert parts.exceeded == "files" or "OSError" in parts.stderr
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+async def test_files_below_any_path_count_and_none_stays(isolation: str, tmp_path: Path) -> None:
+    sandbox = LocalSandbox(LIMITS, isolation=isolation, python=_readable_python())
+    deep = "import os\nfor _ in range({levels}): os.mkdir('d' * 250); os.chdir('d' * 250)\n"
+    fill = "for n in range(40): open(f'f{n}', 'wb').write(os.urandom(1 << 20))\nimport time; time.sleep(5)"
+    try:
+        for code in (deep.format(levels=20) + fill, deep.format(levels=1500) + "import time; time.sleep(5)"):
+            done = await sandbox.run(code)
+            assert not done.succeeded
+            assert isolation == "namespaces" or done.exceeded == "files"
+            folder = str(sandbox._folder)
+            await sandbox.close()
+            assert not _exists(folder)
+    finally:
+        await sandbox.close()
+
+
+@pytest.mark.attack
+async def test_a_program_locks_no_file_of_the_host(sandbox: LocalSandbox, open_folder: str) -> None:
+    file = _table(open_folder)
+    seeing = LocalSandbox(
+        LIMITS, isolation=sandbox._isolation, python=_readable_python(), visible=(open_folder,)
+    )
+    lock = f"import fcntl, time; fcntl.flock(open({str(file)!r}), fcntl.LOCK_EX); time.sleep(2)"
+    try:
+        running = asyncio.create_task(seeing.run(lock))
+        while not running.done():
+            _lock(file)
+            await asyncio.wait([running], timeout=0.05)
+        done = await running
+        assert done.succeeded is (sandbox._isolation == "namespaces"), done.stderr
+    finally:
+        await seeing.close()
 
 
 async def test_sparse_files_do_not_fill_the_disk_of_the_host(sandbox: LocalSandbox) -> None:
