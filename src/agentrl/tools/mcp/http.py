@@ -47,7 +47,9 @@ def open_client(spec: HttpSpec, *, connections: int, read_seconds: float) -> htt
 
 
 def sse_http_client(
-    headers: dict[str, str] | None = None, timeout: httpx2.Timeout | None = None, auth: httpx2.Auth | None = None
+    headers: dict[str, str] | None = None,
+    timeout: httpx2.Timeout | None = None,
+    auth: httpx2.Auth | None = None,
 ) -> httpx2.AsyncClient:
     """Return the client of a server behind HTTP+SSE, as the SDK asks for it."""
     transport = ReadableTransport(httpx2.AsyncHTTPTransport())
