@@ -66,8 +66,8 @@ class Document:
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Return the object of a document; ignores unknown keys.
 
-        Raises StoreError for a missing field, and for one that cannot be decoded: an import may hold documents
-        that the schema refuses.
+        Raises StoreError for a missing field, and for one that cannot be decoded: an import may hold
+        documents that the schema refuses.
         """
         values = {}
         try:
