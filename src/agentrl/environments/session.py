@@ -27,6 +27,7 @@ from agentrl.permissions import require_allowed
 from agentrl.scoring.code import names_in_answer
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
+from agentrl.threads import ENVIRONMENT_THREADS
 from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
 from agentrl.user_code import contain_call, describe
@@ -146,7 +147,13 @@ class EnvironmentSession:
         self._instance = await self._method("__init__", self._kind, self._task)
         limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
         longest = max(limits, default=self._call_timeout)
-        self._tools = PythonSession(self.name, self._own_tools, call_timeout=longest, instance=self._instance)
+        self._tools = PythonSession(
+            self.name,
+            self._own_tools,
+            call_timeout=longest,
+            instance=self._instance,
+            threads=ENVIRONMENT_THREADS,
+        )
         await self._method("setup", self.instance.setup)
 
     async def list(self) -> Sequence[Schema]:
@@ -164,7 +171,9 @@ class EnvironmentSession:
             return await reply_within(self._call_timeout, lambda: self._call(tool, arguments), tool)
 
     async def _call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        return Reply(text=str(await run_function(self.instance.call_tool, tool, arguments)))
+        return Reply(
+            text=str(await run_function(ENVIRONMENT_THREADS, self.instance.call_tool, tool, arguments))
+        )
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
@@ -210,7 +219,8 @@ class EnvironmentSession:
         own = {} if self._instance is None else self._instance.call_seconds
         with self._naming_outages():
             return await contain_within(
-                own.get(method, self._call_timeout), lambda: run_function(function, *arguments),
+                own.get(method, self._call_timeout),
+                lambda: run_function(ENVIRONMENT_THREADS, function, *arguments),
                 f"{method} of environment {self.name}", TaskEnvironmentError,
                 hint="raise --tool_timeout_seconds",
             )  # fmt: skip
