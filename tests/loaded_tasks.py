@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentrl.config.schema import RunConfig, TaskConfig
-from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
+from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.store.client import Store
 
 
@@ -11,5 +13,6 @@ async def load_tasks(
     store: Store, run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
 ) -> None:
     """Load ``path`` into ``split``."""
-    read = await read_task_file(run, tasks, path, split=split, num_generations=num_generations)
+    flags = replace(tasks, num_generations=num_generations)
+    read = await read_source(path, flags, split=split, seed=run.seed)
     await load_read_tasks(store, path, read)

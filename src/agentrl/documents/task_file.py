@@ -217,10 +217,14 @@ class _Reading:
 
     def add(self, task: Task, where: str, preset: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
-        outside = names_in_fields(task) if self._names_of is None else self._names_of(task)
+        outside = names_in_fields(task)
         if not self._is_trusted:
-            if self._names_of is None and task.environment is not None:
-                outside |= {f"environment {task.environment}"}
+            _require_nothing(outside)  # before what asks its environment imports it
+        if self._names_of is not None:
+            outside = self._names_of(task)
+        elif not self._is_trusted and task.environment is not None:
+            outside = frozenset({f"environment {task.environment}"})
+        if not self._is_trusted:
             _require_nothing(outside)
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")

@@ -91,6 +91,21 @@ def test_meta_that_is_not_an_environments_own_fails_its_trajectory_alone(name: s
     copy_context().run(open_it)
 
 
+def test_nothing_that_rows_of_others_name_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    for field in ("environment", "scorer", "agent_name"):
+        file.write_text(json.dumps({"id": "a", "query": "q", "answer": "1", field: "evil_module:x"}) + "\n")
+        source = TaskSource(file)
+        source.is_trusted = False
+        monkeypatch.setattr(sources, "open_source", lambda text, split, source=source: source)
+        with pytest.raises(TaskFileError, match="'evil_module:x', and others write this data"):
+            read_task_source(str(file))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_rows_that_others_write_name_nothing_outside(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
