@@ -244,7 +244,7 @@ async def test_tests_without_a_reward_fail_the_attempt_and_never_score_0(
 @pytest.mark.parametrize(
     "dodge",
     [
-        "cd /app; for i in $(seq 1500); do mkdir d && cd d; done; rm -rf /logs; touch /logs",
+        "rm -rf /logs; touch /logs",
         "mv /logs /l && ln -s /proc /logs",
         "rm /bin/sh /usr/bin/sh",
     ],
