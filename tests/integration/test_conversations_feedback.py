@@ -327,7 +327,7 @@ async def test_a_page_of_another_site_opens_no_conversation(store: Store) -> Non
 @pytest.mark.attack
 @pytest.mark.parametrize("poison", ["rule", "reward", "call"])
 async def test_a_conversation_that_cannot_be_ended_fails_alone(store: Store, poison: str) -> None:
-    async with gateway(store, "Hello.", "Hello.", idle_minutes=0.01) as client:
+    async with gateway(store, "Hello.", "Hello.") as client:
         bad, good = await opened(client), await opened(client)
         for each in (bad, good):
             await said(each, "hello")
@@ -340,6 +340,8 @@ async def test_a_conversation_that_cannot_be_ended_fails_alone(store: Store, poi
             await database["Record"].update_one({"_id": key}, {"$set": rewards})
         else:
             await database["DispatchedSamplingTask"].delete_many({"record": key})
+        for each in (bad, good):
+            await client.post(f"/conversations/{each['id']}/end")
         assert (await until_status(store, good, RecordStatus.READY)).score == 1.0
         assert (await client.get("/health")).status_code == 200
         record = await record_of(store, bad)
