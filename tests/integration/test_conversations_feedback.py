@@ -283,7 +283,7 @@ async def test_without_a_gateway_key_feedback_needs_the_key_of_its_conversation(
     async with gateway(store, "Hello.", key=None) as client:
         mine, other = await opened(client), await opened(client)
         await said(mine, "hello")
-        for key in ("", mine["api_key"], other["feedback_key"], mine["id"]):
+        for key in ("guess", mine["api_key"], other["feedback_key"], mine["id"]):
             client.headers["authorization"] = f"Bearer {key}"
             ended = await client.post(f"/conversations/{mine['id']}/end")
             for answer in (await feedback(client, mine, score=9), ended):
@@ -297,7 +297,7 @@ async def test_without_a_gateway_key_feedback_needs_the_key_of_its_conversation(
 
 @pytest.mark.attack
 async def test_feedback_scores_no_trajectory_that_its_task_scores(store: Store) -> None:
-    await store.tasks.load([task("a", scorer="exact"), task("b", scorer="feedback")])
+    await store.tasks.load([task("a", slots=1, scorer="exact"), task("b", slots=1, scorer="feedback")])
     async with gateway(store) as client:
         for name, status in (("a", 404), ("b", 200)):
             claim = await store.claims.claim(split="train", owner="me", lease_seconds=60)
