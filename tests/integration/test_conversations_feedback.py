@@ -283,7 +283,7 @@ async def test_without_a_gateway_key_feedback_needs_the_key_of_its_conversation(
     async with gateway(store, "Hello.", key=None) as client:
         mine, other = await opened(client), await opened(client)
         await said(mine, "hello")
-        for key in ("", mine["api_key"], other["feedback_key"], mine["id"]):
+        for key in ("guess", mine["api_key"], other["feedback_key"], mine["id"]):
             client.headers["authorization"] = f"Bearer {key}"
             ended = await client.post(f"/conversations/{mine['id']}/end")
             for answer in (await feedback(client, mine, score=9), ended):
@@ -297,7 +297,7 @@ async def test_without_a_gateway_key_feedback_needs_the_key_of_its_conversation(
 
 @pytest.mark.attack
 async def test_feedback_scores_no_trajectory_that_its_task_scores(store: Store) -> None:
-    await store.tasks.load([task("a", scorer="exact"), task("b", scorer="feedback")])
+    await store.tasks.load([task("a", slots=1, scorer="exact"), task("b", slots=1, scorer="feedback")])
     async with gateway(store) as client:
         for name, status in (("a", 404), ("b", 200)):
             claim = await store.claims.claim(split="train", owner="me", lease_seconds=60)
@@ -327,7 +327,7 @@ async def test_a_page_of_another_site_opens_no_conversation(store: Store) -> Non
 @pytest.mark.attack
 @pytest.mark.parametrize("poison", ["rule", "reward", "call"])
 async def test_a_conversation_that_cannot_be_ended_fails_alone(store: Store, poison: str) -> None:
-    async with gateway(store, "Hello.", "Hello.", idle_minutes=0.01) as client:
+    async with gateway(store, "Hello.", "Hello.") as client:
         bad, good = await opened(client), await opened(client)
         for each in (bad, good):
             await said(each, "hello")
@@ -340,6 +340,8 @@ async def test_a_conversation_that_cannot_be_ended_fails_alone(store: Store, poi
             await database["Record"].update_one({"_id": key}, {"$set": rewards})
         else:
             await database["DispatchedSamplingTask"].delete_many({"record": key})
+        for each in (bad, good):
+            await client.post(f"/conversations/{each['id']}/end")
         assert (await until_status(store, good, RecordStatus.READY)).score == 1.0
         assert (await client.get("/health")).status_code == 200
         record = await record_of(store, bad)
