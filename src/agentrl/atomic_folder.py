@@ -57,6 +57,16 @@ def discard_folder(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
+def delete_folder(folder: Path) -> None:
+    """Delete a folder that others read: they find it whole or not at all. Raises OSError.
+
+    A deletion that is killed leaves a temporary folder, which ``remove_leftovers`` removes.
+    """
+    discarded = folder.parent / _temporary_name(f"old-{folder.name}")
+    folder.rename(discarded)
+    shutil.rmtree(discarded)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write ``path``, so that a reader finds the old content or all of the new one. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -126,7 +136,7 @@ def _replace(temporary: Path, target: Path) -> None:
         discarded = target.parent / _temporary_name(f"old-{target.name}")
         target.rename(discarded)
         temporary.rename(target)
-        shutil.rmtree(discarded, ignore_errors=True)
+        discard_folder(discarded)
     else:
         temporary.rename(target)
     _flush(target.parent)

@@ -237,4 +237,6 @@ def _problem(where: str, *words: str, seconds: float = _CONTROL_SECONDS) -> str 
 
 def _ask(*words: str, seconds: float = _CONTROL_SECONDS) -> subprocess.CompletedProcess[str]:
     """Run a command of Docker. Raises FileNotFoundError without Docker, and TimeoutExpired."""
-    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=seconds, check=False)
+    return subprocess.run(
+        ["docker", *words], capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+    )

@@ -212,7 +212,9 @@ def _unpack(path: str, where: str) -> str:
         ]
         words += ["--exclude=dev/*", "--exclude=./dev/*"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_UNPACK_SECONDS, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=_UNPACK_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{where}: {path} was not unpacked in {_UNPACK_SECONDS:g} s") from error
     if done.returncode != 0:

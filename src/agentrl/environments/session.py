@@ -9,17 +9,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
-from agentrl.documents.task import Task
+from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task_file import names_in_fields
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import (
     AgentRLError,
+    ConfigError,
     Dependency,
     DependencyKind,
     OutageError,
     ScorerError,
     TaskEnvironmentError,
 )
+from agentrl.permissions import require_allowed
+from agentrl.scoring.code import names_in_answer
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
 from agentrl.threads import ENVIRONMENT_THREADS
@@ -33,15 +37,41 @@ logger = logging.getLogger(__name__)
 def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession | None:
     """Return the session of a task's environment; None if the task names none.
 
-    Raises TaskEnvironmentError if the module of the environment cannot be imported, and ConfigError if this
-    process does not find it or cannot run it.
+    Raises TaskEnvironmentError if the module of the environment cannot be imported, or if the task names what
+    this process may not use, and ConfigError if this process does not find it or cannot run it.
     """
     name = task.environment
     if name is None:
         return None
     kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
+    for outside in sorted(environment_names(task)):
+        try:
+            require_allowed(outside, f"meta of environment {name}")
+        except ConfigError as error:
+            raise TaskEnvironmentError(error.message, hint=error.hint) from error
     contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
     return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
+
+
+def names_of(task: Task) -> frozenset[str]:
+    """Return the code and files that a task names outside its ``meta``, as ``permissions`` writes them."""
+    is_program = "code" in scorer_weights(task.scorer)
+    return names_in_fields(task) | frozenset(names_in_answer(task.answer) if is_program else ())
+
+
+def environment_names(task: Task) -> frozenset[str]:
+    """Return the code, servers and files in a task's ``meta``; none if its environment is not here.
+
+    Raises TaskEnvironmentError if ``Environment.names`` raises.
+    """
+    if task.environment is None:
+        return frozenset()
+    try:
+        kind = ENVIRONMENTS.get(task.environment)
+    except ConfigError:
+        return frozenset()
+    what = f"names of environment {task.environment}"
+    return frozenset(contain_call(lambda: list(kind.names(task)), what, TaskEnvironmentError))
 
 
 def environment_of(task: Task) -> Dependency | None:
@@ -158,11 +188,11 @@ class EnvironmentSession:
         return self._number(reward)
 
     def _number(self, value: Any) -> float:
-        if is_finite(value):
+        if is_score(value):
             return float(value)
         raise TaskEnvironmentError(
             f"reward of environment {self.name} returned {describe(value)}",
-            hint="return a finite number, or {role: number}",
+            hint="return a finite number of at most 1e18, or {role: number}",
         )
 
     async def close(self) -> None:

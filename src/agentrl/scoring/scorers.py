@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agentrl.concurrency import end_tasks, time_limit
-from agentrl.documents.base import is_finite, sanitize_bson
+from agentrl.documents.base import is_score, sanitize_bson, score_problem
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
 from agentrl.documents.status import CallStatus
@@ -320,6 +320,6 @@ def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str =
 
 
 def _number(name: str, value: Any) -> float:
-    if is_finite(value):
+    if is_score(value):
         return float(value)
-    raise ScorerError(f"{name} returned {describe(value)}, which is not a finite number")
+    raise ScorerError(f"{name} returned {describe(value)}, which {score_problem(value)}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.documents.base import is_finite
+from agentrl.documents.base import is_score
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
 from agentrl.threads import TOOL_THREADS
 from agentrl.tools.base import (
@@ -255,7 +255,7 @@ def _text(response: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """Return a finite number; None for any other value."""
-    return float(value) if is_finite(value) else None
+    return float(value) if is_score(value) else None
 
 
 def _plain_schema(target: Any) -> Schema:

@@ -20,7 +20,7 @@ from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
 from agentrl.documents.task import task_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
 from agentrl.scoring.scorers import SCORERS
 from agentrl.store.client import Store, open_existing
 
@@ -163,7 +163,7 @@ async def _name_a_path(thief: Store, store: Store) -> None:
     paths = await store.imports.paths()
 
     def score() -> None:
-        allow_imports(paths)
+        allow(paths)
         with pytest.raises(ConfigError, match="may not import"):
             SCORERS.get(task.scorer)
 

@@ -83,7 +83,7 @@ def test_a_folder_is_read_without_its_canary_and_its_digest_is_of_all_files(tmp_
             None,
             "there is no environment/Dockerfile, and task.toml names no docker_image",
         ),
-        ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml starts several containers"),
+        ("environment/docker-compose.yaml", "services: {}", "docker-compose.yaml is for Docker Compose"),
         ("trajectory.json", "{}", "begins with the conversation in trajectory.json"),
     ],
 )

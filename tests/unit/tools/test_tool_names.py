@@ -24,7 +24,8 @@ FORMS = {
 }
 NAMES = [
     "search", "get-page", "wiki.search", "Google Drive", "3d view", "a/b", "a:b", "a_b", "a b", "搜索",
-    "-x", ".x", "x\ny", 'x"y', "<x>", "[x]", "x" * 64, "x" * 65, "x" * 64 + "y", "...", "!!!", "é" * 70, "\ud83c",
+    "-x", ".x", "x\ny", 'x"y', "<x>", "[x]", "x" * 64, "x" * 65, "x" * 64 + "y",
+    "...", "!!!", "é" * 70, "\ud83c",
 ]  # fmt: skip
 
 

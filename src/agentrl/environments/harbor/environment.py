@@ -13,6 +13,7 @@ import posixpath
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -44,6 +45,7 @@ from agentrl.environments.harbor.verifier import (
     verify,
 )
 from agentrl.errors import TaskEnvironmentError
+from agentrl.permissions import file_name
 from agentrl.tools.sandbox.changes import compare
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.tool import output_text
@@ -63,6 +65,13 @@ class Harbor(Environment):
     """A container with the tool ``bash``; the tests of the task give the reward."""
 
     tools = ("bash",)
+    scored_by_tests = True
+
+    @classmethod
+    def names(cls, task: Task) -> list[str]:
+        """Return the folder or git bundle that the task was loaded from."""
+        named = task.meta.get(NAME)
+        return [file_name(str(named.get("source")))] if isinstance(named, Mapping) else []
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

@@ -103,8 +103,8 @@ def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
     for name in _COMPOSE:
         if (folder / name).exists():
             raise BadTaskError(
-                f"{where}/{name} starts several containers, and a task has one here: run it with Harbor, or"
-                " merge its services into the Dockerfile"
+                f"{where}/{name} is for Docker Compose, and here a task is one container of a Dockerfile or"
+                " a docker_image: run it with Harbor, or move what its services need there and delete it"
             )
     if table.docker_image is not None:
         return ImageOf(table, table.docker_image, None, None)

@@ -70,9 +70,11 @@ def open_task(meta: Mapping[str, Any]) -> HarborTask:
         raise TaskEnvironmentError(
             f"the task has no meta.{NAME}", hint="load its folder: agentrl tasks load DIR"
         )
-    source = Path(str(named["source"]))
+    source, inside = Path(str(named["source"])), Path(str(named["folder"]))
     try:
-        task = _read(_unpacked(source) / str(named["folder"]))
+        if inside.is_absolute() or ".." in inside.parts:
+            raise BadTaskError("it is not below its source")
+        task = _read(_unpacked(source) / inside)
     except (BadTaskError, TaskFileError, OSError) as error:
         raise TaskEnvironmentError(
             f"Harbor task {named['folder']} of {source}: {error}",

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from agentrl.containers.base import Container, FilesTooLargeError
-from agentrl.documents.base import is_finite
+from agentrl.documents.base import is_score
 from agentrl.documents.record import CommandRun
 from agentrl.errors import TaskEnvironmentError
 from agentrl.tools.sandbox.limits import Execution
@@ -142,7 +142,7 @@ def _rewards(files: Mapping[str, str]) -> dict[str, float] | str:
         if text is None:
             return f"it wrote neither {_REWARD_TEXT} nor {_REWARD_JSON}"
         with suppress(ValueError):
-            if is_finite(value := float(text)):
+            if is_score(value := float(text)):
                 return {REWARD: value}
         return f"{_REWARD_TEXT} holds {text[:100]!a}, not a number"
     try:
@@ -150,7 +150,7 @@ def _rewards(files: Mapping[str, str]) -> dict[str, float] | str:
     except (ValueError, RecursionError):
         return f"{_REWARD_JSON} is not JSON: {text[:100]!a}"
     parts = given if isinstance(given, dict) else {REWARD: given}
-    wrong = [name for name, value in parts.items() if not is_finite(value)]
+    wrong = [name for name, value in parts.items() if not is_score(value)]
     if wrong or not parts:
         return f"{_REWARD_JSON} holds {text[:100]!a}, not numbers by name"
     return {name: float(value) for name, value in parts.items()}
