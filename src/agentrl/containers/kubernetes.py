@@ -32,6 +32,7 @@ from agentrl.containers.kubernetes_exec import CHUNK, STATUS, STDERR, Command, e
 from agentrl.containers.kubernetes_job import LABEL, job_of, options_of, state_of
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.processes import has_ended, owned_name, owner_of
+from agentrl.proxies import ProxiedTransport, blocking_transport
 from agentrl.tools.sandbox.limits import Execution
 
 _SECONDS: Final = 30.0
@@ -62,10 +63,9 @@ class KubernetesContainer(Container):
         options = options_of(spec, where)
         cluster = open_cluster(options.kubeconfig, options.context, options.namespace, where)
         try:
-            answer = httpx2.get(
-                f"{cluster.url}{_jobs(cluster)}?limit=1", headers=cluster.headers(), verify=cluster.ssl,
-                timeout=_SECONDS, trust_env=False,
-            )  # fmt: skip
+            transport = blocking_transport(cluster.url, verify=cluster.ssl)
+            with httpx2.Client(transport=transport, timeout=_SECONDS, trust_env=False) as client:
+                answer = client.get(f"{cluster.url}{_jobs(cluster)}?limit=1", headers=cluster.headers())
         except httpx2.HTTPError as error:
             raise ConfigError(
                 f"{where}: the API server {cluster.url} does not answer: {error}",
@@ -229,7 +229,8 @@ class KubernetesContainer(Container):
         if cluster is None:
             raise ToolServerError(f"the container of {self.spec.name} does not run")
         try:
-            async with httpx2.AsyncClient(verify=cluster.ssl, timeout=_SECONDS, trust_env=False) as client:
+            transport = ProxiedTransport(verify=cluster.ssl)
+            async with httpx2.AsyncClient(transport=transport, timeout=_SECONDS, trust_env=False) as client:
                 answer = await client.request(
                     method, cluster.url + path, json=body, headers=cluster.headers()
                 )

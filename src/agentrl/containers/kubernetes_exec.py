@@ -14,6 +14,7 @@ from agentrl.batches import batches
 from agentrl.concurrency import background
 from agentrl.containers.base import back_end_away
 from agentrl.containers.cluster import Cluster
+from agentrl.proxies import proxy_of
 from agentrl.tools.sandbox.launcher import Output
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ async def open_exec(
             f"ws{cluster.url.removeprefix('http')}{pod}/exec?{urlencode(query)}",
             ssl=cluster.ssl or None, additional_headers=cluster.headers(), compression=None,
             subprotocols=[Subprotocol("v5.channel.k8s.io")], max_size=None, open_timeout=_OPEN_SECONDS,
-            proxy=None,
+            proxy=proxy_of(cluster.url),
         )  # fmt: skip
         async with connection as socket, background(_feed(socket, stdin)):
             yield _messages(socket)

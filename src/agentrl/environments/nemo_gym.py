@@ -20,7 +20,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, Observation, TaskRequest, environment
-from agentrl.environments.server_address import CONNECT_SECONDS, count, get_json, is_local, server_url
+from agentrl.environments.server_address import CONNECT_SECONDS, count, get_json, server_url
 from agentrl.errors import OutageError, SessionLostError, TaskEnvironmentError, TaskFileError
 from agentrl.permissions import server_name
 from agentrl.tools.base import Schema, function_schema
@@ -92,10 +92,12 @@ class NemoGym(Environment):
         """Begin the session. Raises OutageError."""
         import httpx2
 
+        from agentrl.proxies import ProxiedTransport
+
         secure = self._url.startswith("https:")
         timeout = httpx2.Timeout(_CALL_SECONDS, connect=CONNECT_SECONDS)
         self._client = httpx2.AsyncClient(
-            base_url=self._url, timeout=timeout, verify=secure, trust_env=not is_local(self._url)
+            base_url=self._url, timeout=timeout, transport=ProxiedTransport(verify=secure)
         )
         await self._seed()
 

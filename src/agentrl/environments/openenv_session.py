@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.documents.base import excerpt
-from agentrl.environments.server_address import CONNECT_SECONDS, is_local
+from agentrl.environments.server_address import CONNECT_SECONDS
 from agentrl.errors import (
     FailureError,
     OutageError,
@@ -24,6 +24,7 @@ from agentrl.errors import (
     SessionLostError,
     TaskEnvironmentError,
 )
+from agentrl.proxies import proxy_of
 
 TOKEN = "OPENENV_TOKEN"
 """The environment variable with the servers' bearer token, such as Hugging Face's for its Spaces."""
@@ -82,7 +83,7 @@ class OpenEnvSession:
                 f"ws{self.url.removeprefix('http')}/ws", open_timeout=CONNECT_SECONDS,
                 close_timeout=_CLOSE_SECONDS, ping_interval=_PING_SECONDS, ping_timeout=_PING_SECONDS,
                 max_size=_MAX_BYTES, additional_headers=headers(),
-                proxy=None if is_local(self.url) else True,
+                proxy=proxy_of(self.url),
             )  # fmt: skip
         except (OSError, TimeoutError, WebSocketException) as error:
             raise OutageError(

@@ -13,12 +13,6 @@ CONNECT_SECONDS = 15.0
 _EXCERPT = 200
 
 
-def is_local(url: str) -> bool:
-    """Return whether ``url`` is on this machine, which no proxy reaches."""
-    host = urlsplit(url).hostname or ""
-    return host == "localhost" or host == "::1" or host.startswith("127.")
-
-
 def server_url(given: str, name: str) -> str:
     """Return an ``http(s)://`` address without a slash at its end. Raises TaskFileError."""
     parts = urlsplit(given)
@@ -32,10 +26,13 @@ def get_json(url: str, what: str, token: Mapping[str, str] | None = None) -> Any
     """Return the JSON of a page of ``what``. Raises TaskFileError if there is none."""
     import httpx2
 
+    from agentrl.proxies import blocking_transport
+
     try:
-        answer = httpx2.get(
-            url, timeout=CONNECT_SECONDS, follow_redirects=True, headers=token, trust_env=not is_local(url)
-        )
+        with httpx2.Client(
+            timeout=CONNECT_SECONDS, follow_redirects=True, transport=blocking_transport(url)
+        ) as client:
+            answer = client.get(url, headers=token)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise TaskFileError(
             f"{what} cannot be reached: GET {url}: {type(error).__name__}: {error}",

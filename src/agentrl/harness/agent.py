@@ -23,6 +23,7 @@ from agentrl.harness.result import score_files
 from agentrl.harness.session import ContainerSession, HarnessSession, Session, hide
 from agentrl.harness.task_container import TaskContainer
 from agentrl.harness.workspace import HOME, WORKSPACE, read_file
+from agentrl.proxies import ProxiedTransport
 from agentrl.rollout.agent_io import Endpoint, Outcome
 from agentrl.rollout.agents import agent
 from agentrl.rollout.rollout import Rollout
@@ -123,7 +124,7 @@ async def is_up(url: str) -> bool:
 async def _answers(url: str) -> bool | None:
     """Return whether a gateway is up, whatever it says of the token. None: no answer in time."""
     try:
-        async with httpx2.AsyncClient(timeout=_ANSWER_SECONDS, trust_env=False) as client:
+        async with httpx2.AsyncClient(timeout=_ANSWER_SECONDS, transport=ProxiedTransport()) as client:
             return (await client.get(f"{url}/models")).status_code < 500
     except httpx2.TimeoutException:
         return None

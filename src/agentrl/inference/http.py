@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import httptools
 import orjson
 
 from agentrl.errors import ENGINES, EngineError
 from agentrl.inference.engine import EngineRefusedError, malformed
+from agentrl.proxies import proxy_of
 
 CONTROL_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
@@ -127,6 +130,16 @@ class Connections:
         self._port = parts.port or (443 if self._is_encrypted else 80)
         self._prefix = parts.path.rstrip("/")
         self._netloc = parts.netloc.rpartition("@")[2]
+        self._proxy = proxy_of(url)
+        self._authorization: list[str] = []
+        if self._proxy is not None and (user := urlsplit(self._proxy)).username is not None:
+            secret = f"{unquote(user.username or '')}:{unquote(user.password or '')}".encode()
+            self._authorization = [f"proxy-authorization: Basic {b64encode(secret).decode()}"]
+        is_forwarded = self._proxy is not None and not self._is_encrypted
+        if is_forwarded:
+            self._prefix = f"http://{self._netloc}{self._prefix}"
+        self._forwarded = self._authorization if is_forwarded else []
+        """Headers for a proxy that reads the request; one of an encrypted connection reads CONNECT only."""
         self._idle: list[Connection] = []
         self._is_closed = False
 
@@ -149,6 +162,7 @@ class Connections:
             f"{method} {self._prefix}{path} HTTP/1.1",
             f"host: {self._netloc}",
             f"content-length: {len(body)}",
+            *self._forwarded,
             *(f"{name}: {value}" for name, value in headers.items()),
         ]
         if (broken := next(filter(_NOT_IN_HEAD.search, lines), None)) is not None:
@@ -177,12 +191,50 @@ class Connections:
             connection.writer.close()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(
-                    self._host, self._port, ssl=True if self._is_encrypted else None, limit=2 * _PIECE
-                )
+                if self._proxy is None:
+                    reader, writer = await asyncio.open_connection(
+                        self._host, self._port, ssl=True if self._is_encrypted else None, limit=2 * _PIECE
+                    )
+                else:
+                    reader, writer = await self._through(urlsplit(self._proxy))
         except TimeoutError as error:
             raise ConnectionError(f"no connection within {_CONNECT_SECONDS:g} s") from error
         return Connection(reader, writer, time.monotonic())
+
+    async def _through(self, proxy: SplitResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a proxy; for an encrypted connection, through it. Raises ConnectionError."""
+        named = f"the proxy {proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"
+        direct = f"name {self._host} in no_proxy to connect directly"
+        if proxy.scheme not in ("http", "https") or proxy.hostname is None:
+            raise ConnectionError(f"{named} is not an HTTP proxy; {direct}")
+        is_secret = proxy.scheme == "https"
+        try:
+            reader, writer = await asyncio.open_connection(
+                proxy.hostname,
+                proxy.port or (443 if is_secret else 80),
+                ssl=True if is_secret else None,
+                limit=2 * _PIECE,
+            )
+        except OSError as error:
+            raise ConnectionError(f"{named} is not reached: {error}; {direct}") from error
+        if not self._is_encrypted:
+            return reader, writer
+        target = f"{f'[{self._host}]' if ':' in self._host else self._host}:{self._port}"
+        lines = [f"CONNECT {target} HTTP/1.1", f"host: {target}", *self._authorization, "\r\n"]
+        writer.write("\r\n".join(lines).encode("latin-1"))
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            status = head.partition(b"\r\n")[0].decode("latin-1")
+            if f"{status} ".split(" ")[1] != "200":
+                raise ConnectionError(f"{named} answers {status!r} to CONNECT {target}; {direct}")
+            await writer.start_tls(ssl.create_default_context(), server_hostname=self._host)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            writer.close()
+            raise ConnectionError(f"{named} gives no answer to CONNECT {target}; {direct}") from error
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
 
 
 class EngineHttp:

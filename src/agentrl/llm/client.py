@@ -17,6 +17,7 @@ import httpx2
 
 from agentrl.llm.agent_config import ModelEndpoint
 from agentrl.llm.limits import Limits, Use, retry_after
+from agentrl.proxies import ProxiedTransport
 from agentrl.spans import NO_SPAN, Attributes, Span, tracer
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,9 @@ class EndpointClient:
             headers={"authorization": f"Bearer {endpoint.api_key}"},
             follow_redirects=True,
             timeout=None,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
+            transport=ProxiedTransport(
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100)
+            ),
         )
         self._path = "/chat/completions"
 

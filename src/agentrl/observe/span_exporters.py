@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from agentrl.errors import ConfigError
+from agentrl.proxies import blocking_transport
 from agentrl.spans import ROOT_BITS
 
 if TYPE_CHECKING:
@@ -212,7 +213,12 @@ class MlflowExporter(SpanExporter):
 
     def _experiment_id(self) -> str:
         get = f"{self._url}{_API}/get-by-name?experiment_name={quote(self._experiment, safe='')}"
-        with httpx2.Client(headers=self._headers, timeout=self._timeout, follow_redirects=True) as client:
+        with httpx2.Client(
+            headers=self._headers,
+            timeout=self._timeout,
+            follow_redirects=True,
+            transport=blocking_transport(self._url),
+        ) as client:
             answer = client.get(get)
             if answer.status_code == httpx2.codes.NOT_FOUND:
                 made = client.post(f"{self._url}{_API}/create", json={"name": self._experiment})

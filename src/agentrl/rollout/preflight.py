@@ -254,8 +254,10 @@ async def _reach(endpoint: ModelEndpoint) -> None:
     """Send an endpoint one request; log a warning if it does not answer."""
     import httpx2
 
+    from agentrl.proxies import ProxiedTransport
+
     try:
-        async with httpx2.AsyncClient(timeout=_REACH_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=_REACH_SECONDS, transport=ProxiedTransport()) as client:
             await client.get(f"{endpoint.base_url.rstrip('/')}/models")
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         logger.warning(

@@ -14,6 +14,7 @@ import httpx2
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
 from agentrl.llm.limits import retry_after
+from agentrl.proxies import ProxiedTransport
 from agentrl.tools.base import (
     Reply,
     Schema,
@@ -186,7 +187,10 @@ class ManagerClient:
         )
         self._slots = asyncio.Semaphore(connections)
         self._http = httpx2.AsyncClient(
-            base_url=spec.url, headers=dict(spec.headers), timeout=_CONTROL_SECONDS, limits=limits
+            base_url=spec.url,
+            headers=dict(spec.headers),
+            timeout=_CONTROL_SECONDS,
+            transport=ProxiedTransport(limits=limits),
         )
         self._suspect = False
         self._checking = asyncio.Lock()

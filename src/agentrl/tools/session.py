@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, Self
 
 from agentrl.concurrency import task_group
@@ -26,17 +28,42 @@ Condense = Callable[[str, Mapping[str, Any], str], Awaitable[Condensed | None]]
 """Returns a tool's text condensed, by the tool's name, arguments and text; None leaves it as it is."""
 
 
+_SAFE = re.compile(r"[^\W\d][\w.-]{0,63}")
+"""Names that every chat format can call; OpenAI's and Anthropic's APIs take 64 characters too."""
+_UNSAFE = re.compile(r"[^\w.-]")
+_LONGEST = 64
+
+
 class ToolNames:
-    """The names under which the tools of several servers are offered."""
+    """The names under which the tools of several servers are offered: safe, and each for one tool.
+
+    A name depends on the names of the tools alone, since it stands in prompts that are trained.
+    """
 
     def __init__(self, tools: Mapping[str, Iterable[Schema]]) -> None:
         """``tools`` holds each server's schemas, by the server's name."""
         own = {(server, schema_name(schema)) for server, schemas in tools.items() for schema in schemas}
         servers_with = Counter(tool for _, tool in own)
         self._shared = {tool for tool, count in servers_with.items() if count > 1}
+        self._offered: dict[tuple[str, str], str] = {}
+        for server, tool in sorted(own, key=lambda of: (not _SAFE.fullmatch(self._plain(*of)), of)):
+            self.offered(server, tool)
 
     def offered(self, server: str, tool: str) -> str:
-        """Return the name that the model sees."""
+        """Return the name that the model sees; that of a tool which a server has added since, too."""
+        key = (server, tool)
+        if key not in self._offered:
+            name = plain = self._plain(server, tool)
+            if not _SAFE.fullmatch(plain):
+                name = _UNSAFE.sub("_", plain)
+                name = name if _SAFE.match(name) else f"_{name}"
+            if len(name) > _LONGEST or name in self._offered.values():
+                digest = sha256("\0".join(key).encode("utf-8", "replace")).hexdigest()[:8]
+                name = f"{name[: _LONGEST - 9]}_{digest}"
+            self._offered[key] = name
+        return self._offered[key]
+
+    def _plain(self, server: str, tool: str) -> str:
         return f"{server}.{tool}" if tool in self._shared else tool
 
     def renamed(self, server: str, schema: Schema) -> Schema:

@@ -24,6 +24,7 @@ from agentrl.batches import batches
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
 from agentrl.extras import require
+from agentrl.proxies import proxy_of
 from agentrl.weights.model_folder import MANIFEST
 
 log = logging.getLogger(__name__)
@@ -277,22 +278,29 @@ def _call(location: str, method: str, /, *args: Any, seconds: float = _CALL_SECO
     """Call an async method of the file system of ``location``, and cancel it after ``seconds``."""
     from fsspec.asyn import sync
 
-    system = _file_system(urlsplit(location).scheme)
+    system = _file_system(location)
     return sync(system.loop, getattr(system, method), *args, timeout=seconds, **options)
 
 
+def _file_system(location: str) -> Any:
+    """Return the file system of ``location``. The packages of buckets read the environment's proxies."""
+    scheme = urlsplit(location).scheme
+    return _system(scheme, proxy_of(location) if scheme in ("http", "https") else None)
+
+
 @cache
-def _file_system(scheme: str) -> Any:
+def _system(scheme: str, proxy: str | None) -> Any:
     import fsspec
 
-    return fsspec.filesystem(scheme, use_listings_cache=False)
+    options = {} if proxy is None else {"client_kwargs": {"proxy": proxy}}
+    return fsspec.filesystem(scheme, use_listings_cache=False, **options)
 
 
 def _on_server(location: str, call: Callable[..., Awaitable[T]], /, *args: Any) -> T:
     """Return ``call(system, session, *args)`` of the web server of ``location``; cancel it in the end."""
     from fsspec.asyn import sync
 
-    system = _file_system(urlsplit(location).scheme)
+    system = _file_system(location)
 
     async def work() -> T:
         return await call(system, await system.set_session(), *args)

@@ -82,8 +82,10 @@ async def _answers(url: str) -> str | None:
     """Return why ``url`` cannot be reached; None if it answers, with whatever status."""
     import httpx2
 
+    from agentrl.proxies import ProxiedTransport
+
     try:
-        async with httpx2.AsyncClient(timeout=_REACH_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=_REACH_SECONDS, transport=ProxiedTransport()) as client:
             await client.get(url)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         return type(error).__name__

@@ -47,13 +47,19 @@ _KNOWN = frozenset({
 """Fields that are used or refused, and those that name the caller or its cache: none of them is ignored."""
 
 
+_ONE_ANSWER = (
+    "one answer for each request; send n requests, each with another header Idempotency-Key: equal requests"
+    " without one are retries of one call, and get one answer"
+)
+
+
 class ChatCompletions:
     """``POST /v1/chat/completions``."""
 
     name = "chat"
 
     def parse(self, body: Mapping[str, Any]) -> GatewayRequest:
-        refuse(body, "n", "one answer for each request; send several requests", 1)
+        refuse(body, "n", _ONE_ANSWER, 1)
         refuse(body, "top_logprobs", "only the logprob of the sampled token is known", 0)
         refuse(body, "logit_bias", "it would change what is trained", {})
         refuse(body, "audio", "answers are text")

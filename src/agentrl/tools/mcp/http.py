@@ -14,6 +14,7 @@ import httpx2
 
 from agentrl.documents.base import shortened
 from agentrl.llm.limits import retry_after
+from agentrl.proxies import ProxiedTransport
 from agentrl.tools.mcp.connection import reasons
 from agentrl.tools.mcp.content import (
     LOST,
@@ -42,7 +43,7 @@ def open_client(spec: HttpSpec, *, connections: int, read_seconds: float) -> htt
     return httpx2.AsyncClient(
         headers=dict(spec.headers),
         timeout=httpx2.Timeout(_CONNECT_SECONDS, read=read_seconds, pool=read_seconds),
-        transport=GuardedTransport(httpx2.AsyncHTTPTransport(limits=limits)),
+        transport=GuardedTransport(ProxiedTransport(limits=limits)),
     )
 
 
@@ -52,7 +53,7 @@ def sse_http_client(
     auth: httpx2.Auth | None = None,
 ) -> httpx2.AsyncClient:
     """Return the client of a server behind HTTP+SSE, as the SDK asks for it."""
-    transport = ReadableTransport(httpx2.AsyncHTTPTransport())
+    transport = ReadableTransport(ProxiedTransport())
     return httpx2.AsyncClient(headers=headers, timeout=timeout, auth=auth, transport=transport)
 
 
