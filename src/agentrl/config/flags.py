@@ -42,7 +42,7 @@ class Range:
         """Return the range as help texts show it, such as ``≥ 1 or inf``."""
         if not math.isinf(self.high):
             ends = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
-            return f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+            return f"in {ends[0]}{self.low:.10g}, {self.high:.10g}{ends[1]}"
         if math.isinf(self.low):
             return "finite"
         return f"{'≥' if self.includes_low else '>'} {self.low:g}{' or inf' if self.includes_high else ''}"

@@ -44,7 +44,7 @@ class RunConfig(Flags):
         " trajectories and groups as a summary a minute)",
         per_process=True,
     )
-    seed: int = flag(0, "seed of task order, sampling and training")
+    seed: int = flag(0, "seed of task order, sampling and training", within="[0, 4294967295]")
     db_connection_string: str | None = flag(
         None,
         "URI of a MongoDB replica set, 6.0 or newer (default: $MONGO_URI, or what the file $MONGO_URI_FILE"

@@ -38,6 +38,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
+from agentrl.folder_owner import require_unclaimed
 from agentrl.model.precision import Precision
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
@@ -101,6 +102,7 @@ def _check_output(configs: Configs) -> None:
             raise ConfigError(
                 f"--output_dir {output} would overwrite {name}, {path}", hint="give a folder of its own"
             )
+    require_unclaimed(output, "--output_dir")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output_dir {output} is a file", hint="give a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
