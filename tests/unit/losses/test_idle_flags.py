@@ -69,7 +69,7 @@ def with_loss(name: str, flags: Mapping[str, Any]) -> Configs:
 def learned(configs: Configs) -> list[Any]:
     """Loss, gradient and metrics of some random batches."""
     settings, found = LossSettings.of_run(configs), []
-    for seed in range(8):
+    for seed in range(4):
         batch = random_batch(seed, spread=0.7)
         start, rows = batch.old_logprobs, batch.trajectories
         compared = ComparedTrajectories(
