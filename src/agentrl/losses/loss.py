@@ -202,6 +202,11 @@ class Loss:
     check: Callable[[Any], None] = lambda _: None
     """Raises ConfigError for LossSettings with which the loss does not work."""
 
+    @property
+    def reads_advantage(self) -> bool:
+        """Whether the advantage of the score is a part of the loss."""
+        return self.from_policy and not self.ignores_score
+
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The keyword-only parameters of the function, by name."""

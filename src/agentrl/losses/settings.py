@@ -6,15 +6,16 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
-from agentrl.config.schema import EngineConfig, GroupConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import GROUPS, EngineConfig, GroupConfig, OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
+from agentrl.losses.idle_flags import IDLE_RULES
 from agentrl.losses.loss import LOSSES, TEACHER, Loss
 
 FOR_QUANTIZED = {"old_logprobs": "recompute", "importance_correction": "tis:2"}
@@ -132,8 +133,12 @@ class LossSettings(LossConfig):
         return _number(self.importance_weight_cap_ratio)
 
 
-def check_loss(configs: Configs) -> None:
-    """Raise ConfigError for flags of the loss that are invalid, alone or with the other flags of the run."""
+def check_loss(configs: Configs, chosen: Collection[str] | None = None) -> None:
+    """Raise ConfigError for flags that are invalid or change nothing with the loss and the run's other flags.
+
+    Of ``IDLE_RULES``, those of the flags ``chosen`` are checked: a what-if inherits the others, which made
+    the data that it trains. None: all.
+    """
     loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
     settings = LossSettings.of_run(configs)
     usual = {field.name: field.default for field in dataclasses.fields(LossConfig)}
@@ -148,13 +153,17 @@ def check_loss(configs: Configs) -> None:
         " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
     )
     _require_teacher(settings, configs[GroupConfig])
-    require(
-        loss.out_of_date_decay is None or training.staleness_policy == "decay" or settings.narrows_bounds,
-        f"--out_of_date_decay is {loss.out_of_date_decay}, and {loss.loss_calculater} has no bounds that it"
-        " could narrow",
-        "add bounds, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
-        " decay; or leave it out",
-    )
+    defaults = {field.name: field.default for group in GROUPS for field in dataclasses.fields(group)}
+    flags = configs.flags
+    for rule in IDLE_RULES:
+        for name in rule.flags:
+            is_set = name in flags and flags[name] != defaults[name] and (chosen is None or name in chosen)
+            if is_set and not rule.acts(defaults | flags, settings):
+                shown = str(flags[name]).lower() if isinstance(flags[name], bool) else flags[name]
+                raise ConfigError(
+                    f"--{name} {shown} with --loss_calculater {loss.loss_calculater}: {rule.why}",
+                    hint=rule.hint,
+                )
 
 
 def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:
@@ -168,11 +177,13 @@ def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:
         f"set --columns {TEACHER} for samplers and the trainer, and run agentrl teach (docs/distillation.md)",
     )
     require(
-        not (settings.loss.ignores_score and (groups.drop_zero_advantage or groups.min_score_spread)),
+        not settings.loss.ignores_score
+        or not (groups.drop_zero_advantage or groups.min_score_spread or groups.minimal_advantage),
         f"--loss_calculater {settings.loss_calculater} ignores scores, and --drop_zero_advantage"
-        f" {str(groups.drop_zero_advantage).lower()} with --min_score_spread {groups.min_score_spread:g}"
-        " drops trajectories by them",
-        "set --drop_zero_advantage false --min_score_spread 0 for samplers and the trainer",
+        f" {str(groups.drop_zero_advantage).lower()} with --min_score_spread {groups.min_score_spread:g} and"
+        f" --minimal_advantage {groups.minimal_advantage:g} drops trajectories by them",
+        "set --drop_zero_advantage false --min_score_spread 0 --minimal_advantage 0 for samplers and the"
+        " trainer",
     )
 
 
@@ -254,7 +265,8 @@ def _check_flags_are_read(settings: LossSettings) -> None:
     if loss.from_policy:
         return
     bounds = ("epsilon", "epsilon_higher", cap, "strict_in_bound")
-    for flag in (*bounds, "importance_correction", "kl_coef", "entropy_coef", "distill_coef"):
+    others = ("importance_correction", "old_logprobs", "kl_coef", "entropy_coef", "distill_coef")
+    for flag in (*bounds, *others):
         _require(
             _is_default(settings, flag),
             settings,

@@ -67,8 +67,8 @@ def _are_kept(
         return np.ones(len(ids), np.bool_)
     width = 1 + max(ids.max(initial=0), kept.ids.max(initial=0))
     allowed = np.repeat(np.arange(len(kept)), kept.counts) * width + kept.ids
-    found: NDArray[np.bool_] = np.isin(token * width + ids, allowed)
-    return (kept.counts[token] == 0) | found
+    found: NDArray[np.bool_] = (kept.counts[token] == 0) | np.isin(token * width + ids, allowed)
+    return found
 
 
 def _logits(hidden: Tensor, head: OutputHead, place: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:

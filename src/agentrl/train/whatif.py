@@ -139,7 +139,7 @@ def _wanted(
 
 def _require_usable(child: Configs, given: Collection[str]) -> None:
     """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
-    check_loss(child)
+    check_loss(child, given)
     groups = child[GroupConfig]
     if "advantage" in given:
         ESTIMATORS.get(groups.advantage)

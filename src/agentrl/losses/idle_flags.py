@@ -1,0 +1,112 @@
+"""Say which flags of a run change nothing, given its loss and its other flags; ``check_loss`` refuses them.
+
+Flags that the loss alone decides about are refused by ``LossSettings``, in ``losses.settings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentrl.losses.settings import LossSettings
+
+Flags = Mapping[str, Any]
+_SAME_ZEROS = ("leave_one_out", "grpo", "dr_grpo")
+"""Estimators that give 0 to the same trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleRule:
+    """Flags that act only if ``acts`` is true of the run's flags and of its loss."""
+
+    flags: tuple[str, ...]
+    acts: Callable[[Flags, LossSettings], bool]
+    why: str
+    hint: str
+
+
+def _by_advantage(flags: Flags) -> bool:
+    """Return whether model calls are chosen by their advantage."""
+    return bool(flags["drop_zero_advantage"] or flags["minimal_advantage"])
+
+
+_UNREAD = "the loss reads no advantage, and no model call is chosen by it"
+_LEAVE_OUT = "leave it out"
+
+IDLE_RULES: tuple[IdleRule, ...] = (
+    IdleRule(
+        ("adv_scaling",), lambda flags, _: flags["adv_scaling"] > 0,
+        "a factor below 0 turns every advantage around, and 0 trains nothing", "give a factor above 0",
+    ),
+    IdleRule(
+        ("adv_scaling",), lambda flags, loss: loss.loss.reads_advantage or flags["minimal_advantage"] > 0,
+        _UNREAD, _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("advantage",),
+        lambda flags, loss: (
+            loss.loss.reads_advantage
+            or flags["minimal_advantage"] > 0
+            or (flags["drop_zero_advantage"] and flags["advantage"] not in _SAME_ZEROS)
+        ),
+        _UNREAD, _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("overlong_limit", "overlong_penalty"), lambda flags, _: flags["overlong_buffer"] > 0,
+        "--overlong_buffer is 0, so that no reward is lowered", "give --overlong_buffer, or leave it out",
+    ),
+    IdleRule(
+        ("clamp_advantage_by_score", "efficient_rewarding", "overlong_buffer"),
+        lambda flags, loss: loss.loss.reads_advantage or _by_advantage(flags),
+        _UNREAD, _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("min_turns", "reserve_context_error_count"), lambda flags, _: not flags["balance_sample"],
+        "--balance_sample chooses trajectories by their scores alone", "leave out one of the two",
+    ),
+    IdleRule(
+        ("reserve_context_error_count",), lambda flags, _: not flags["efficient_rewarding"],
+        "--efficient_rewarding ranks trajectories with a context error too", "leave out one of the two",
+    ),
+    IdleRule(
+        ("advantage_whitening",), lambda _, loss: loss.loss.reads_advantage,
+        "the loss reads no advantage", _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("staleness_policy",),
+        lambda flags, loss: flags["staleness_policy"] != "decay" or loss.loss.reads_advantage,
+        "it makes the advantages of old tokens smaller, and the loss reads none", "use drop or mask",
+    ),
+    IdleRule(
+        ("out_of_date_decay",),
+        lambda flags, loss: flags["staleness_policy"] == "decay" or loss.narrows_bounds,
+        "the loss has no bounds that it could narrow",
+        "add bounds, e.g. --strict_in_bound false --importance_weight_cap_ratio 4; or use --staleness_policy"
+        " decay; or leave it out",
+    ),
+    IdleRule(
+        ("old_logprobs",),
+        lambda flags, _: (
+            flags["old_logprobs"] != "loglinear"
+            or flags["staleness_policy"] == "decay"
+            or (flags["max_staleness"] > 0 and not flags["sync_sampling"])
+        ),
+        "no token that is trained is older than 0 steps, where the interpolation is behavior",
+        "use behavior or recompute, or --max_staleness 1 or more",
+    ),
+    IdleRule(
+        ("reference_model",), lambda _, loss: loss.needs_reference,
+        "the loss compares with no reference model", "add --kl_coef, e.g. 0.001, or leave it out",
+    ),
+    IdleRule(
+        ("lora_alpha", "lora_target_modules"), lambda flags, _: flags["lora_rank"] > 0,
+        "--lora_rank is 0: the weights themselves are trained", "add --lora_rank, e.g. 16, or leave it out",
+    ),
+    IdleRule(
+        ("retrained_interval",), lambda flags, _: flags["max_trained_count"] > 1,
+        "--max_trained_count is 1: nothing is trained again", "raise --max_trained_count, or leave it out",
+    ),
+)  # fmt: skip
+"""In the order in which they are checked."""

@@ -1,0 +1,183 @@
+"""Every flag of the loss and of groups, with every loss: it changes something, or is refused with a hint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from token_batches import random_batch, token_metrics
+
+from agentrl.config.load import Configs
+from agentrl.config.schema import GROUPS, GroupConfig, LossConfig
+from agentrl.documents.record import Record
+from agentrl.documents.status import StopReason
+from agentrl.errors import ConfigError
+from agentrl.losses.compute import Denominators, old_logprobs, reduce_losses, token_losses
+from agentrl.losses.loss import LOSSES
+from agentrl.losses.settings import LossSettings, check_loss
+from agentrl.losses.trajectories import ComparedTrajectories
+from agentrl.scoring.groups import decide_group
+
+BASE: Mapping[str, Any] = {"mini_batches": 4}
+TAUGHT: Mapping[str, Any] = {"columns": "teacher"}
+OPD: Mapping[str, Any] = {**TAUGHT, "drop_zero_advantage": False, "min_score_spread": 0.0}
+WITH: Mapping[str, Mapping[str, Any]] = {
+    "distill_coef": TAUGHT, "kl_estimator": {"kl_coef": 0.3}, "out_of_date_decay": {
+        "importance_weight_cap_ratio": 2.0, "epsilon": 0.2, "strict_in_bound": False,
+    },
+}  # fmt: skip
+"""What a flag needs, to act with any loss."""
+LOSS: Mapping[str, tuple[Any, ...]] = {
+    "token_level_loss": (True, False), "skip_length_normalization": (True, False),
+    "loss_length_divisor": (5,), "strict_in_bound": (True, False), "epsilon": (0.05, 0.5),
+    "epsilon_higher": (0.03, 0.6), "importance_weight_cap_ratio": (1.0, 3.0), "out_of_date_decay": (0.7,),
+    "importance_correction": (
+        "tis:1.2", "seq_tis:1.5", "icepop:0.8:1.2", "token_mask:0.8:1.25", "seq_mask:0.9:1.1", "seq_kl:0.05",
+    ),
+    "old_logprobs": ("recompute", "loglinear"), "kl_coef": (0.3,), "kl_estimator": ("k1", "k2", "k3"),
+    "entropy_coef": (0.2,), "distill_coef": (0.4,), "dual_clip": (1.1, math.inf), "ce_grpo_beta_1": (0.5,),
+    "ce_grpo_beta_2": (0.5,), "sapo_tau_pos": (2.0,), "sapo_tau_neg": (3.0,), "dppo_kl_coef": (0.1,),
+    "preference_beta": (0.7,), "kto_threshold": (0.3,), "kto_desirable_weight": (2.0,),
+    "kto_undesirable_weight": (2.0,), "loss_args": ('{"x": 1}',),
+}  # fmt: skip
+"""Other values than the default of each flag of the loss."""
+GROUP: Mapping[str, tuple[Any, ...]] = {
+    "advantage": ("grpo", "dr_grpo", "reward"), "adv_scaling": (3.0, 0.5, 0.0, -1.0),
+    "right_threshold": (0.65,), "clamp_advantage_by_score": (True,), "balance_sample": (True,),
+    "drop_zero_advantage": (False,), "minimal_advantage": (0.2,), "min_turns": (3,),
+    "efficient_rewarding": (True,), "reserve_context_error_count": (0,), "min_score_spread": (0.5,),
+    "overlong_limit": (100,), "overlong_buffer": (10,), "overlong_penalty": (0.5,),
+}  # fmt: skip
+"""The same of each flag of groups, except those whose values are names of something of the user's."""
+NAMES = {"loss_calculater", "group_filter", "columns"}
+
+
+def with_loss(name: str, flags: Mapping[str, Any]) -> Configs:
+    """The flags of a run. Raises ConfigError if one of them is refused."""
+    needed = OPD if LOSSES.get(name).ignores_score else {}
+    values = {**BASE, **needed, **flags, "loss_calculater": name}
+    configs = Configs.of(GROUPS, values, values)
+    check_loss(configs)
+    return configs
+
+
+def learned(configs: Configs) -> list[Any]:
+    """Loss, gradient and metrics of some random batches."""
+    settings, found = LossSettings.of_run(configs), []
+    for seed in range(4):
+        batch = random_batch(seed, spread=0.7)
+        start, rows = batch.old_logprobs, batch.trajectories
+        compared = ComparedTrajectories(
+            number=torch.arange(rows), score=torch.tensor([0.0, 1.0, 0.4, 0.9]),
+            group=torch.tensor([0, 0, 1, 1]),
+            log_ratio=torch.zeros(rows).index_add(0, batch.row, batch.log_ratio.detach()),
+        )  # fmt: skip
+        batch = dataclasses.replace(
+            batch, reference_logprobs=start - 0.3, entropy=batch.logprobs.exp() * 3, compared=compared,
+            old_logprobs=old_logprobs(settings.old_logprobs, start, batch.behavior_logprobs, batch.age),
+            columns=batch.columns if settings.distill_coef else {},
+        )  # fmt: skip
+        result = token_losses(batch, settings)
+        whole = Denominators(len(batch.row), rows)
+        loss = reduce_losses(result.losses, batch.mask, batch.row, rows, whole, settings)
+        (gradient,) = torch.autograd.grad(loss, batch.logprobs)
+        report = token_metrics(batch, result, batch.logprobs.detach()).report()
+        found.append([loss.item(), gradient.tolist(), report])
+    return found
+
+
+def chosen(configs: Configs) -> list[Any]:
+    """Which trajectories of some random groups are trained, with their advantages if the loss reads them."""
+    rules, loss, found = configs[GroupConfig], LossSettings.of_run(configs).loss, []
+    for seed in range(20):
+        rng = random.Random(seed)
+        records = [
+            Record(
+                id=f"{seed}/{n}", task="t", traj_id=n, split="train", epoch=0, query="q", attempt=1,
+                score=rng.choice([0.0, 0.2, 0.6, 0.6, 0.8, 1.0]), turns=rng.randint(1, 5),
+                generated_tokens=rng.choice([40, 95, 120]),
+                stop_reason=rng.choice([StopReason.ANSWERED, StopReason.LENGTH_LIMIT]),
+            )
+            for n in range(6)
+        ]  # fmt: skip
+        for item in decide_group(records, rules, random.Random(0)):
+            value = item.advantage
+            is_trained = value is not None and abs(value) >= rules.minimal_advantage
+            is_trained = is_trained and not (rules.drop_zero_advantage and value == 0)
+            found.append((is_trained, value if is_trained and loss.reads_advantage else None))
+        found.append(sum(record.score > rules.right_threshold for record in records))  # the pass rate
+    return found
+
+
+def test_the_tables_have_every_flag() -> None:
+    """A new flag comes here, with a value at which it changes something."""
+    known = {item.name for group in (LossConfig, GroupConfig) for item in dataclasses.fields(group)}
+    assert known - NAMES == LOSS.keys() | GROUP.keys()
+
+
+@pytest.mark.parametrize("flag", [*LOSS, *GROUP])
+@pytest.mark.parametrize("loss", sorted(LOSSES.names()))
+def test_a_flag_changes_something_or_is_refused_with_a_hint(loss: str, flag: str) -> None:
+    effect = learned if flag in LOSS else chosen
+    acts: list[bool] = []
+    refused: list[str | None] = []
+    for value in (LOSS | GROUP)[flag]:
+        needed = WITH.get(flag, {})
+        try:
+            without = with_loss(loss, needed)
+            configs = with_loss(loss, {**needed, flag: value})
+        except ConfigError as error:
+            refused.append(error.hint)
+            continue
+        settings = [LossSettings.of_run(each) for each in (without, configs)]
+        before, after = settings if flag in LOSS else [each[GroupConfig] for each in (without, configs)]
+        if getattr(before, flag) == getattr(after, flag):
+            continue  # the loss's own default
+        acts.append(effect(configs) != effect(without))
+    assert all(refused)
+    assert not acts or any(acts), f"--{flag} is accepted with {loss}, and changes nothing"
+
+
+@pytest.mark.parametrize("loss", sorted(LOSSES.names()))
+@pytest.mark.parametrize(
+    ("flag", "value", "needed", "acts"),
+    [
+        ("reference_model", "models/x", {}, None), ("reference_model", "models/x", {"kl_coef": 0.1}, True),
+        ("lora_alpha", 8, {}, False), ("lora_alpha", 8, {"lora_rank": 4}, True),
+        ("lora_target_modules", "q_proj", {}, False),
+        ("retrained_interval", 5, {}, False), ("retrained_interval", 5, {"max_trained_count": 2}, True),
+        ("staleness_policy", "decay", {"out_of_date_decay": 0.5}, None),
+        ("staleness_policy", "mask", {}, True),
+        ("advantage_whitening", "batch", {"drop_zero_advantage": False}, None),
+        ("old_logprobs", "loglinear", {"max_staleness": 0}, False),
+    ],
+)  # fmt: skip
+def test_flags_of_training_act_or_are_refused(
+    loss: str, flag: str, value: Any, needed: Mapping[str, Any], acts: bool | None
+) -> None:
+    """None: it depends on the loss: on whether it reads the advantage, or compares with a reference."""
+    declared = LOSSES.get(loss)
+    if acts is None:
+        acts = declared.compares if flag == "reference_model" else declared.reads_advantage
+    if (flag == "old_logprobs" or "kl_coef" in needed) and not declared.from_policy:
+        acts = False
+    if acts:
+        with_loss(loss, {**needed, flag: value})
+        return
+    with pytest.raises(ConfigError) as refused:
+        with_loss(loss, {**needed, flag: value})
+    assert refused.value.hint
+
+
+def test_a_what_if_is_not_refused_for_flags_that_made_its_data() -> None:
+    configs = Configs.of(GROUPS, {"loss_calculater": "DPO", "adv_scaling": 2.0}, ())
+    check_loss(configs, {"loss_calculater"})
+    with pytest.raises(
+        ConfigError, match=r"--adv_scaling 2\.0 with --loss_calculater DPO: the loss reads no"
+    ):
+        check_loss(configs, {"adv_scaling"})
