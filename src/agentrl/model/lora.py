@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter, read_adapter_config
+from agentrl.weights.adapter_config import is_adapter, layer_rank, layer_scale, read_adapter_config
+from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "default"
 _BASE = ".base_layer."
-_SIZES = ("r", "lora_alpha")
+_SETTINGS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings that an adapter must share with the flags to be trained on."""
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
@@ -134,11 +136,14 @@ class Adapter:
                 hint="leave --lora_rank out, or start another run from these weights",
             )
         found, weights = read_adapter(folder)
-        differing = [key for key in _SIZES if found[key] != getattr(self.settings, key)]
+        own = {key: getattr(self.settings, key) for key in _SETTINGS}
+        differing = [key for key, value in own.items() if (found.get(key) or value) != value]
         if differing:
-            listed = ", ".join(f"{key} {found[key]}, not {getattr(self.settings, key)}" for key in differing)
+            listed = ", ".join(f"{key} {found[key]}, not {own[key]}" for key in differing)
             raise ConfigError(
-                f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
+                f"the adapter in {folder} has {listed}",
+                hint="give the flags that it was trained with; what has no flag can be merged:"
+                " python -m agentrl.model.merge_adapter ADAPTER BASE TARGET",
             )
         expected = self.weights()
         # A published adapter of these layers lacks those that were never trained: they add nothing.
@@ -222,6 +227,45 @@ class ServedAdapter:
     def configuration(self) -> dict[str, bytes]:
         """Return the content of ``adapter_config.json``."""
         return self.adapter.configuration()
+
+
+@dataclass(frozen=True)
+class LayerAdapter:
+    """The adapter of one linear layer: y = W x + scale · B (A x)."""
+
+    a: Tensor
+    """[rank, inputs]"""
+    b: Tensor
+    """[outputs, rank]"""
+    scale: float
+
+
+def read_layers(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerAdapter]:
+    """Return the adapter in ``folder`` by linear layer, for a model whose layers have ``shapes``.
+
+    A shape is (outputs, inputs). Layers whose B is 0 add nothing and are left out. Raises ModelError if the
+    files cannot be read, name a layer that the model lacks, or describe more than LoRA.
+    """
+    config, tensors = read_adapter(folder)
+    layers: dict[str, LayerAdapter] = {}
+    for key in tensors:
+        layer, kind, _ = key.rpartition(".lora_A.")
+        if not kind:
+            if key.replace(".lora_B.", ".lora_A.") not in tensors or ".lora_B." not in key:
+                raise ModelError(
+                    f"the adapter in {folder} has a tensor {key}; LoRA has pairs of lora_A and lora_B only"
+                )
+            continue
+        a, b = tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
+        rank = layer_rank(config, layer)
+        if b is None or shapes.get(layer) != (b.shape[0], a.shape[1]) or not a.shape[0] == b.shape[1] == rank:
+            raise ModelError(
+                f"the adapter in {folder} does not fit the model: {layer} with rank {rank}, A {list(a.shape)}"
+                f" and B {None if b is None else list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
+            )
+        if b.any():
+            layers[layer] = LayerAdapter(a, b, layer_scale(config, layer))
+    return layers
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
