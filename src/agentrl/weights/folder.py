@@ -21,6 +21,7 @@ _ARCHITECTURE_KEYS = (
     "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
 )  # fmt: skip
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WHOLE_WEIGHTS = ("model.safetensors", ADAPTER_WEIGHTS, "pytorch_model.bin")
 PEFT_PREFIX = "base_model.model."
 """What peft's files put before the name of each module of the model."""
 _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -52,7 +53,7 @@ def stored_dtype(folder: Path) -> str:
             if named in _IN_FILES.values():
                 return named
     counts: Counter[str] = Counter()
-    for file in folder.glob("*.safetensors"):
+    for file in tensor_files(folder):
         for entry in read_header(file).values():
             counts[entry["dtype"]] += math.prod(entry["shape"])
     found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
@@ -88,9 +89,36 @@ def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
     return ExpertShape(layers=layers, top_k=top_k, experts=experts)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that loading ``folder`` reads, by name.
+
+    These are the one file of the whole weights, else those that the index lists, as transformers chooses
+    them: Mistral's ``consolidated.safetensors`` beside them is a second copy. Without either they are all
+    files of weights. Raises ModelError for an index that cannot be read.
+    """
+    for name in _WHOLE_WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return sorted(folder / file for file in listed)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index} cannot be read: {error}", hint="download the model again"
+                ) from error
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the safetensors files among ``weight_files``."""
+    return [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+
+
 def stored_bytes(folder: Path) -> int:
-    """Return the bytes of the files of weights in ``folder``. Raises OSError if it cannot be read."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    """Return the bytes of the ``weight_files``. Raises OSError if one cannot be read, and ModelError."""
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentrl.atomic_folder import delete_folder
 from agentrl.batches import batches
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
@@ -78,17 +79,26 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
 
     Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
     """
-    options = {"method": "put"} if location.startswith("http") else {}
+    await _parallel(lambda file: _put(folder / file.name, f"{location}/{file.name}"), files)
+    await _put(folder / MANIFEST, f"{location}/{MANIFEST}")
 
-    async def put(name: str) -> None:
-        source, target = folder / name, f"{location}/{name}"
+
+async def _put(source: Path, target: str) -> None:
+    options = {"method": "put"} if target.startswith("http") else {}
+
+    def put() -> None:
         seconds = _CALL_SECONDS + source.stat().st_size / _LEAST_BYTES_PER_SECOND
-        await _retried(
-            target, lambda: _call(target, "_put_file", str(source), target, seconds=seconds, **options)
-        )
+        _call(target, "_put_file", str(source), target, seconds=seconds, **options)
 
-    await _parallel(lambda file: put(file.name), files)
-    await put(MANIFEST)
+    await _retried(target, put)
+
+
+async def write(location: str, content: bytes) -> None:
+    """Write a small file at a URL. Raises as ``upload``."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        await _put(Path(file.name), location)
 
 
 async def download(location: str, files: Sequence[FileChecksum], folder: Path) -> None:
@@ -207,24 +217,25 @@ async def folder_names(root: str) -> list[str]:
     return [name_of(path) for path in found]
 
 
-async def delete(location: str, files: Sequence[FileChecksum]) -> None:
+async def delete(location: str, files: Sequence[FileChecksum]) -> bool:
     """Delete the folder of a version; ``files`` are those that a web server is told to delete.
 
-    What is left is logged: the version counts as deleted already.
+    Returns whether nothing is left. Otherwise logs why.
     """
-    if not is_remote(location):
-        await asyncio.to_thread(shutil.rmtree, location, ignore_errors=True)
-        return
     try:
-        if location.startswith("http"):
+        if not is_remote(location):
+            await asyncio.to_thread(delete_folder, Path(location))
+        elif location.startswith("http"):
             for name in (MANIFEST, *(file.name for file in files)):
                 await asyncio.to_thread(_on_server, location, _delete, _file_url(location, name))
         else:
             await asyncio.to_thread(_call, location, "_rm", location, recursive=True)
     except FileNotFoundError:
-        return
+        return True
     except Exception as error:  # noqa: BLE001 - see _retried
         log.warning("%s is not deleted: %s", location, error)
+        return False
+    return True
 
 
 async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequence[FileChecksum]) -> None:
