@@ -137,7 +137,7 @@ class Adapter:
             )
         found, weights = read_adapter(folder)
         own = {key: getattr(self.settings, key) for key in _SETTINGS}
-        differing = [key for key, value in own.items() if (found.get(key) or value) != value]
+        differing = [key for key, value in own.items() if found.get(key) not in (value, None)]
         if differing:
             listed = ", ".join(f"{key} {found[key]}, not {own[key]}" for key in differing)
             raise ConfigError(
@@ -248,20 +248,15 @@ def read_layers(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     """
     config, tensors = read_adapter(folder)
     layers: dict[str, LayerAdapter] = {}
-    for key in tensors:
-        layer, kind, _ = key.rpartition(".lora_A.")
-        if not kind:
-            if key.replace(".lora_B.", ".lora_A.") not in tensors or ".lora_B." not in key:
-                raise ModelError(
-                    f"the adapter in {folder} has a tensor {key}; LoRA has pairs of lora_A and lora_B only"
-                )
-            continue
-        a, b = tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
+    for key in (key for key in tensors if ".lora_A." in key):
+        layer = key.rpartition(".lora_A.")[0]
+        a, b = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
         rank = layer_rank(config, layer)
-        if b is None or shapes.get(layer) != (b.shape[0], a.shape[1]) or not a.shape[0] == b.shape[1] == rank:
+        outputs, inputs = shapes.get(layer, (0, 0))
+        if a.shape != (rank, inputs) or b.shape != (outputs, rank):
             raise ModelError(
                 f"the adapter in {folder} does not fit the model: {layer} with rank {rank}, A {list(a.shape)}"
-                f" and B {None if b is None else list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
+                f" and B {list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
             )
         if b.any():
             layers[layer] = LayerAdapter(a, b, layer_scale(config, layer))
@@ -271,7 +266,7 @@ def read_layers(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return peft's settings of the adapter in ``folder``, and its weights on the CPU, by module.
 
-    Raises ModelError if a file cannot be read, or describes no LoRA.
+    Raises ModelError if a file cannot be read, or describes more than LoRA.
     """
     config = read_adapter_config(folder)
     try:
@@ -281,7 +276,23 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} holds no adapter that can be read: {ADAPTER_WEIGHTS}: {error}",
             hint="give another checkpoint",
         ) from error
-    return config, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()}
+    weights = {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()}
+    single = next((name for name in weights if _partner(name) not in weights), None)
+    if single is not None:
+        raise ModelError(
+            f"the adapter in {folder} has a tensor {single}; LoRA has pairs of lora_A and lora_B only",
+            hint="give the adapter as peft saved it",
+        )
+    return config, weights
+
+
+def _partner(name: str) -> str | None:
+    """Return the name of B beside A, or of A beside B; None for another tensor."""
+    owner, kind, rest = name.rpartition(".lora_A.")
+    if kind:
+        return f"{owner}.lora_B.{rest}"
+    owner, kind, rest = name.rpartition(".lora_B.")
+    return f"{owner}.lora_A.{rest}" if kind else None
 
 
 def _peft() -> ModuleType:
