@@ -22,7 +22,7 @@ from agentrl.model.merge_adapter import merge_adapter
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.lora_bias=True"),
+    pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning"),
 ]
 CPU = torch.device("cpu")
 TARGETS = ["q_proj", "v_proj", "down_proj"]
