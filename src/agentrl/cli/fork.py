@@ -87,7 +87,7 @@ def _require_empty(output: Path) -> None:
 def _weights_of(model: Path) -> PolicyVersion:
     """Return the version that a checkpoint's model is; the store numbers it."""
     from agentrl.documents.run import PolicyVersion
-    from agentrl.weights.folder import is_adapter
+    from agentrl.weights.adapter_config import is_adapter
     from agentrl.weights.model_folder import checksums
 
     adapter = is_adapter(model)

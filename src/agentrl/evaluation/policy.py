@@ -14,7 +14,7 @@ from agentrl.documents.run import OUTSIDE_VERSION, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import ModelError, PublishError
 from agentrl.store.evaluations import digest
-from agentrl.weights.folder import is_adapter
+from agentrl.weights.adapter_config import is_adapter
 from agentrl.weights.local_copy import LocalCopy, chain_to, is_in_place
 from agentrl.weights.merged import merged_model
 from agentrl.weights.model_folder import checksums

@@ -30,7 +30,8 @@ from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
 from agentrl.model.stored_weights import check_report
 from agentrl.model.vision import PixelReader, reads_images
-from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
+from agentrl.weights.adapter_config import is_adapter
+from agentrl.weights.folder import base_folder, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
 
 

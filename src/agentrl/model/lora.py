@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
-from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX, is_adapter, read_adapter_config
+from agentrl.weights.adapter_config import is_adapter, layer_rank, layer_scale, read_adapter_config
+from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "default"
 _BASE = ".base_layer."
-_SIZES = ("r", "lora_alpha")
+_SETTINGS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings that an adapter must share with the flags to be trained on."""
 
 
 def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved: Path | None) -> Adapter:
@@ -134,11 +136,14 @@ class Adapter:
                 hint="leave --lora_rank out, or start another run from these weights",
             )
         found, weights = read_adapter(folder)
-        differing = [key for key in _SIZES if found[key] != getattr(self.settings, key)]
+        own = {key: getattr(self.settings, key) for key in _SETTINGS}
+        differing = [key for key, value in own.items() if found.get(key) not in (value, None)]
         if differing:
-            listed = ", ".join(f"{key} {found[key]}, not {getattr(self.settings, key)}" for key in differing)
+            listed = ", ".join(f"{key} {found[key]}, not {own[key]}" for key in differing)
             raise ConfigError(
-                f"the adapter in {folder} has {listed}", hint="give the flags that it was trained with"
+                f"the adapter in {folder} has {listed}",
+                hint="give the flags that it was trained with; what has no flag can be merged:"
+                " python -m agentrl.model.merge_adapter ADAPTER BASE TARGET",
             )
         expected = self.weights()
         # A published adapter of these layers lacks those that were never trained: they add nothing.
@@ -224,10 +229,44 @@ class ServedAdapter:
         return self.adapter.configuration()
 
 
+@dataclass(frozen=True)
+class LayerAdapter:
+    """The adapter of one linear layer: y = W x + scale · B (A x)."""
+
+    a: Tensor
+    """[rank, inputs]"""
+    b: Tensor
+    """[outputs, rank]"""
+    scale: float
+
+
+def read_layers(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LayerAdapter]:
+    """Return the adapter in ``folder`` by linear layer, for a model whose layers have ``shapes``.
+
+    A shape is (outputs, inputs). Layers whose B is 0 add nothing and are left out. Raises ModelError if the
+    files cannot be read, name a layer that the model lacks, or describe more than LoRA.
+    """
+    config, tensors = read_adapter(folder)
+    layers: dict[str, LayerAdapter] = {}
+    for key in (key for key in tensors if ".lora_A." in key):
+        layer = key.rpartition(".lora_A.")[0]
+        a, b = tensors[key], tensors[key.replace(".lora_A.", ".lora_B.")]
+        rank = layer_rank(config, layer)
+        outputs, inputs = shapes.get(layer, (0, 0))
+        if a.shape != (rank, inputs) or b.shape != (outputs, rank):
+            raise ModelError(
+                f"the adapter in {folder} does not fit the model: {layer} with rank {rank}, A {list(a.shape)}"
+                f" and B {list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
+            )
+        if b.any():
+            layers[layer] = LayerAdapter(a, b, layer_scale(config, layer))
+    return layers
+
+
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return peft's settings of the adapter in ``folder``, and its weights on the CPU, by module.
 
-    Raises ModelError if a file cannot be read, or describes no LoRA.
+    Raises ModelError if a file cannot be read, or describes more than LoRA.
     """
     config = read_adapter_config(folder)
     try:
@@ -237,7 +276,23 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} holds no adapter that can be read: {ADAPTER_WEIGHTS}: {error}",
             hint="give another checkpoint",
         ) from error
-    return config, {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()}
+    weights = {name.removeprefix(PEFT_PREFIX): value for name, value in weights.items()}
+    single = next((name for name in weights if _partner(name) not in weights), None)
+    if single is not None:
+        raise ModelError(
+            f"the adapter in {folder} has a tensor {single}; LoRA has pairs of lora_A and lora_B only",
+            hint="give the adapter as peft saved it",
+        )
+    return config, weights
+
+
+def _partner(name: str) -> str | None:
+    """Return the name of B beside A, or of A beside B; None for another tensor."""
+    owner, kind, rest = name.rpartition(".lora_A.")
+    if kind:
+        return f"{owner}.lora_B.{rest}"
+    owner, kind, rest = name.rpartition(".lora_B.")
+    return f"{owner}.lora_A.{rest}" if kind else None
 
 
 def _peft() -> ModuleType:

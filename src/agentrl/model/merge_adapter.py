@@ -10,35 +10,34 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from agentrl.config.run import ModelConfig
-from agentrl.config.training import AdapterConfig
 from agentrl.errors import AgentRLError
 from agentrl.model.load import load_policy
-from agentrl.weights.folder import read_adapter_config
+from agentrl.model.lora import read_layers
 from agentrl.weights.model_folder import atomic_model_folder, complete_folder
 from agentrl.weights.sharded_writer import write_alone
 
 
+@torch.no_grad()
 def merge_adapter(adapter: Path, base: Path, target: Path) -> None:
     """Write the model in ``base`` with the ``adapter`` added, and its tokenizer, to ``target``.
 
-    Raises ModelError for a folder that holds no adapter or no model, and for an adapter of another model.
+    The sum is taken in float32 and rounded once, to the base model's dtype. Raises ModelError for a folder
+    that holds no adapter or no model, and for an adapter of another model or of a kind that is not applied.
     """
-    policy = load_policy(ModelConfig(model_name_or_path=str(base)), adapter, adapter_settings(adapter))
+    policy = load_policy(ModelConfig(model_name_or_path=str(base)))
+    embedding = policy.model.get_input_embeddings().weight
+    layers = (item for item in policy.model.named_modules() if isinstance(item[1], nn.Linear))
+    weights = {name: layer.weight for name, layer in layers if layer.weight is not embedding}
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    for name, layer in read_layers(adapter, shapes).items():
+        weights[name] += layer.scale * (layer.b.float() @ layer.a.float())
     with atomic_model_folder(target, sum(part.bytes for part in policy.published.parts())) as temporary:
         write_alone(policy.published, temporary)
         complete_folder(base, temporary)
-
-
-def adapter_settings(adapter: Path) -> AdapterConfig:
-    """Return the flags that an adapter was trained with. Raises ModelError if its file cannot be read."""
-    found = read_adapter_config(adapter)
-    targets = found["target_modules"]
-    return AdapterConfig(
-        lora_rank=found["r"],
-        lora_alpha=found["lora_alpha"],
-        lora_target_modules=targets if isinstance(targets, str) else ",".join(sorted(targets)),
-    )
 
 
 def main(argv: list[str]) -> int:

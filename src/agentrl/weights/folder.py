@@ -13,14 +13,13 @@ from typing import Any
 from agentrl.config.schema import ModelConfig
 from agentrl.documents.routing import ExpertShape
 from agentrl.errors import ConfigError, ModelError
+from agentrl.weights.adapter_config import is_adapter
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ARCHITECTURE_KEYS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "intermediate_size", "head_dim", "tie_word_embeddings", "num_experts",
 )  # fmt: skip
-ADAPTER_CONFIG = "adapter_config.json"
-"""The file by which peft's folder of an adapter is recognized."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WHOLE_WEIGHTS = ("model.safetensors", ADAPTER_WEIGHTS, "pytorch_model.bin")
 PEFT_PREFIX = "base_model.model."
@@ -37,28 +36,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder} is not a model folder: its config.json cannot be read: {error}",
             hint="give a folder that save_pretrained wrote",
-        ) from error
-    return config
-
-
-def is_adapter(folder: Path) -> bool:
-    """Return whether ``folder`` holds an adapter instead of a model's weights."""
-    return (folder / ADAPTER_CONFIG).is_file()
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the content of peft's ``adapter_config.json``: r, lora_alpha and target_modules are in it.
-
-    Raises ModelError if it cannot be read, or describes no LoRA.
-    """
-    try:
-        config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        if config["r"] < 1 or config["lora_alpha"] < 0 or not set(config["target_modules"]):
-            raise ValueError("it describes no LoRA")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            f"{folder} holds no adapter that can be read: {ADAPTER_CONFIG}: {error}",
-            hint="give a checkpoint of `agentrl train`",
         ) from error
     return config
 

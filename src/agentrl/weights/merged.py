@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from agentrl.errors import ModelError
-from agentrl.weights.folder import read_adapter_config
+from agentrl.weights.adapter_config import read_adapter_config
 from agentrl.weights.model_folder import checksums
 
 MERGED = Path(".agentrl/merged")

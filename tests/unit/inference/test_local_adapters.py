@@ -21,7 +21,6 @@ from agentrl.inference.engines.local.model import LocalModel
 from agentrl.inference.engines.local.sampling import RowSampler
 from agentrl.inference.engines.local.scheduler import GenerationRequest, Scheduler
 from agentrl.model.load import Policy, load_policy
-from agentrl.model.merge_adapter import adapter_settings
 from agentrl.weights.model_folder import complete_folder
 from agentrl.weights.sharded_writer import write_alone
 
@@ -153,7 +152,7 @@ def test_frozen_layers_are_not_published_and_peft_reads_the_files(
     names = load_file(one.folder / "adapter_model.safetensors")
     assert len(names) == 14
     assert all(name.startswith("base_model.model.model.layers.1.") for name in names)
-    again = load_policy(ModelConfig(model_name_or_path=str(base)), one.folder, adapter_settings(one.folder))
+    again = load_policy(ModelConfig(model_name_or_path=str(base)), one.folder, AdapterConfig(lora_rank=4))
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(one.folder))
     ids = torch.tensor([PROMPT])
     with torch.no_grad():

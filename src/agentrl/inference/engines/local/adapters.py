@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from agentrl.errors import ModelError
-from agentrl.model.lora import read_adapter
-
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "use_dora": (False, None), "use_rslora": (False, None), "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "modules_to_save": (None, []),
-    "bias": ("none", None), "lora_bias": (False, None),
-}  # fmt: skip
-"""Settings of peft, and the values with which an adapter is y = W x + scale · B (A x)."""
+from agentrl.model.lora import read_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +19,8 @@ class LoadedAdapter:
 
     name: str
     path: str
-    scale: float
-    layers: Mapping[str, tuple[Tensor, Tensor]]
-    """Name of a linear layer → A transposed [inputs, rank], B transposed [rank, outputs]."""
+    layers: Mapping[str, tuple[Tensor, Tensor, float]]
+    """Name of a linear layer → A transposed [inputs, rank], B transposed [rank, outputs], scale."""
 
 
 @dataclass(slots=True)
@@ -65,8 +56,9 @@ class AdaptedLinear(nn.Module):
         """Return [1, rows, outputs] for x [1, rows, inputs]."""
         output = cast("Tensor", self.base(x))
         for adapter, first, end in self._rows.segments:
-            if (pair := adapter.layers.get(self._name)) is not None:
-                output[0, first:end].addmm_(x[0, first:end] @ pair[0], pair[1], alpha=adapter.scale)
+            if (layer := adapter.layers.get(self._name)) is not None:
+                a, b, scale = layer
+                output[0, first:end].addmm_(x[0, first:end] @ a, b, alpha=scale)
         return output
 
 
@@ -75,34 +67,13 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Read the adapter in ``folder``, which peft wrote, for linear layers of ``shapes`` (outputs, inputs).
 
-    It is held in ``dtype``, that of the model's products. Raises ModelError if the files cannot be read, name
-    a layer that the model lacks, or describe more than a plain LoRA.
+    It is held in ``dtype``, that of the model's products. Raises ModelError as ``read_layers`` does.
     """
-    config, tensors = read_adapter(Path(folder))
-    odd = [key for key, plain in _PLAIN.items() if config.get(key) not in plain]
-    if odd:
-        raise ModelError(
-            f"the adapter in {folder} sets {', '.join(odd)}, which the local engine does not support",
-            hint="merge it: python -m agentrl.model.merge_adapter ADAPTER BASE TARGET",
-        )
-    layers: dict[str, tuple[Tensor, Tensor]] = {}
-    for key in tensors:
-        layer, kind, _ = key.rpartition(".lora_A.")
-        if not kind:
-            if ".lora_B." not in key:
-                raise ModelError(
-                    f"the adapter in {folder} has a tensor {key}; LoRA has lora_A and lora_B only"
-                )
-            continue
-        a, b = tensors[key], tensors.get(key.replace(".lora_A.", ".lora_B."))
-        if b is None or shapes.get(layer) != (b.shape[0], a.shape[1]) or a.shape[0] != b.shape[1]:
-            raise ModelError(
-                f"the adapter in {folder} does not fit the model: {layer} with A {list(a.shape)} and B"
-                f" {None if b is None else list(b.shape)}; the layer is {shapes.get(layer, 'missing')}"
-            )
-        if b.any():  # as it begins, and stays in a frozen layer: it adds nothing
-            layers[layer] = (_held(a, dtype, device), _held(b, dtype, device))
-    return LoadedAdapter(name, folder, config["lora_alpha"] / config["r"], layers)
+    layers = {
+        layer: (_held(each.a, dtype, device), _held(each.b, dtype, device), each.scale)
+        for layer, each in read_layers(Path(folder), shapes).items()
+    }
+    return LoadedAdapter(name, folder, layers)
 
 
 def _held(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
