@@ -49,6 +49,8 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True during an import or a fork, and while a renamed run is copied."""
+    deleting: bool | None = None
+    """Whether somebody deletes the run: its processes end before its database does."""
     renaming: tuple[str, ...] = ()
     """The old and the new name, in both databases, until a renaming has ended."""
     tags: tuple[str, ...] = ()
@@ -57,7 +59,7 @@ class RunFact(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportList(Root):
-    """The functions that tasks may name as ``module:function``; alone in its collection."""
+    """The code, servers and files that tasks may name: see ``permissions``; alone in its collection."""
 
     id: str = "imports"
     paths: tuple[str, ...] = ()

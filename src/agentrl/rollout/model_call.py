@@ -17,6 +17,7 @@ from agentrl.documents.model_call import (
     ToolExecution,
     pack_floats,
     pack_ids,
+    storable_message,
     strip_tool_results,
 )
 from agentrl.documents.sampling import SamplingParams
@@ -45,7 +46,8 @@ class Hold(Protocol):
 class Turn:
     """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included.
 
-    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls.
+    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls. One with a
+    malformed call (``error``) has no answer: ``content`` holds the call, and its arguments are no answer.
     """
 
     text: str
@@ -123,8 +125,8 @@ class PendingCall:
             opens_branch=prompt.opens_branch,
             fixed=self.fixed,
             status=self.status,
-            messages=tuple(map(sanitize_bson, strip_tool_results(prompt.new_messages, self.read))),
-            response=sanitize_bson(self.response),
+            messages=tuple(map(storable_message, strip_tool_results(prompt.new_messages, self.read))),
+            response=storable_message(self.response),
             tool_executions=tuple(self.executions),
             tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
             error=self.error,

@@ -45,6 +45,7 @@ from agentrl.observe.begin_run import begin_files, begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
 from agentrl.observe.tracker_threads import open_trackers
+from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
@@ -55,6 +56,7 @@ from agentrl.train.disk_space import check_output, retention
 from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
+from agentrl.train.optimizer import schedule_length
 from agentrl.train.progress import Progress, roll_back
 from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
@@ -109,6 +111,7 @@ async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     with retry_outages(run.db_wait_seconds, stop):
         store, folders = await _join(configs, precision, is_agreed=lead_in is None)
         async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
+            await Retractions(store.connection).require_deleted()
             resumed = await _choose_checkpoint(store, configs, folders)
             await asyncio.to_thread(_prepare_folders, configs, folders)
             await lease.record_output(folders.place)
@@ -335,7 +338,8 @@ async def _total_steps(store: Store, configs: Configs, parent: Relative | None) 
     per_epoch = await store.epochs.size("train")
     if per_epoch == 0:
         return None
-    return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)
+    passes = tasks.num_train_epochs * train.max_trained_count
+    return schedule_length(per_epoch, train.groups_per_step, passes)
 
 
 def _parameters(configs: Configs) -> dict[str, Any]:

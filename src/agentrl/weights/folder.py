@@ -144,16 +144,6 @@ def stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
-def write_dtype(folder: Path, dtype: str) -> None:
-    """Write ``dtype`` into config.json, also into the configurations of the model's parts."""
-    config = read_config(folder)
-    config["dtype"] = dtype
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        part.update(dict.fromkeys(part.keys() & set(_DTYPE_KEYS), dtype))
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-
-
 def read_header(file: Path) -> dict[str, dict[str, Any]]:
     """Return {name: {dtype, shape, …}} of the tensors in a safetensors file. ModelError for another file."""
     try:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
-from agentrl.atomic_folder import replace_file
+from agentrl.atomic_folder import delete_folder, remove_leftovers, replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.checkpoint import state_files
@@ -26,6 +25,7 @@ from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.run_fence import SETTLE_SECONDS
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Settings
@@ -37,7 +37,10 @@ _MAX_NOTE: Final = 500
 
 
 class RunAdmin(Repository):
-    """The calls on a run as a whole. They need the rights of an administrator."""
+    """The calls on a run as a whole, also on one that is marked. They need the rights of an administrator."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.beside(connection.database.name))
 
     @database_call
     async def tag(self, add: Collection[str], remove: Collection[str]) -> tuple[str, ...]:
@@ -96,6 +99,7 @@ class RunAdmin(Repository):
                 f"{given} cannot be read: {error.strerror}", hint=f"{verb} it by hand"
             ) from error
         if folder is None:
+            await asyncio.to_thread(remove_leftovers, Path(given).parent)  # of a deletion that was killed
             return None
         owner = await Settings(self._connection).owner(makes=False)
         await asyncio.to_thread(require_alone, folder, owner, verb)
@@ -107,8 +111,9 @@ class RunAdmin(Repository):
 
     @database_call
     async def delete(self, folder: Path | None, alive_seconds: float) -> None:
-        """Delete the run's database, and then its output folder if it is given.
+        """Delete the run's output folder if it is given, and then its database.
 
+        The database goes last: it names the folder, so that the same call finishes one that was killed.
         Raises StoreError for a live run and one that has children, AgentRLError for a folder that cannot be
         deleted.
         """
@@ -116,17 +121,25 @@ class RunAdmin(Repository):
         ancestry, name = Ancestry(self._connection), self._connection.database.name
         await ancestry.require_childless("deleted")
         parent = await ancestry.parent()
+        facts = self._collection(RUN)
+        await facts.update_one({"_id": SCHEMA}, {"$set": {"deleting": True}})
+        await asyncio.sleep(SETTLE_SECONDS)
+        try:
+            await self.require_ended(alive_seconds)  # a process may have begun to work before the mark
+        except StoreError:
+            await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
+            raise
+        if folder is not None:
+            try:
+                await asyncio.to_thread(delete_folder, folder)
+            except OSError as error:
+                raise AgentRLError(
+                    f"{folder} cannot be deleted: {error.strerror}; the database is kept",
+                    hint="delete the folder by hand, and repeat this command",
+                ) from error
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
-        if folder is None:
-            return
-        try:
-            await asyncio.to_thread(shutil.rmtree, folder)
-        except OSError as error:
-            raise AgentRLError(
-                f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
-            ) from error
 
     @database_call
     async def remarks(self) -> RunFact:
@@ -253,6 +266,7 @@ class Rename(Repository):
         await prepare(old)  # an older build of this schema version may not know the mark
         await old[RUN].update_one({"_id": SCHEMA}, {"$set": {"renaming": self._names}})
         try:
+            await asyncio.sleep(SETTLE_SECONDS)
             await RunAdmin(self._connection).require_ended(alive_seconds)
             await prepare(new)
             await new[GATE].delete_many({})  # the run brings its own
