@@ -35,13 +35,13 @@ class Owner:
     run: str
     id: str
     """Random, stored in the run's database."""
-    database: str = field(compare=False)
-    """Address of the server."""
+    server: str = field(compare=False)
+    """Address of the database."""
     host: str = field(compare=False, default_factory=socket.gethostname)
     """Where the folder was claimed."""
 
     def __str__(self) -> str:
-        return f"run {self.run!r} of the database at {self.database} ({self.id[:8]}, begun on {self.host})"
+        return f"run {self.run!r} of the database at {self.server} ({self.id[:8]}, begun on {self.host})"
 
     def to_json(self) -> bytes:
         """Return the content of the owner file."""

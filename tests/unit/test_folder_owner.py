@@ -26,11 +26,11 @@ from agentrl.folder_owner import (
     require_unclaimed,
 )
 
-A, B = (Owner(run=name, id=name * 8, database="server:1") for name in "ab")
+A, B = (Owner(run=name, id=name * 8, server="server:1") for name in "ab")
 OTHERS = [
     B,
-    Owner(run="a", id="another", database="server:2"),
-    Owner(run="copy", id=A.id, database="server:1"),
+    Owner(run="a", id="another", server="server:2"),
+    Owner(run="copy", id=A.id, server="server:1"),
 ]
 
 
@@ -38,7 +38,7 @@ OTHERS = [
 def test_a_claimed_folder_is_the_runs_alone(tmp_path: Path, other: Owner) -> None:
     assert read_owner(tmp_path / "out") is None
     claim(tmp_path / "out", A, "--output_dir")
-    claim(tmp_path / "out", Owner(run="a", id=A.id, database="moved:2", host="another"), "--output_dir")
+    claim(tmp_path / "out", Owner(run="a", id=A.id, server="moved:2", host="another"), "--output_dir")
     assert require_not_foreign(tmp_path / "out", A, "--output_dir")
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "out")
@@ -64,7 +64,7 @@ def test_of_many_that_claim_at_once_one_wins(
             raise PermissionError(1, "no links here")
 
         monkeypatch.setattr(os, "link", refuse)
-    runs = [Owner(run=f"r{number}", id=str(number), database="d") for number in range(16)]
+    runs = [Owner(run=f"r{number}", id=str(number), server="d") for number in range(16)]
     won: list[Owner] = []
     barrier = threading.Barrier(len(runs))
 
@@ -112,7 +112,7 @@ def test_a_renamed_run_hands_its_folders_over_and_no_others(tmp_path: Path) -> N
     for name, owner in ((".", A), ("weights", A), ("child", B)):
         claim(tmp_path / name, owner, "--output_dir")
     hand_over(tmp_path, A.id, "new")
-    renamed = Owner(run="new", id=A.id, database="")
+    renamed = Owner(run="new", id=A.id, server="")
     assert [read_owner(tmp_path / name) for name in (".", "weights", "child")] == [renamed, renamed, B]
 
 
@@ -130,7 +130,7 @@ def test_what_holds_another_runs_folder_is_not_deleted(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys; from pathlib import Path; from agentrl.folder_owner import Owner, hold_cache
-hold_cache(Path(sys.argv[1]), Owner(run=sys.argv[2], id=sys.argv[2], database="d"), "--weights_dir")
+hold_cache(Path(sys.argv[1]), Owner(run=sys.argv[2], id=sys.argv[2], server="d"), "--weights_dir")
 print("held", flush=True); sys.stdin.read()
 """
 
@@ -157,7 +157,7 @@ def test_a_cache_belongs_to_the_run_whose_processes_live(
     """Several engines of one run share it; another run takes it over once all of them have ended."""
     monkeypatch.setattr(folder_owner, "_held_caches", {})
     engines = [hold(tmp_path, "a"), hold(tmp_path, "a")]
-    other = Owner(run="b", id="b", database="d")
+    other = Owner(run="b", id="b", server="d")
     for engine in engines:
         with pytest.raises(ConfigError, match=r"is in use by run 'a'.*\n.*give another --weights_dir"):
             hold_cache(tmp_path, other, "--weights_dir")

@@ -91,15 +91,21 @@ async def begin_files(store: Store, model: ModelConfig) -> None:
 
     A run that was last trained before they were stored is compared with its version 0, the base in place.
     """
-    from agentrl.weights.model_files import read_files
+    from agentrl.weights.model_files import is_read, read_files
 
+    folders = {"base": model.model_name_or_path, "reference": model.reference_model}
     agreed: dict[str, Any] = {}
-    for name, folder in (("base", model.model_name_or_path), ("reference", model.reference_model)):
+    for name, folder in folders.items():
         if folder is not None:
-            found = await asyncio.to_thread(read_files, Path(folder))
-            agreed |= {name: sorted(found), **{f"{name}/{file}": digest for file, digest in found.items()}}
+            agreed |= _listed(name, await asyncio.to_thread(read_files, Path(folder)))
     first, lease = await store.policy_versions.get(0), await store.trainer_lease.read()
     if first is not None and lease.output is None and await store.ancestry.parent() is None:
-        begun = {f"base/{file.name}": file.sha256 for file in first.files}
-        await store.settings.begin("files", begun, "train")
+        begun = {file.name: file.sha256 for file in first.files}
+        read = {name for name in begun if is_read(name) or f"base/{name}" in agreed}
+        await store.settings.begin("files", _listed("base", {name: begun[name] for name in read}), "train")
     await store.settings.begin("files", agreed, "train")
+
+
+def _listed(model: str, files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the SHA-256 of each file of a model as a setting, and which files there are as one more."""
+    return {model: sorted(files), **{f"{model}/{name}": digest for name, digest in files.items()}}

@@ -11,7 +11,7 @@ _RECORD = re.compile(r"^.*\n?(?:    .*\n?)*", re.MULTILINE)
 """A line and the indented lines behind it."""
 _FILES = re.compile(r"\.(log|out)\b")
 """Logs of processes, rotated ones too, and what processes of ``agentrl launch`` printed."""
-_WRITER = re.compile(r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d [A-Z]+ +([A-Za-z0-9_-]+)/", re.MULTILINE)
+_WRITER = re.compile(r"^(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d [A-Z]+ +([A-Za-z0-9_-]+)/\S+  ", re.MULTILINE)
 """A line of ``observe.logging``, with its run: files of run ``math_2`` lie beside those of ``math``."""
 
 

@@ -110,7 +110,7 @@ class Settings(Repository):
                 await self._collection(SETTINGS).insert_one(made.to_document())
             stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
         connection, id = self._connection, "" if stored is None else str(stored.values["id"])
-        return Owner(run=connection.database.name, id=id, database=connection.host)
+        return Owner(run=connection.database.name, id=id, server=connection.host)
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:

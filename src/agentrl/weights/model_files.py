@@ -19,6 +19,8 @@ from agentrl.weights.model_folder import checksums
 logger = logging.getLogger(__name__)
 
 _CACHE = Path(".agentrl/checksums")
+_SMALL_BYTES = 64 << 20
+"""A folder with fewer bytes is hashed at every start."""
 _READ = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges"
     r"|chat_template|processor_config|preprocessor_config|video_preprocessor_config)\.(json|txt|jinja|model)"
@@ -34,7 +36,12 @@ def read_files(folder: Path) -> dict[str, str]:
     """
     weights = {path.name for path in weight_files(folder)}
     found = known_checksums(folder)
-    return {file.name: file.sha256 for file in found if file.name in weights or _READ.fullmatch(file.name)}
+    return {file.name: file.sha256 for file in found if file.name in weights or is_read(file.name)}
+
+
+def is_read(name: str) -> bool:
+    """Return whether loading a model reads its file ``name``, one of those beside the weights."""
+    return _READ.fullmatch(name) is not None
 
 
 def known_checksums(folder: Path) -> tuple[FileChecksum, ...]:
@@ -54,13 +61,13 @@ def known_checksums(folder: Path) -> tuple[FileChecksum, ...]:
         if stored.get(name, {}).get("state") == state
     ]
     found = checksums(place, known)
-    if len(known) < len(found):
-        # What changed while it was read has another state than before, and is read again next time.
-        content = {file.name: {"state": states[file.name], "checksum": file.to_document()}
-                   for file in found if file.name in states}  # fmt: skip
+    if len(known) < len(found) and sum(file.bytes for file in found) > _SMALL_BYTES:
+        # What changed while it was read has another state than ``states`` has, and is read again next time.
+        listed = [file for file in found if file.name in states]
+        files = {file.name: {"state": states[file.name], "checksum": file.to_document()} for file in listed}
         try:
             cache.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(cache, json.dumps({"folder": str(place), "files": content}, indent=1).encode())
+            replace_file(cache, json.dumps({"folder": str(place), "files": files}, indent=1).encode())
         except OSError as error:
             logger.debug("%s cannot be written, so that models are hashed at every start: %s", cache, error)
     return found

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 FRESH = Freshness(max_staleness=9)
-OWNER = Owner(run="run", id="1f", database="memory")
+OWNER = Owner(run="run", id="1f", server="memory")
 
 
 @pytest.fixture
