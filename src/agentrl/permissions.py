@@ -49,15 +49,15 @@ def call_name(code: str, arguments: str) -> str:
 
 
 def server_name(url: str) -> str:
-    """Return the name of the server at ``url``. An address with a user, or a malformed one, has no other."""
+    """Return the name of the server at ``url``; a malformed one, or one with a user, is put in quotes."""
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
-        return f"//{url}"
+        return f"//{url!a}"
     host = parts.hostname or ""
     is_plain = host and port and "@" not in parts.netloc and "\\" not in url and url.isprintable()
-    return f"//{f'[{host}]' if ':' in host else host}:{port}" if is_plain else f"//{url}"
+    return f"//{f'[{host}]' if ':' in host else host}:{port}" if is_plain else f"//{url!a}"
 
 
 def file_name(path: str) -> str:
@@ -75,6 +75,11 @@ def is_allowed(name: str) -> bool:
     """Return whether data may name ``name`` in this process."""
     allowed = _allowed.get()
     return allowed is None or not names_outside([name]) or not allowed.isdisjoint((name, *_above(name)))
+
+
+def is_listed(name: str) -> bool:
+    """Return whether data may name ``name`` even where nothing was restricted: in requests of clients."""
+    return not names_outside([name]) or (_allowed.get() is not None and is_allowed(name))
 
 
 def require_allowed(name: str, what: str = "function") -> None:

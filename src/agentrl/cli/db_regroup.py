@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = (
     "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
-    "column", "feedback",
+    "column", "feedback", "session",
 )  # fmt: skip
 
 

@@ -64,16 +64,20 @@ class Document:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Return the object of a document. Ignores unknown keys; raises StoreError for a missing field."""
+        """Return the object of a document; ignores unknown keys.
+
+        Raises StoreError for a missing field, and for one that cannot be decoded: an import may hold
+        documents that the schema refuses.
+        """
         values = {}
-        for name, stored, decode in _fields(cast("Hashable", cls)):
-            if stored in document:
-                value = document[stored]
-                values[name] = value if decode is None or value is None else decode(value)
         try:
+            for name, stored, decode in _fields(cast("Hashable", cls)):
+                if stored in document:
+                    value = document[stored]
+                    values[name] = value if decode is None or value is None else decode(value)
             return cls(**values)
-        except TypeError as error:
-            raise StoreError(f"a {cls.__name__} document is incomplete: {error}") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StoreError(f"a {cls.__name__} document is damaged or incomplete: {error}") from error
 
 
 class Root(Document):

@@ -29,8 +29,8 @@ _LONGEST_NAME = 120
 _SHOWN = 20
 _KINDS = 100
 _EXCERPT = 60
-COMPARING = frozenset({"agentcpm", "asearcher", "exact", "f1", "math"})
-"""The scorers that compare with the task's answer."""
+_JUDGES = frozenset({"agentcpm", "asearcher"})
+"""The scorers that judge by the task's answer, or else by its rubric or the question alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Reading:
         self._ids: set[str] = set()
         self._misspelled: dict[str, tuple[str, int]] = {}
         self._unanswered: dict[str, tuple[str, int]] = {}
-        """Scorer that compares → the first of its tasks without an answer, and their number."""
+        """Judge → the first of its tasks without an answer and a rubric, and their number."""
 
     def look(self, row: Any) -> None:
         """Record which columns of ``--task_fields`` a row has."""
@@ -242,8 +242,8 @@ class _Reading:
             )
         for name, used in self.names.items():
             used.update(_names(task, name))
-        if task.answer is None and not task.aug_answers:
-            for part in COMPARING.intersection(_names(task, "scorer")):
+        if task.answer is None and not task.aug_answers and not task.meta.get("rubric"):
+            for part in _JUDGES.intersection(_names(task, "scorer")):
                 first, count = self._unanswered.get(part, (where, 0))
                 self._unanswered[part] = (first, count + 1)
 
@@ -255,10 +255,10 @@ class _Reading:
                 self._misspelled[name] = (first, count + 1)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return one line per misspelled field, and per scorer whose tasks lack the answer it compares."""
+        """Return one line per misspelled field, and per judge whose tasks have neither answer nor rubric."""
         unanswered = tuple(
-            f"{where}: no answer, and the scorer {name}{' (the default)' * (name == 'agentcpm')} compares"
-            f" with one ({count} tasks): give answer or scorer, unless the agent scores itself"
+            f"{where}: no answer, so the scorer {name}{' (the default)' * (name == 'agentcpm')} lets the"
+            f" judge decide by the question alone ({count} tasks), unless the agent scores itself"
             for name, (where, count) in self._unanswered.items()
         )
         return unanswered + tuple(

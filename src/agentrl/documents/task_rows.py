@@ -28,17 +28,25 @@ _ASKED: Final = (
 _BOXED = {"scorer": "math", "answer_schema": "boxed"}
 
 
+_BARE = r"\s*([-+]?(?:\d|\\[A-Za-z]|\()[^\s$]*|[A-Za-z](?![A-Za-z]))"
+"""What a model boxes without braces: a number, a command, a bracket or one letter."""
+
+
 def last_braced(text: str, command: str) -> str | None:
-    """Return the content of the last complete ``command{…}``, stripped."""
-    for match in reversed(list(re.finditer(re.escape(command) + r"\s*\{", text))):
-        depth, start = 1, match.end()
-        for at in range(start, len(text)):
-            escaped = text[at - 1] == "\\" and text[at - 2] != "\\"
-            if not escaped and text[at] in "{}":
-                depth += 1 if text[at] == "{" else -1
-            if depth == 0:
-                return text[start:at].strip()
-    return None
+    """Return the content of the last complete ``command{…}``, stripped; without one, of ``command 5``."""
+    found: tuple[int, str] | None = None
+    opened: list[tuple[int, bool]] = []
+    for token in re.finditer(rf"({re.escape(command)}\s*\{{)|\\.|[{{}}]", text, re.DOTALL):
+        if token.group() == "}" and opened:
+            start, is_command = opened.pop()
+            if is_command and (found is None or start > found[0]):
+                found = start, text[start : token.start()].strip()
+        elif token.group()[-1] == "{" and token.group() != "\\{":
+            opened.append((token.end(), token.group(1) is not None))
+    if found is not None:
+        return found[1]
+    bare = re.findall(re.escape(command) + _BARE, text)
+    return bare[-1].rstrip(".,;:") if bare else None
 
 
 @dataclass(frozen=True, slots=True)

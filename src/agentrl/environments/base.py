@@ -64,6 +64,8 @@ class Environment:
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
     limit: ClassVar[int | None] = None
     """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
+    scored_by_tests: ClassVar[bool] = False
+    """Whether ``reward`` runs tests that nothing replaces: no score of an agent, no reward of its client."""
 
     call_seconds: Mapping[str, float] = {}
     """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
@@ -26,6 +27,7 @@ from agentrl.permissions import require_allowed
 from agentrl.scoring.code import names_in_answer
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
+from agentrl.threads import ENVIRONMENT_THREADS
 from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
 from agentrl.user_code import contain_call, describe
@@ -43,11 +45,7 @@ def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession |
     if name is None:
         return None
     kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
-    for outside in sorted(environment_names(task)):
-        try:
-            require_allowed(outside, f"meta of environment {name}")
-        except ConfigError as error:
-            raise TaskEnvironmentError(error.message, hint=error.hint) from error
+    require_names(task)
     contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
     return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
 
@@ -73,6 +71,15 @@ def environment_names(task: Task) -> frozenset[str]:
     return frozenset(contain_call(lambda: list(kind.names(task)), what, TaskEnvironmentError))
 
 
+def require_names(task: Task) -> None:
+    """Raise TaskEnvironmentError for what ``meta`` names and this process may not use."""
+    for outside in sorted(environment_names(task)):
+        try:
+            require_allowed(outside, f"meta of environment {task.environment}")
+        except ConfigError as error:
+            raise TaskEnvironmentError(error.message, hint=error.hint) from error
+
+
 def environment_of(task: Task) -> Dependency | None:
     """Return what is down if the task's environment is: the server in ``meta.server``, or all of its name."""
     if task.environment is None:
@@ -92,7 +99,9 @@ def full_environments(running: Iterable[Task]) -> frozenset[str]:
             continue
         counts[needed.name] += 1
         try:
-            limit = ENVIRONMENTS.get(task.environment).limit_of(task)
+            kind = ENVIRONMENTS.get(task.environment)
+            what = f"limit_of of environment {task.environment}"
+            limit = contain_call(partial(kind.limit_of, task), what, TaskEnvironmentError)
         except AgentRLError:
             continue  # the trajectory itself fails, with this error
         if limit is not None:
@@ -138,7 +147,13 @@ class EnvironmentSession:
         self._instance = await self._method("__init__", self._kind, self._task)
         limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
         longest = max(limits, default=self._call_timeout)
-        self._tools = PythonSession(self.name, self._own_tools, call_timeout=longest, instance=self._instance)
+        self._tools = PythonSession(
+            self.name,
+            self._own_tools,
+            call_timeout=longest,
+            instance=self._instance,
+            threads=ENVIRONMENT_THREADS,
+        )
         await self._method("setup", self.instance.setup)
 
     async def list(self) -> Sequence[Schema]:
@@ -156,7 +171,9 @@ class EnvironmentSession:
             return await reply_within(self._call_timeout, lambda: self._call(tool, arguments), tool)
 
     async def _call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        return Reply(text=str(await run_function(self.instance.call_tool, tool, arguments)))
+        return Reply(
+            text=str(await run_function(ENVIRONMENT_THREADS, self.instance.call_tool, tool, arguments))
+        )
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
@@ -202,7 +219,8 @@ class EnvironmentSession:
         own = {} if self._instance is None else self._instance.call_seconds
         with self._naming_outages():
             return await contain_within(
-                own.get(method, self._call_timeout), lambda: run_function(function, *arguments),
+                own.get(method, self._call_timeout),
+                lambda: run_function(ENVIRONMENT_THREADS, function, *arguments),
                 f"{method} of environment {self.name}", TaskEnvironmentError,
                 hint="raise --tool_timeout_seconds",
             )  # fmt: skip

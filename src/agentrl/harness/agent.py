@@ -14,7 +14,7 @@ from typing import Final
 import httpx2
 
 from agentrl.documents.record import CommandRun, Ending, HarnessRun
-from agentrl.documents.status import StopReason
+from agentrl.documents.status import CallStatus, StopReason
 from agentrl.environments.harbor.environment import Harbor
 from agentrl.errors import ENGINES, ConfigError, EngineError, HarnessError
 from agentrl.harness.config import TASK, HarnessConfig, HarnessFile
@@ -30,6 +30,7 @@ from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
 
 TASK_FILE: Final = "task.json"
+REWARD_KEY_FILE: Final = "reward_key"
 QUESTION_FILE: Final = "task.txt"
 _VARIABLE_BYTES: Final = 100_000
 """Longest question in a variable; the kernel allows 128 KiB. A longer one is only in the files."""
@@ -59,8 +60,13 @@ class CommandAgent:
         async with _session(prepared, rollout) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)
-                secrets = (endpoint.api_key, *(value for value in passed.values() if value))
-                await session.fill(_files(rollout, config, variables))
+                secrets = tuple(filter(None, (endpoint.api_key, endpoint.reward_key, *passed.values())))
+                key_file = {}
+                if config.score == "reward":
+                    # in a file that the program can remove: its variables stay readable in /proc
+                    variables["AGENTRL_REWARD_KEY_FILE"] = f"{session.root}/{REWARD_KEY_FILE}"
+                    key_file[REWARD_KEY_FILE] = (endpoint.reward_key or "").encode()
+                await session.fill({**_files(rollout, config, variables), **key_file})
                 own = {name: _filled(value, variables) for name, value in config.environment.items()}
                 run = await session.run(
                     config.command,
@@ -194,6 +200,7 @@ async def _keep(rollout: Rollout, session: Session, run: CommandRun, secrets: tu
 async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run: CommandRun) -> str | None:
     """Return the final answer: the last message, standard output or a file, cut to the task's schema."""
     text: str | None
+    is_malformed = False
     if isinstance(config.answer, HarnessFile):
         text = await asyncio.to_thread(read_file, session.archive, config.answer.file, _ANSWER_BYTES)
     elif config.answer == "stdout":
@@ -202,9 +209,10 @@ async def _answer(rollout: Rollout, config: HarnessConfig, session: Session, run
         last = rollout.messages[-1] if rollout.scored_calls else {}
         content = last.get("content")
         text = content if isinstance(content, str) else None
+        is_malformed = bool(last) and rollout.scored_calls[-1].status == CallStatus.FORMAT_ERROR
     if text is None:
         return None
-    answer = extract_answer(text, rollout.task.answer_schema)
+    answer = None if is_malformed else extract_answer(text, rollout.task.answer_schema)
     return text if answer is None else answer
 
 
@@ -215,7 +223,8 @@ async def _score(
     if config.score == "reward" and rollout.reported_reward is None:
         raise HarnessError(
             "the harness has reported no reward",
-            hint="POST {\"score\": 1.0} to $AGENTRL_REWARD_URL, or change 'score'",
+            hint='POST {"score": 1.0} to $AGENTRL_REWARD_URL with the key in $AGENTRL_REWARD_KEY_FILE, or'
+            " change 'score'",
         )
     score, scoring = await score_files(config, session, run, own)
     kept = rollout.harness_run

@@ -177,6 +177,9 @@ class Endpoint:
     base_url: str
     api_key: str
     model: str
+    reward_key: str | None = field(default=None, repr=False)
+    """The key that a POST to ``root_url`` + ``/reward`` needs. Give it to whoever scores, not to the tools of
+    the model. None: the tests of the task score the trajectory."""
     result: GatewayResult = field(default_factory=GatewayResult)
 
     @property
@@ -192,6 +195,8 @@ class Endpoint:
 class Gateway(Protocol):
     """Opens base URLs for trajectories: ``GatewayHost``."""
 
-    def open(self, claim: Claim, *, train: str, max_calls: int) -> AbstractAsyncContextManager[Endpoint]:
+    def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AbstractAsyncContextManager[Endpoint]:
         """Return the endpoint of a trajectory; ``train`` says which branches are trained."""
         ...

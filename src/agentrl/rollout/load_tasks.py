@@ -20,7 +20,8 @@ from agentrl.observe.terminal import clean
 from agentrl.permissions import allow
 from agentrl.registry import import_modules
 from agentrl.rollout.preflight import TaskNames, unusable_environments
-from agentrl.scoring.answers import number, unparsed
+from agentrl.scoring.math_equality import unparsed
+from agentrl.scoring.normal_form import number
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorable import unscorable
 

@@ -46,7 +46,8 @@ class Hold(Protocol):
 class Turn:
     """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included.
 
-    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls.
+    A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls. One with a
+    malformed call (``error``) has no answer: ``content`` holds the call, and its arguments are no answer.
     """
 
     text: str

@@ -27,6 +27,7 @@ from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.user_code import contain_call, contain_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -65,7 +66,11 @@ class Scoring:
                         extra={"record": claim.record_id})  # fmt: skip
             return False
         try:
-            result = await score_context(scorer, context, self.sampling.scorer_timeout_seconds)
+            result = await contain_errors(
+                lambda: score_context(scorer, context, self.sampling.scorer_timeout_seconds),
+                f"the score of {claim.record_id}",
+                ScorerError,
+            )
         except ScorerError as error:
             self.outages.scorer_failed(scorer, error)
             await self._postpone(claim, error)
@@ -93,7 +98,16 @@ class Scoring:
                     hint="list all inconsistencies: agentrl db check",
                 )
             calls = await self.store.model_calls.by_record(claim.record_id)
-            context = scorer_context(claim.task, record, calls, self.sampling.agent_config_path)
+            try:
+                context = contain_call(
+                    lambda: scorer_context(claim.task, record, calls, self.sampling.agent_config_path),
+                    f"reading {claim.record_id}",
+                    ScorerError,
+                )
+            except ScorerError as error:
+                await self.store.records.advance(claim, RecordStatus.SCORING)
+                await self._postpone(claim, error)
+                return False
             if record.trace_id is None:
                 return await self.score(claim, context)
             with tracer().span("score_stored", trace=record.trace_id) as span:

@@ -74,8 +74,9 @@ async def model_folder(store: Store | None, configs: Configs) -> str:
     if folder is None and store is not None:
         newest = await store.policy_versions.published(_NEWEST)
         version = next((each for each in newest if each.is_stored), None)
-        root = weights_dir(store.run_name, configs[EngineConfig].weights_dir)
-        folder = None if version is None else await model_files(store, version, root)
+        if version is not None:
+            root = await weights_dir(store, configs[EngineConfig].weights_dir)
+            folder = await model_files(store, version, root)
     if folder is None:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
@@ -207,7 +208,9 @@ class SamplerGateway:
     host: GatewayHost | None = None
 
     @asynccontextmanager
-    async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
+    async def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AsyncIterator[Endpoint]:
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
@@ -222,7 +225,9 @@ class SamplerGateway:
                 seed=self.configs[RunConfig].seed,
             )
             self.host = GatewayHost(answerer, self.configs[GatewayConfig])
-        async with self.host.open(claim, train=train, max_calls=max_calls) as endpoint:
+        async with self.host.open(
+            claim, train=train, max_calls=max_calls, takes_reward=takes_reward
+        ) as endpoint:
             yield endpoint
 
     async def close(self) -> None:

@@ -152,13 +152,14 @@ class TrajectoryCalls:
         """Return the turn that the agent sees of a call."""
         pending.repeated = times_seen > 1
         reason = pending.generation.finish_reason
+        is_whole = reason != "length" and parsed.error is None
         return Turn(
             text=text,
             content=parsed.content,
             reasoning=parsed.reasoning,
             tool_calls=parsed.tool_calls,
             error=parsed.error,
-            answer=None if reason == "length" else extract_answer(parsed.content, self._task.answer_schema),
+            answer=extract_answer(parsed.content, self._task.answer_schema) if is_whole else None,
             finish_reason=reason,
             times_seen=times_seen,
             prompt_tokens=pending.generation.prompt_tokens,

@@ -46,7 +46,7 @@ from agentrl.registry import import_modules
 from agentrl.rollout.preflight import TaskNames
 from agentrl.rollout.setup import allow_configured_imports, live_engines, model_folder, open_worker
 from agentrl.rollout.worker import Worker
-from agentrl.scoring.answers import check_schema
+from agentrl.scoring.answers import check_schema, require_readable
 from agentrl.scoring.judge import JUDGES
 from agentrl.scoring.scorers import require_scorer
 from agentrl.snapshot.trajectory_page import render_trajectory
@@ -234,13 +234,17 @@ def _task_of_file(source: TaskSource, line: int | None, rows: TaskRows) -> tuple
 
 
 def _require_usable(configs: Configs, task: Task) -> None:
-    """Raise ConfigError for a task that no sampler can run."""
+    """Raise ConfigError or TaskFileError for a task that no sampler can run or score."""
     names = TaskNames()
     names.agent(task.agent_name or configs[AgentConfig].agent_name)
     for scorer in scorer_weights(task.scorer):
         names.scorer(scorer)
     require_scorer(task.scorer)
     check_schema(task.answer_schema)
+    try:
+        require_readable(task)
+    except BadTaskError as error:
+        raise TaskFileError(f"task {task.task_id}: {error}", hint="see docs/scoring.md") from error
     if not JUDGES.isdisjoint(scorer_weights(task.scorer)):
         load_judge(configs[SamplingConfig].agent_config_path)
 

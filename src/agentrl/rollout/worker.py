@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_DEPENDENCIES = frozenset({"engine", "tool"})
+_DEPENDENCIES = frozenset({"engine", "tool", "session"})
 """Kinds of failure that a signal to other processes can cause."""
 
 _KEEP_SECONDS = 2.0

@@ -1,4 +1,4 @@
-"""Extract the final answer from an assistant's text, compare answers, and score without a model.
+"""Extract the final answer from an assistant's text, and score it without a model.
 
 Scorers: ``exact``, ``f1``, ``math``, ``format``, ``tool_rewards`` and ``feedback``.
 """
@@ -6,10 +6,7 @@ Scorers: ``exact``, ``f1``, ``math``, ``format``, ``tool_rewards`` and ``feedbac
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections import Counter
 from collections.abc import Callable
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from agentrl.chat.parsers.reasoning import split_reasoning
@@ -18,6 +15,8 @@ from agentrl.documents.task import FEEDBACK, Task, scorer_weights
 from agentrl.documents.task_messages import BadTaskError, kind_of
 from agentrl.documents.task_rows import last_braced
 from agentrl.errors import ConfigError, ScorerError
+from agentrl.scoring.math_equality import equal
+from agentrl.scoring.normal_form import number, same, word_f1
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
@@ -25,10 +24,7 @@ LINE = "Answer:"
 """The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
 _WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
 _LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NOT_WORD = re.compile(r"[^\w\s]")
-_GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
-_HASHES = re.compile(r"####\s*\$?(-?[0-9][0-9.,]*)")
+_HASHES = re.compile(r"####\s*(-?)\s?(?:\\?\$)?(-?[0-9][0-9.,]*)")
 
 
 def check_schema(schema: str) -> None:
@@ -55,7 +51,7 @@ def extract_answer(text: str, schema: str) -> str | None:
         return boxed if boxed is not None else last_braced(spoken, "\\fbox")
     if schema == "####":
         hashes = _HASHES.findall(spoken)
-        return hashes[-1].rstrip(".,") if hashes else None
+        return "".join(hashes[-1]).rstrip(".,") if hashes else None
     if schema == LINE:
         lines = _LINE.findall(spoken)
         return _bare(lines[-1]) if lines else None
@@ -84,13 +80,20 @@ def marked(answer: str, schema: str) -> str:
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers that compare; of a judge, that it would get the answer. A task without one passes.
+    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own.
     """
     judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
     likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
     golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
-    for name in likenesses.keys() & scorer_weights(task.scorer).keys() if golds else ():
+    for name in likenesses.keys() & scorer_weights(task.scorer).keys():
+        if not golds and name in judged:
+            continue
+        if not golds:
+            raise BadTaskError(
+                f"scorer {name} compares with an answer, and the task has none: give it one, or leave the"
+                " scorer out, and a judge decides by the question alone"
+            )
         problems = [_unreadable(gold, task.answer_schema, name, likenesses[name]) for gold in golds]
         if all(problems):
             raise BadTaskError(f"scorer {name} cannot read the answer: {problems[0]}")
@@ -103,8 +106,6 @@ def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str]
     text = str(gold)
     if not text.strip():
         return "it is empty"
-    if name == "f1" and not normalized(text):
-        return f"{text[:80]!r} has no words but articles"
     try:
         given = extract_answer(marked(text, schema), schema)
     except ConfigError:
@@ -115,51 +116,12 @@ def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str]
     return f"of {marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
 
 
-def word_f1(predicted: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over the words of the normal forms."""
-    words, wanted = normalized(predicted).split(), normalized(gold).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    shared = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * shared / (len(words) + len(wanted))
-
-
-def normalized(text: str) -> str:
-    """Return ``text`` in lower case and NFKC, with single spaces and without punctuation and articles."""
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(_ARTICLES.sub(" ", _NOT_WORD.sub(" ", folded)).split())
-
-
-def number(text: str) -> Decimal | None:
-    """Return ``text`` as a decimal number; None if it is not one. Thousands separators are allowed."""
-    plain = unicodedata.normalize("NFKC", text).strip().rstrip(".")
-    if _GROUPED.fullmatch(plain):
-        plain = plain.replace(",", "")
-    try:
-        value = Decimal(plain)
-    except InvalidOperation:
-        return None
-    return value if value.is_finite() else None
-
-
-def same(left: str, right: str) -> bool:
-    """Return whether two answers are equal: as numbers if both are numbers, else in normal form."""
-    numbers = number(left), number(right)
-    if numbers[0] is not None and numbers[1] is not None:
-        return numbers[0] == numbers[1]
-    forms = normalized(left), normalized(right)
-    return forms[0] == forms[1] if any(forms) else left.strip() == right.strip()
-
-
-MATH_SECONDS = 5
-"""Time limit of each parse and each comparison, in seconds."""
-
-
 @scorer("exact")
 async def exact(context: ScorerContext) -> float:
     """Return 1 if the answer equals an accepted one, else 0.
 
-    Case, punctuation, English articles and thousands separators are ignored.
+    What cannot change its meaning is ignored (``normal_form``): in words case, articles and punctuation, in
+    numbers thousands separators and the sign of dollars, in TeX fonts and spaces.
     """
     return _best(same, context)
 
@@ -174,8 +136,8 @@ async def f1(context: ScorerContext) -> float:
 async def math(context: ScorerContext) -> float:
     """Return 1 if math-verify finds the answer equal to an accepted one, else 0.
 
-    Plain numbers are compared without it. It limits its time by SIGALRM, which works only in the main thread
-    of a process, where a worker of the pool runs it.
+    An equal text and plain numbers are compared without it. It limits its time by SIGALRM, which works only
+    in the main thread of a process, where a worker of the pool runs it.
     """
     is_same, answer = _best(same, context), context.final_answer
     if is_same or answer is None or None not in map(number, (answer, *context.accepted)):
@@ -190,28 +152,6 @@ def _best(likeness: Callable[[str, str], float], context: ScorerContext) -> floa
     if context.final_answer is None:
         return 0.0
     return float(max(likeness(context.final_answer, gold) for gold in context.accepted))
-
-
-def equal(golds: tuple[str, ...], answer: str) -> bool:
-    """Return whether math-verify finds ``answer`` equal to one of ``golds``. Call it in a main thread."""
-    from math_verify import parse, verify
-
-    def read(text: str) -> list[object]:
-        marked = text if "$" in text or "\\boxed" in text else f"${text}$"
-        return list(parse(marked, parsing_timeout=MATH_SECONDS) or parse(text, parsing_timeout=MATH_SECONDS))
-
-    target = read(answer)
-    return bool(target) and any(verify(read(gold), target, timeout_seconds=MATH_SECONDS) for gold in golds)
-
-
-def unparsed(golds: tuple[str, ...]) -> list[bool]:
-    """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
-    from math_verify import parse
-
-    read = [parse(f"\\boxed{{{gold}}}", parsing_timeout=MATH_SECONDS) for gold in golds]
-    return [
-        all(isinstance(value, str) for value in values) for values in read
-    ]  # text is what it falls back to
 
 
 @scorer("format")

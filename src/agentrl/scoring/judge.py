@@ -12,13 +12,13 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from agentrl.chat.parsers.reasoning import split_reasoning
+from agentrl.concurrency import Deadline, clock_stopped, current_deadline
 from agentrl.documents.base import is_finite
 from agentrl.errors import ScorerError, judge
 from agentrl.llm.agent_config import AgentSection, load_judge
 from agentrl.llm.ask import RULE, Answer, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.limits import Deadline, clock_stopped, current_deadline
-from agentrl.scoring.answers import same
+from agentrl.scoring.normal_form import same
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
 T = TypeVar("T")
@@ -83,6 +83,16 @@ The labeled answer is right, whatever you know yourself. Wording, format, units 
 further true details do not matter; a different fact, number or name does, and so does an answer that hedges \
 between several. Reply with one word: Correct or Incorrect."""
 
+QUESTION_TEMPLATE = """\
+Decide whether an answer to a question is right.
+
+Question: {question}
+Answer: {pred_answer}
+
+There is no labeled answer: work the question out yourself first. An answer that hedges between several, \
+evades, or does only a part of what is asked is wrong. End with a line of one word: Correct or Incorrect."""
+"""The prompt for a task without an answer."""
+
 SECONDS = 120.0
 """Time limit of a judgement outside ``run_scorer``."""
 
@@ -104,21 +114,20 @@ async def agentcpm(context: ScorerContext) -> ScoreResult:
     """Return 1 if the judge finds the answer correct, else 0.
 
     No answer scores 0 and an answer equal to an accepted one scores 1, both without a request. A question
-    with the same answer is judged once in a process. Raises ScorerError if no model gives a verdict.
+    with the same answer is judged once in a process. A task without an answer is scored by its rubric, or
+    else by the question alone. Raises ScorerError if no model gives a verdict.
     """
-    if not context.accepted:
-        raise ScorerError("the task has no answer to judge by")
+    if not context.accepted and context.meta.get("rubric"):
+        return await rubric(context)
     if context.final_answer is None:
         return ScoreResult(0.0, {"verdict": "no answer"})
     if any(same(context.final_answer, answer) for answer in context.accepted):
         return ScoreResult(1.0, {"verdict": "equal"})
     section = load_judge(context.agent_config_path)
-    template = section.judge_prompt_template or JUDGE_TEMPLATE
-    values = {
-        "question": context.query,
-        "labeled_answer": " | ".join(context.accepted),
-        "pred_answer": context.final_answer,
-    }
+    template, values = QUESTION_TEMPLATE, {"question": context.query, "pred_answer": context.final_answer}
+    if context.accepted:
+        template = section.judge_prompt_template or JUDGE_TEMPLATE
+        values["labeled_answer"] = " | ".join(context.accepted)
     is_correct, details = await _judge(section, template, values, verdict_of)
     return ScoreResult(float(is_correct), details)
 

@@ -247,19 +247,16 @@ def test_misspelt_fields_are_warned_of(tmp_path: Path) -> None:
     assert "did you mean 'scorer'?" in second
 
 
-def test_tasks_without_the_answer_that_their_scorer_compares_with_are_named(tmp_path: Path) -> None:
+def test_tasks_that_are_judged_by_the_question_alone_are_named(tmp_path: Path) -> None:
     items = [
         {"id": 1, "query": "?", "answer": 1}, {"id": 2, "query": "?"}, {"id": 3, "query": "?"},
         {"id": 4, "query": "?", "scorer": {"exact": 0.5, "format": 0.5}},
-        {"id": 5, "query": "?", "scorer": "rubric"},
+        {"id": 5, "query": "?", "scorer": "rubric"}, {"id": 8, "query": "?", "rubric": ["is polite"]},
         {"id": 6, "query": "?", "environment": "number_game"}, {"id": 7, "query": "?", "aug_answers": ["a"]},
     ]  # fmt: skip
-    default, exact = read_tasks(write(tmp_path, *items)).warnings
-    assert (
-        "tasks.jsonl:2: no answer, and the scorer agentcpm (the default) compares with one (2 tasks)"
-        in default
-    )
-    assert "tasks.jsonl:4: no answer, and the scorer exact compares with one (1 tasks)" in exact
+    (warning,) = read_tasks(write(tmp_path, *items)).warnings
+    assert "tasks.jsonl:2: no answer, so the scorer agentcpm (the default) lets the judge" in warning
+    assert "decide by the question alone (2 tasks)" in warning
 
 
 _MEASURE = """

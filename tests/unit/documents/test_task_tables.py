@@ -205,7 +205,7 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
         ({"scorer": "math", "answer_schema": "boxed", "answer": "\\frac{1}{2"}, "answer_schema boxed reads"),
         ({"scorer": "exact", "answer": " "}, "scorer exact cannot read the answer: it is empty"),
         ({"scorer": "exact", "answer": {"a": 1}}, "it is an object, and text or a number is compared"),
-        ({"scorer": "f1", "answer": "The"}, "'The' has no words but articles"),
+        ({"scorer": "f1"}, "scorer f1 compares with an answer, and the task has none"),
         ({"scorer": {"exact": 0.5, "format": 0.5}, "answer": "</answer>"}, "answer_schema answer reads"),
     ],
 )
@@ -217,13 +217,14 @@ def test_an_answer_that_its_scorer_cannot_read_is_a_bad_line(
         {"id": 1, "query": "?", "answer": [["x"], "A"], "scorer": "exact"},
         {"id": 2, "query": "?", "answer": "$72", "scorer": "math", "answer_schema": "####"},
         {"id": 3, "query": "?", "answer": 1.5, "scorer": "math", "answer_schema": "boxed"},
-        {"id": 4, "query": "?", "scorer": "exact"},
+        {"id": 4, "query": "?", "scorer": "f1", "answer": "The"},
+        {"id": 5, "query": "?"},
     ]
     path.write_text("\n".join(map(json.dumps, [*good, {"id": 9, "query": "?", **task}])))
     with pytest.raises(TaskFileError) as caught:
         read(path)
-    assert "1 of 5 tasks" in caught.value.message
-    assert f"{path}:5: " in caught.value.message
+    assert "1 of 6 tasks" in caught.value.message
+    assert f"{path}:6: " in caught.value.message
     assert reason in caught.value.message
 
 

@@ -80,6 +80,28 @@ async def test_a_malformed_call_is_told_to_the_model(said: str, problem: str) ->
     assert trajectory.tools.calls == []
 
 
+ANSWER_INSIDE = '<tool_call>{"name": "add", "arguments": {"a": 1, "note": "<answer>4</answer>"'
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ANSWER_INSIDE,
+        ANSWER_INSIDE + "</tool_call>",
+        '<answer>4</answer><tool_call>{"name": "add"</tool_call>',
+        "<tool_call><answer>4</answer></tool_call>",
+        "<answer>4</answer></tool_call>",
+    ],
+)
+async def test_a_malformed_call_has_no_answer_in_it_or_beside_it(said: str) -> None:
+    trajectory = Trajectory(said, ANSWER)
+    assert (await trajectory.run()).final_answer == "3"
+    assert trajectory.statuses == [CallStatus.FORMAT_ERROR, CallStatus.COMPLETED]
+    single = Trajectory(said)
+    assert await single.run("single_turn") == Outcome(StopReason.TURNS_LIMIT)
+    assert single.statuses == [CallStatus.FORMAT_ERROR]
+
+
 async def test_a_tools_error_goes_back_to_the_model() -> None:
     trajectory = Trajectory(FAIL, ANSWER)
     await trajectory.run()

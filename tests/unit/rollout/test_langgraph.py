@@ -261,6 +261,39 @@ async def test_streams_add_up_to_the_answer_and_continue_its_ids() -> None:
     assert [call.parent for call in trajectory.calls] == [None, trajectory.calls[0].id]
 
 
+EXAMPLE = ({"role": "user", "content": "5*7?"}, {"role": "assistant", "content": "<answer>35</answer>"})
+
+
+@pytest.mark.parametrize(
+    ("said", "added", "expected"),
+    [
+        ("<answer>4</answer>", [], None),
+        ("<answer>4</answer>", ["policy"], "4"),
+        ("<answer>35</answer>", ["policy"], "35"),
+        ("<answer>4</answer>", ["copy"], "4"),
+        ("<answer>4</answer>", ["policy", "<answer>9</answer>"], "4"),
+        (ADD.replace('"b": 2}}', '"b": "<answer>4</answer>"'), ["policy"], None),
+    ],
+)
+async def test_the_answer_is_the_policys_and_no_examples(
+    said: str, added: list[str], expected: str | None
+) -> None:
+    model = PolicyChatModel()
+
+    async def think(state: MessagesState) -> dict[str, Any]:
+        answer = await model.ainvoke(state["messages"])
+        made = {"policy": answer, "copy": AIMessage(answer.content)}
+        return {"messages": [made.get(kind) or AIMessage(kind) for kind in added]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("think", think)
+    graph.add_edge(START, "think")
+    agent("graph_of_test")(graph.compile())
+    outcome = await Trajectory(said, task={"messages": EXAMPLE}).run("graph_of_test")
+    assert outcome.final_answer == expected
+    assert outcome.stop_reason is (StopReason.ANSWERED if expected else StopReason.TURNS_LIMIT)
+
+
 async def test_limits_and_wrong_uses_are_named() -> None:
     graph = with_tools([add])
     trajectory, outcome = await run(graph, ADD, max_turns=3)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
+from agentrl.documents.task import Task
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import ConfigError
-from agentrl.scoring.answers import extract_answer
+from agentrl.scoring.answers import extract_answer, require_readable
 
 
 @pytest.mark.parametrize(
@@ -25,9 +30,18 @@ from agentrl.scoring.answers import extract_answer
         (r"\boxed{1} \fbox{7}", "boxed", "1"),
         (r"\boxed{\{1, 2\}}", "boxed", r"\{1, 2\}"),
         (r"\boxed{1} \boxed{2", "boxed", "1"),
-        (r"\boxed 4", "boxed", None),
+        (r"\boxed 4", "boxed", "4"),
+        (r"so $\boxed \frac{1}{2}$.", "boxed", r"\frac{1}{2}"),
+        (r"\boxed A.", "boxed", "A"),
+        (r"\boxed-70,000, that is", "boxed", "-70,000"),
+        (r"\boxed{3} as \boxed 4", "boxed", "3"),
+        (r"give it in \boxed form", "boxed", None),
+        (r"\boxed{\boxed{5}}", "boxed", "5"),
+        (r"\boxed{a\}b}", "boxed", r"a\}b"),
         ("#### Step 1\n48/2 = 24\n#### 72", "####", "72"),
         ("#### 5\n#### $1,234.50.", "####", "1,234.50"),
+        ("#### -$5", "####", "-5"),
+        (r"#### \$70,000", "####", "70,000"),
         ("72", "####", None),
     ],
 )
@@ -39,3 +53,29 @@ def test_last_marked_answer(text: str, schema: str, expected: str | None) -> Non
 def test_a_schema_that_is_no_word(schema: str) -> None:
     with pytest.raises(ConfigError, match="answer_schema is"):
         extract_answer("", schema)
+
+
+@pytest.mark.parametrize("unit", ["\\boxed{", "{", "\\boxed 1", "\\boxed ", "\\", "<answer>", "#### ", "}"])
+def test_the_cost_grows_with_the_length_of_the_text(unit: str) -> None:
+    started = time.process_time()
+    for schema in ("boxed", "answer", "####"):
+        extract_answer(unit * 20_000, schema)
+    assert time.process_time() - started < 2
+
+
+def task(scorer: str, **fields: Any) -> Task:
+    return Task(
+        id="train/0/t", task_id="t", split="train", epoch=0, order=0, query="q", scorer=scorer, **fields
+    )
+
+
+@pytest.mark.parametrize("scorer", ["exact", "f1", "math", "0.8*exact + 0.2*format"])
+def test_a_scorer_that_compares_needs_an_answer(scorer: str) -> None:
+    with pytest.raises(BadTaskError, match="compares with an answer, and the task has none"):
+        require_readable(task(scorer))
+    require_readable(task(scorer, aug_answers=("4",)))
+
+
+@pytest.mark.parametrize("scorer", ["agentcpm", "asearcher", "rubric", "format", "feedback"])
+def test_a_judge_needs_no_answer(scorer: str) -> None:
+    require_readable(task(scorer))

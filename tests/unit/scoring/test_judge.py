@@ -99,6 +99,41 @@ async def test_no_answer_and_an_equal_answer_ask_nobody(tmp_path: Path, llm: fak
     assert llm.asked == []
 
 
+@pytest.mark.parametrize(("answer", "given"), [("x>3", "x<3"), ("-5", "5"), ("A", "B"), ("[0,1)", "(0,1]")])
+async def test_an_answer_of_other_meaning_is_left_to_the_judge(
+    tmp_path: Path, llm: fake_llm.FakeLLM, answer: str, given: str
+) -> None:
+    llm.replies = {"a": ["Incorrect"]}
+    path = write_config(tmp_path, llm, "a")
+    asked = ScorerContext(query="q", final_answer=given, answer=answer, agent_config_path=path)
+    assert (await run_scorer("agentcpm", asked, 60)).score == 0.0
+    assert len(llm.asked) == 1
+
+
+@pytest.mark.parametrize("template", [None, "{question} {labeled_answer} {pred_answer}"])
+async def test_a_task_without_an_answer_is_judged_by_its_question(
+    tmp_path: Path, llm: fake_llm.FakeLLM, template: str | None
+) -> None:
+    llm.replies = {"a": ["2 and 2 are 4.\nCorrect"]}
+    path = write_config(tmp_path, llm, "a", **({"judge_prompt_template": template} if template else {}))
+    for given, score in (("4", 1.0), (None, 0.0)):
+        asked = ScorerContext(query="What is 2+2?", final_answer=given, agent_config_path=path)
+        assert (await run_scorer("agentcpm", asked, 60)).score == score
+    (request,) = llm.asked
+    prompt = request["messages"][1]["content"]
+    assert "What is 2+2?" in prompt
+    assert "There is no labeled answer" in prompt
+    assert "labeled_answer" not in prompt
+
+
+async def test_a_task_without_an_answer_is_judged_by_its_rubric(
+    tmp_path: Path, llm: fake_llm.FakeLLM
+) -> None:
+    llm.replies = {"a": ["1: Met\n2: Met\n3: Unmet"]}
+    asked = rubric_context(write_config(tmp_path, llm, "a"), RUBRIC)
+    assert (await run_scorer("agentcpm", asked, 60)).details["met"] == ["names the river", "is one sentence"]
+
+
 async def test_the_next_model_is_asked_when_one_fails(tmp_path: Path, llm: fake_llm.FakeLLM) -> None:
     llm.replies = {"a": [500], "b": ["well", "Correct"]}
     result = await run_scorer("agentcpm", context(write_config(tmp_path, llm, "a", "b")), 60)

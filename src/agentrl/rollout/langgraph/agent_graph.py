@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun
-from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
+from langchain_core.messages import AIMessage, BaseMessage, ToolMessage, convert_to_messages
 from langchain_core.messages.tool import ToolCall
 from langchain_core.outputs import ChatResult
 from langchain_core.runnables import RunnableConfig
@@ -27,6 +27,7 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.langgraph.chat_model import PolicyChatModel, from_messages, text_of
 from agentrl.rollout.rollout import Rollout, current_rollout
 from agentrl.scoring.answers import extract_answer
+from agentrl.threads import GRAPH_THREADS, own_code
 from agentrl.user_code import describe
 
 _built: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -68,19 +69,27 @@ async def run_graph(rollout: Rollout, graph: Any, **state: Any) -> Outcome:
         "configurable": {"thread_id": rollout.record_id, "cfg": rollout.cfg},
     }
     try:
-        final = await graph.ainvoke(start, config)
+        with GRAPH_THREADS.asyncios():
+            final = await graph.ainvoke(start, config)
     except GraphRecursionError:
         return Outcome(StopReason.TURNS_LIMIT)
-    return outcome_of(final, task.answer_schema)
+    return outcome_of(final, task.answer_schema, start["messages"])
 
 
-def outcome_of(final: Any, answer_schema: str) -> Outcome:
-    """Return the outcome that a graph's final state describes."""
+def outcome_of(final: Any, answer_schema: str, given: Any) -> Outcome:
+    """Return the outcome that a graph's final state describes; the graph began with the messages ``given``.
+
+    Without a message of the policy, the last one that the graph itself has added counts: it may copy the
+    policy's text. A malformed tool call may hold what looks like an answer, and is none.
+    """
     state = final if isinstance(final, Mapping) else {}
     answer = state.get("final_answer")
-    last = next((item for item in reversed(_messages(state)) if isinstance(item, AIMessage)), None)
+    said = [item for item in _messages(state) if isinstance(item, AIMessage)]
+    examples = [item.content for item in convert_to_messages(given) if isinstance(item, AIMessage)]
+    sampled = [item for item in said if "finish_reason" in item.response_metadata]
+    last = next(reversed(sampled or [item for item in said if item.content not in examples]), None)
     is_cut = last is not None and last.response_metadata.get("finish_reason") == "length"
-    if answer is None and last is not None and not is_cut:
+    if answer is None and last is not None and not (is_cut or last.invalid_tool_calls):
         answer = extract_answer(text_of(last), answer_schema)
     score, rewards = state.get("score"), state.get("rewards")
     reason = StopReason.ANSWERED
@@ -191,7 +200,8 @@ async def run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
     fields = {"ground_truth": rollout.task.answer, **rollout.task.meta}
     messages = from_messages(rollout.first_messages)
     try:
-        output = await instances[path].run(**{**fields, "messages": messages, "sampling_params": {}})
+        with GRAPH_THREADS.asyncios():
+            output = await instances[path].run(**{**fields, "messages": messages, "sampling_params": {}})
     except GraphRecursionError:
         return Outcome(StopReason.TURNS_LIMIT)
     if not isinstance(output, AgentGraphOutput):
@@ -199,7 +209,7 @@ async def run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
             f"run of {extension.__name__} returned {describe(output)}",
             hint="return self.convert_agent_graph_output(final_state)",
         )
-    outcome = outcome_of(output.state, rollout.task.answer_schema)
+    outcome = outcome_of(output.state, rollout.task.answer_schema, messages)
     return outcome if output.reward_score is None else replace(outcome, score=float(output.reward_score))
 
 
@@ -227,7 +237,8 @@ class PolicyTool(BaseTool):
         call_id = str(input.get("id") or "") if is_call else ""  # type: ignore[union-attr]
         rollout = current_rollout()
         role = rollout if self.role is None else rollout.role(self.role)
-        text, failed = await role.call_tool(call_id, self.name, arguments)
+        with own_code():
+            text, failed = await role.call_tool(call_id, self.name, arguments)
         if not is_call:
             return text
         return ToolMessage(

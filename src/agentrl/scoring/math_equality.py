@@ -1,0 +1,264 @@
+"""Compare mathematical answers by math-verify, and keep apart what it would treat as equal.
+
+math-verify alone drops units, bases, primes, dots and the case of letters, multiplies the letters of words
+(*listen* = *silent*) and rounds to six decimals. Here each of them counts, but for a unit that only one of
+the two answers has: questions often name the unit.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+from collections.abc import Callable
+from functools import cache
+from math import floor, log10
+from string import ascii_lowercase
+from typing import Any, TypeVar
+
+from agentrl.scoring.normal_form import LONGEST, number, plain, same
+
+T = TypeVar("T")
+
+CPU_SECONDS = 5.0
+"""Time of the processor that one comparison may take. A limit of the clock, as math-verify's own, would make
+an equal answer unequal on a busy machine."""
+
+
+class _TooLongError(BaseException):
+    """A comparison takes too long. Not an Exception: sympy and math-verify suppress those."""
+
+
+def equal(golds: tuple[str, ...], answer: str) -> bool:
+    """Return whether ``answer`` equals one of ``golds``, as text or as mathematics.
+
+    A comparison beyond ``CPU_SECONDS`` counts as unequal. Call it in the main thread of a process, where
+    signals arrive.
+    """
+    return any(same(gold, answer) or bool(_bounded(_equal, gold, answer)) for gold in golds)
+
+
+def unparsed(golds: tuple[str, ...]) -> list[bool]:
+    """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
+    return [number(gold) is None and not _bounded(_parse, _quantity(gold)[0]) for gold in golds]
+
+
+def _bounded(function: Callable[..., T], *arguments: str) -> T | None:
+    """Return the function's result; None if it takes longer than ``CPU_SECONDS``."""
+
+    def stop(*_: object) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        return function(*arguments)
+    except _TooLongError:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _equal(gold: str, answer: str) -> bool:
+    if len(answer) > LONGEST or len(gold) > LONGEST:
+        return False
+    if number(gold) is not None and number(answer) is not None:
+        return False
+    (wanted, unit), (given, own_unit) = _quantity(gold), _quantity(answer)
+    if unit and own_unit and unit != own_unit:
+        return False
+    if any(kind(wanted) != kind(given) for kind in (_marks, _words)) or _are_words(wanted, given):
+        return False
+    brackets = _GROUP.fullmatch(wanted), _GROUP.fullmatch(given)
+    if brackets[0] and brackets[1] and brackets[0].groups() != brackets[1].groups():
+        return False
+    if brackets[0] and "," in given and not re.search(r"[()\[\]{}]", given):
+        given = f"{brackets[0].group(1)}{given}{brackets[0].group(2)}"  # an ordered pair without its brackets
+    return _verify(*_with_cases(wanted, given))
+
+
+_GROUP = re.compile(r"(\(|\[|\\\{)[^()\[\]{}]*,[^()\[\]{}]*(\)|\]|\\\})")
+"""A tuple, an interval or a set, with its brackets."""
+_DROPPED = (re.compile(r"'|\\prime(?![A-Za-z])"), re.compile(r"\\[lcd]?dots[bc]?(?![A-Za-z])|\.\.\."))
+
+
+def _marks(text: str) -> list[int]:
+    """Return how many primes and dots a formula has: math-verify skips them."""
+    return [len(pattern.findall(text)) for pattern in _DROPPED]
+
+
+_TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
+_FORMULA_WORDS = frozenset({
+    "and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh",
+    "tanh", "log", "ln", "exp", "sqrt", "pi", "inf", "infinity", "max", "min", "gcd", "lcm", "mod", "det",
+    "percent", "alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega", "phi",
+})  # fmt: skip
+_SHORTEST_WORD = 4
+"""Letters of a run that is a word inside a formula; a shorter one is a product of variables."""
+
+
+def _words(text: str) -> list[str]:
+    """Return the words in a formula, which math-verify multiplies letter by letter."""
+    runs = (run.lower() for run in _LETTERS.findall(text))
+    return [run for run in runs if len(run) >= _SHORTEST_WORD and run not in _FORMULA_WORDS]
+
+
+def _are_words(*texts: str) -> bool:
+    """Return whether both answers are nothing but words: they are compared as text alone."""
+    runs = [run.lower() for text in texts for run in _LETTERS.findall(text)]
+    letters_only = all(re.fullmatch(r"[A-Za-z ,.'-]+", text) for text in texts)
+    return letters_only and any(
+        len(run) > 1 and run not in _FORMULA_WORDS and set(run) & set("aeiou") for run in runs
+    )
+
+
+def _with_cases(*texts: str) -> list[str]:
+    """Return the texts with new names for capitals that stand beside their small letters, N beside n.
+
+    math-verify reads both as one variable.
+    """
+    tokens = {token for text in texts for token in _TOKEN.findall(text)}
+    free = iter(letter for letter in ascii_lowercase[::-1] if letter not in tokens and letter not in "eid")
+    capitals = sorted(token for token in tokens if token != token.lower() and token.lower() in tokens)
+    names = {token: f" {name} " for token, name in zip(capitals, free, strict=False)}
+    return [_TOKEN.sub(lambda found: names.get(found.group(), found.group()), text) for text in texts]
+
+
+_UNITS = {
+    "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "m": "m meter metre",
+    "km": "km kilometer kilometre", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard",
+    "mi": "mi mile", "mg": "mg milligram", "g": "g gm gram", "kg": "kg kilogram", "lb": "lb lbs pound",
+    "oz": "oz ounce", "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "ms": "ms millisecond",
+    "s": "s sec second", "min": "min minute", "h": "h hr hour", "d": "day", "mi/h": "mph", "km/h": "kmh kph",
+    "$": "$ dollar usd", "¢": "¢ cent", "€": "€ euro", "£": "£", "¥": "¥ yen", "°": "° degree deg",
+    "rad": "rad radian", "/": "/ per",
+}  # fmt: skip
+"""Units by their symbols, with their other names in the singular."""
+_UNIT_NAMES = {name: symbol for symbol, names in _UNITS.items() for name in names.split()}
+_NOT_UNITS = _FORMULA_WORDS | {
+    "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves", "third", "quarter",
+    "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth",
+    "percentage", "squared", "cubed", "factorial", "over", "plus", "minus", "times", "divided", "modulo",
+    "not", "than", "more", "less", "least", "most", "about",
+}  # fmt: skip
+"""Words behind a number that change it."""
+_POWERS = {"square": "2", "sq": "2", "cubic": "3"}
+
+_NAME = r"[A-Za-zµμΩ°¢€£¥]+(?:\^\{-?\d\})?"
+_QUANTITY = re.compile(
+    r"(?P<value>.*?(?:[\d)}\].]|\\pi))(?P<gap> ?)"
+    rf"(?P<unit>(?:\^ ?\{{?\\circ ?\}}? ?|{_NAME})(?:[ /·*]*{_NAME}){{0,3}})"
+)
+_UNIT_PART = re.compile(r"([^\W\d_]+|[°¢€£¥/])(?:\^\{(-?\d)\})?")
+_DEGREES = re.compile(r"\^ ?\{?\\circ ?\}?")
+_CURRENCY = re.compile(r"(?P<sign>[-+]?) ?(?P<unit>[$€£¥]) ?(?P<value>[-+]?[\d.].*)")
+_BASE = re.compile(r"(?P<value>[\dA-Fa-f.]+)_\{?(?P<unit>\w+)\}?")
+
+
+def _quantity(text: str) -> tuple[str, str | None]:
+    """Return the value of an answer, and its unit, currency or base; None without one."""
+    bare = plain(text)
+    if (money := _CURRENCY.fullmatch(bare)) is not None:
+        return money["sign"] + money["value"], money["unit"]
+    if (base := _BASE.fullmatch(bare)) is not None:
+        return base["value"], f"base {base['unit']}"
+    found = _QUANTITY.fullmatch(bare)
+    if found is None or _LETTERS.search(found["value"]):
+        return bare, None
+    unit = _unit(found["unit"], is_apart=bool(found["gap"]))
+    return (bare, None) if unit is None else (found["value"], unit)
+
+
+def _unit(text: str, *, is_apart: bool) -> str | None:
+    """Return a unit in symbols, m2 for square meters; None if the words behind a number are none.
+
+    Any noun is a unit (18 eggs) if a space stands before it, and a single letter too: 5m is a product.
+    """
+    parts: list[str] = []
+    power = ""
+    for word, exponent in _UNIT_PART.findall(_DEGREES.sub("°", text)):
+        name = word if len(word) < _SHORTEST_WORD else word.lower()
+        symbol = _UNIT_NAMES.get(name) or _UNIT_NAMES.get(name.removesuffix("s"))
+        if name in _POWERS:
+            power = _POWERS[name]
+            continue
+        is_noun = is_apart and len(name) > 2 and name.lower() not in _NOT_UNITS
+        is_variable = len(name) == 1 and name.isalpha() and not (is_apart or parts)
+        if is_variable or not (symbol or is_noun or parts == ["°"]):
+            return None
+        parts.append((symbol or name.lower()) + (exponent or power))
+        power = ""
+    return "".join(parts) or None
+
+
+_REWRITES = (
+    (re.compile(r"(?<![\w.])(\d+) (\d+)/(\d+)(?!\d)"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
+    (re.compile(r"(?<=\d) ?x ?(?=10\^)"), r"\\times "),
+    (re.compile(r"^–"), "-"),
+    (re.compile(r"\*\* ?([+-]?\w+)"), r"^{\1}"),
+    (re.compile(r"\\(?:[cd]dots|dots[bc]?)(?![A-Za-z])|\.\.\."), r"\\ldots "),
+    (re.compile("√"), r"\\sqrt "),
+    (re.compile("∞"), r"\\infty "),
+    (re.compile("·"), r"\\cdot "),
+    (re.compile(r"∅|\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+)
+"""What people write and math-verify does not read, or reads as something else (2 1/2 as 3/2)."""
+
+
+def _parse(text: str) -> list[Any]:
+    """Return what math-verify reads in a formula: at most one expression of sympy.
+
+    Units are not dropped: it would take the t of 16t for one. Numbers in a text that it cannot read are not
+    picked out.
+    """
+    from math_verify import parse
+
+    if not _is_balanced(text):
+        return []
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    written = text.replace("$", "")
+    read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)  # type: ignore[arg-type]
+    return [value for value in read if not isinstance(value, str)]
+
+
+@cache
+def _extraction() -> Any:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    return LatexExtractionConfig(
+        normalization_config=NormalizationConfig(
+            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all"
+        )
+    )
+
+
+def _is_balanced(text: str) -> bool:
+    """Return whether braces close: otherwise the text would end the box that it is put into."""
+    depth = 0
+    for brace in re.findall(r"\\.|[{}]", text):
+        depth += (brace == "{") - (brace == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+_DECIMALS = 6
+_DIGITS = 3
+"""Digits of a small number that are compared at least."""
+
+
+def _verify(gold: str, answer: str) -> bool:
+    from math_verify import verify
+    from sympy import Number
+
+    wanted, given = _parse(gold), _parse(answer)
+    numbers = [value for value in (*wanted, *given) if isinstance(value, Number) and value.is_finite]
+    sizes = [size for value in numbers if (size := abs(float(value)))]
+    decimals = max([_DECIMALS, *(_DIGITS - 1 - floor(log10(size)) for size in sizes)])
+    return bool(verify(wanted, given, float_rounding=decimals, timeout_seconds=None))

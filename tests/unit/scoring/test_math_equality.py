@@ -1,0 +1,105 @@
+"""Test mathematical equality, by tables and by generated pairs whose truth is known by construction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from equal_pairs import pairs
+
+from agentrl.scoring import math_equality
+from agentrl.scoring.math_equality import equal, unparsed
+from agentrl.scoring.normal_form import same
+
+EQUAL = [
+    ("5 m", "5"), ("5", "5 m"), ("5 m", "5 meters"), ("5 m^2", "5 square meters"),
+    (r"5\text{ cm}^2", "5"), ("5 cm", r"5\text{ cm}"), ("5%", "5"), (r"5\%", "0.05"),
+    (r"50\%", r"\frac{1}{2}"), ("a", "A"), ("A", "A"), ("(A)", "A"), ("**A**", "A"), ("A.", "A"),
+    (r"\textbf{(A)}", "A"), (r"\{1,2\}", r"\{2,1\}"), ("1,2", "2,1"), ("1,2", "(1,2)"), ("x<3", "3>x"),
+    ("x=5", "5"), (r"x\in[1,2]", "[1,2]"), ("3²", "9"), ("x²", "x^2"), ("½", "1/2"), ("2½", "5/2"),
+    (r"2\frac{1}{2}", r"\frac{5}{2}"), ("2 1/2", "5/2"), ("-2 1/2", "-2.5"), ("0.3333333", "1/3"),
+    ("5!", "120"), (r"\frac12", "0.5"), (r"\dfrac{1}{2}", "1/2"), (r"\tfrac{1}{2}", "1/2"),
+    ("1{,}000", "1000"), (r"1\,000", "1000"), (r"\$70,000", "70000"), (r"\$70{,}000", "70000"),
+    (r"\$70,000.00", "70000"), (r"\$18.00", "18"), (r"\$0.50", "1/2"), ("70,000 dollars", "70000"),
+    (r"70,000\text{ dollars}", "70000"), ("18 eggs", "18"), (r"18 \mathrm{~cm}", "18"),
+    (r"18^\circ", "18"), ("18°", "18"), (r"18^{\circ}", "18"), ("18 degrees", "18"), ("10^{-2}", "0.01"),
+    ("10^-2", "0.01"), ("10⁻²", "0.01"), ("1e3", "1000"), (r"1.5 \times 10^3", "1500"),
+    ("1.5 x 10^3", "1500"), ("−5", "-5"), ("–5", "-5"), ("+5", "5"), ("5,-5", r"\pm 5"),
+    ("x=5 or x=-5", "5,-5"), ("5 and -5", r"\{5,-5\}"), ("(x+1)(x-1)", "x^2-1"), ("2+3i", "3i+2"),
+    ("3:2", "3/2"), (r"\text{Monday}", "Monday"), ("No solution", "no solution"),
+    (r"\emptyset", r"\varnothing"), ("infinity", r"\infty"), ("x+y", "y+x"), ("xy", "yx"),
+    ("f(x)=2x", "2x"), ("y=2x+1", "2x+1"), ("2^{10}", "1024"), (r"\binom{5}{2}", "10"), (r"-\$5", "-5"),
+    (r"\$-5", "-5"), (r"\text{(B)}", "B"), ("(1,3)", "1 < x < 3"), ("(1)", "1"), ("16t", "16t"),
+    ("a^2+2ab+b^2", "(a+b)^2"), (r"\sin(x)", r"\sin x"), (r"\left(0,1\right]", "(0,1]"),
+    (r"1\pm\sqrt2", r"1+\sqrt2, 1-\sqrt2"), (r"\frac{\pi}{2}", r"\pi/2"), (r"7\pi cm", r"7\pi"),
+    ("√2", r"\sqrt{2}"), ("∞", r"\infty"), ("x≤3", r"x\le 3"), ("2^8", "256"), ("12_{8}", "12"),
+    ("5 mph", "5 miles per hour"), ("60 km/h", "60"), (r"3\sqrt{2}\text{ cm}", r"3\sqrt{2}"),
+    ("10 N", "10 N"), (r"\frac{1}{2}\text{ hour}", r"\frac12"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"), (r"\boxed{5}", "5"),
+    (r"(1,2)\cup(3,4)", r"(3,4)\cup(1,2)"), ("f'(x)=2", "f'(x)=2"), (r"1,2,\ldots", r"1,2,\dots"),
+    ("x^2-N", "x^2-N"), ("n^2-N", "-N+n^2"), ("(3,-2)", "(3, -2)"), ("0.083333", "1/12"),
+]  # fmt: skip
+UNEQUAL = [
+    ("5 m", "5 km"), ("5 kg", "5 g"), ("5 cm^2", "5 cm^3"), ("5 cents", "$5"), ("€5", "$5"),
+    ("5 m/s", "5 m/s^2"), ("5%", "-5%"), ("x", "y"), ("2b", "2B"), ("x+Y", "x+y"), ("N^2-n", "n^2-N"),
+    (r"\Delta", r"\delta"), (r"\Gamma", r"\gamma"), ("(3,2)", "(2,3)"), ("2,1", "(1,2)"),
+    ("1,2", "(2,1)"), (r"\{1,2\}", "(1,2)"), ("(0,1]", "[0,1]"), ("[0,1)", "[0,1]"), ("x<3", r"x\le3"),
+    ("x<3", "x>3"), ("x=5", "y=5"), ("x=-5", "5"), ("3²", "32"), ("2½", "21/2"), ("2 1/2", "3/2"),
+    ("0.333", "1/3"), ("0.333...", "0.333"), (r"0.333\ldots", "0.333"), ("5!", "5"), (r"\sqrt{2}", "2"),
+    ("listen", "silent"), ("no", "on"), ("a-b", "b-a"), ("2+3i", "2-3i"), ("[1,2]", "(1,2)"),
+    ("11_2", "11_3"), ("16t", "16"), ("16 t", "16"), ("2x+3t", "2x+3"), ("f'(x)", "f(x)"), ("y''", "y'"),
+    (r"1,2,\ldots", "1,2"), ("18 thousand", "18"), ("18 or 19", "18"), ("5 squared", "5"),
+    (r"\frac{1}{10000000}", "0.0000002"), (r"1 \times 10^{-7}", "0.0000002"), ("5 may", "5 yam"),
+    ("5x", "5"), ("5ab", "5"), ("5} and {6", "5"), (r"x \neq 5", "x = 5"), ("1/2", "2/1"),
+    ("10⁻²", "10^2"), ("Paris", "London"), ("3 men", "3 women"), (r"\frac{1}{2}", r"-\frac{1}{2}"),
+    ("5 mW", "5 MW"), ("5 million", "5"), ("5 dozen", "5"), ("5 percent", "6"), (r"p\lor q", r"p\land q"),
+    (r"A\cup B", r"A\cap B"), (r"\log_2 3", r"\log_3 2"), (r"\{1,2,3\}", r"\{1,2\}"),
+    ("the number 5 maybe", "5"), ("I think 5", "5"), ("-5 m", "5 m"), ("12:30", "12:40"), ("5 + x", "5"),
+    (r"\alpha", r"\beta"), (r"\vec{AB}", r"\vec{BA}"), ("2^{3}", "2^{4}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "gold"), EQUAL)
+def test_equal_answers(answer: str, gold: str) -> None:
+    assert equal((gold,), answer)
+
+
+@pytest.mark.parametrize(("answer", "gold"), UNEQUAL)
+def test_unequal_answers(answer: str, gold: str) -> None:
+    assert not equal((gold,), answer)
+
+
+def test_500_generated_pairs_are_judged_as_they_were_made() -> None:
+    """No wrong verdict in either direction; as text alone, no wrong answer is right."""
+    wrong: Counter[str] = Counter()
+    examples = []
+    for pair in pairs(500):
+        is_equal, is_same = equal((pair.gold,), pair.given), same(pair.gold, pair.given)
+        if is_equal != pair.is_equal or is_same > pair.is_equal:
+            wrong[pair.kind] += 1
+            examples.append(pair)
+    print(f"{sum(wrong.values())} of 500 verdicts differ from the truth: {dict(wrong)}")
+    assert not examples
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9}}", "9**9**9", "(10^{9})!", r"\binom{10^9}{500000000}", r"3^{10^{20}} \mod 7", "1" * 5000,
+        "(" * 1900, "{" * 900 + "}" * 900, "x+" * 5000 + "x", "(x+y+z)^{5000}",
+        r"\sqrt{" * 300 + "2" + "}" * 300,
+    ],
+)  # fmt: skip
+def test_the_cost_of_a_hostile_answer_is_bounded(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_equality, "CPU_SECONDS", 0.3)
+    started = time.process_time()
+    assert not equal(("5",), answer)
+    assert time.process_time() - started < 3
+    assert equal((r"\frac{10}{2}",), "5")
+
+
+def test_answers_that_math_verify_cannot_read_are_named() -> None:
+    golds = (r"\frac{1}{2}", "5", "70,000 dollars", "???", r"\begin{cases")
+    assert unparsed(golds) == [False, False, False, True, True]
