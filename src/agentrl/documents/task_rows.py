@@ -240,11 +240,16 @@ def _trl(row: Row) -> Row:
     if isinstance(row.get("prompt"), str):
         given |= {"query": row["prompt"], "prompt": None}
     answer = _first(row, (*ANSWER, "ground_truth", "solution"))
+    if answer is None and not isinstance(row.get("label"), bool):  # true and false are those of KTO
+        answer = row.get("label")
     if isinstance(answer, str) and not _has(row, *ANSWER):
         boxed = last_braced(answer, "\\boxed")
         answer = answer.strip().strip("$").strip() if boxed is None else boxed
     if answer is not None:
-        given |= {"answer": answer, **({} if _has(row, "environment") else _BOXED)}
+        given["answer"] = answer
+        if not _has(row, "environment"):
+            texts = [row["prompt"]] if isinstance(row["prompt"], str) else _texts(row["prompt"])
+            given |= {**_BOXED, "answer_schema": asked_schema(texts) or _BOXED["answer_schema"]}
     return given
 
 
@@ -273,7 +278,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     "trl": Preset(
         lambda row: _has(row, "prompt") and not _has(row, "query", "messages")
         and (isinstance(row["prompt"], str) or not _is_task(row)),
-        _trl, "query ← prompt, answer ← answer, ground_truth or solution",
+        _trl, "query ← prompt, answer ← answer, ground_truth, solution or label",
     ),
     "gsm8k": Preset(
         lambda row: not _is_task(row) and isinstance(row.get("question"), str)

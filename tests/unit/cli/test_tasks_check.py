@@ -79,3 +79,72 @@ def test_answers_that_math_verify_cannot_parse_are_a_warning(
 def test_a_question_is_the_same_in_other_case_spaces_and_punctuation() -> None:
     assert normalized_query(" What is 2+2 ? ") == normalized_query("what\nis 2+2")
     assert normalized_query("2 - 2") != normalized_query("2 + 2")
+
+
+GRAPH = """
+from agentrl import agent, scorer
+
+@agent("names_test_thinker")
+async def think(rollout):
+    ...
+
+@scorer("names_test_scorer")
+def score(context):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("imports", [True, False])
+def test_a_registered_name_is_known_by_its_module_and_not_by_the_order_of_rows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    in_order: bool,
+    imports: bool,
+) -> None:
+    module = f"names_test_graph_{in_order}_{imports}".lower()
+    agent, own_scorer = f"{module}_thinker", f"{module}_scorer"
+    (tmp_path / f"{module}.py").write_text(
+        GRAPH.replace("names_test_thinker", agent).replace("names_test_scorer", own_scorer)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [
+        {"id": 1, "query": "?", "answer": "4", "scorer": f"{module}:score", "agent_name": f"{module}:think"},
+        {"id": 2, "query": "?!", "answer": "4", "scorer": "exact", "agent_name": agent},
+        {"id": 3, "query": "!", "answer": "4", "scorer": own_scorer},
+    ]  # fmt: skip
+    source = write(tmp_path / "tasks.jsonl", *(rows if in_order else reversed(rows)))
+    flags = ["--import_modules", module] if imports else []
+    assert main(["tasks", "check", source, *flags]) == (0 if imports else 1)
+    printed = capsys.readouterr().out
+    for line in () if imports else (f"unknown agent '{agent}'", f"unknown scorer '{own_scorer}'"):
+        assert line in printed
+    assert f"not checked   whether right answers score 1 with {module}:score" in printed
+
+
+def test_a_module_that_cannot_be_imported_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "tasks.jsonl", {"id": 1, "query": "?", "answer": "4"})
+    assert main(["tasks", "check", source, "--import_modules", "no_such_module"]) == 2
+    assert "the module 'no_such_module' (--import_modules) cannot be imported" in capsys.readouterr().err
+
+
+def test_rows_of_a_json_list_on_one_line_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps([{"id": 1, "query": "?", "answer": "4"}, {"id": 2}, {"id": 3}]))
+    assert main(["tasks", "check", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{path}:1 (row 2): query is missing" in printed
+    assert f"{path}:1 (row 3): query is missing" in printed
+
+
+def test_a_prompt_and_a_schema_that_do_not_fit_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"id": 1, "query": "Put it in \\boxed{}.", "answer": "4", "scorer": "exact"}
+    assert main(["tasks", "check", write(tmp_path / "tasks.jsonl", row)]) == 0
+    assert "of which answer_schema answer reads nothing" in capsys.readouterr().out

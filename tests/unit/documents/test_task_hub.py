@@ -132,7 +132,10 @@ def test_a_split_is_downloaded_and_read_from_the_cache_without_network(hub: str,
     assert "others write this data" in " ".join(printed[5:])
     assert "hf://a/none cannot be downloaded" in printed[-1]
     assert not [path for path in _Hub.asked if path.endswith(".py")]
-    assert run("http://127.0.0.1:9")[:3] == printed[:3]
+    assert "the hub cannot be reached" not in printed[-1]
+    unreached = run("http://127.0.0.1:9")
+    assert unreached[:3] == printed[:3]
+    assert "hf://a/none cannot be downloaded: the hub cannot be reached, and it is not in" in unreached[-1]
 
 
 def test_a_cached_revision_is_read_offline_and_a_bad_address_is_refused(
