@@ -233,7 +233,7 @@ def _parse(text: str) -> list[Any]:
         text = pattern.sub(replacement, text)
     text = _REPEATING.sub(_fraction, text)
     written = text.replace("$", "")
-    read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)  # type: ignore[arg-type]
+    read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)
     return [value for value in read if not isinstance(value, str)]
 
 
