@@ -19,6 +19,7 @@ install_others() {
   bash scripts/setup_sglang.sh || return 1
   bash scripts/setup_harnesses.sh mini-swe-agent openai-agents || return 1
   bash scripts/setup_openenv.sh || return 1
+  bash scripts/setup_transformers4.sh || return 1
   bash scripts/setup_verifiers.sh || return 1
   bash scripts/docs.sh || return 1
   bash scripts/setup_harnesses.sh claude-code
@@ -56,6 +57,7 @@ code=0
 wait "$others" || code=$?
 trap - EXIT
 export AGENTRL_REQUIRE_ENGINES=sglang AGENTRL_REQUIRE_HARNESSES=mini-swe-agent,openai-agents
+export AGENTRL_REQUIRE_TRANSFORMERS4=yes
 case $code in
   0) AGENTRL_REQUIRE_HARNESSES+=,claude-code ;;
   4) echo "test: goes on without npm; the tests of its harnesses are skipped" >&2 ;;

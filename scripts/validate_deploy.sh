@@ -47,6 +47,7 @@ check 'Dockerfiles: hadolint' "$bin/hadolint" deploy/docker/*.Dockerfile
 check 'compose.yml: docker compose config' with_model --file deploy/compose.yml
 check 'compose.yml and compose.cpu.yml: docker compose config' with_model --file deploy/compose.yml --file deploy/compose.cpu.yml
 check 'mongo/docker-compose.yml: docker compose config' compose --file deploy/mongo/docker-compose.yml
+check 'sglang/docker-compose.yml: docker compose config' with_model --file deploy/sglang/docker-compose.yml
 check 'compose.yml without MODEL_DIR is refused' is_refused --file deploy/compose.yml
 check "shell scripts (${#shell[@]}): shellcheck" "$bin/shellcheck" --severity=warning --shell=bash "${shell[@]}"
 check "YAML files (${#yaml[@]}): yamllint" "$bin/yamllint" --strict --config-file deploy/yamllint.yml "${yaml[@]}"

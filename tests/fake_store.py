@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agentrl.documents.base import now
-from agentrl.documents.run import InferenceService, PolicyVersion, ProcessIdentity
+from agentrl.documents.run import InferenceService, PolicyVersion, ProcessIdentity, SavedCheckpoint
 from agentrl.documents.status import DataStatus, StepStatus, TrainerEnd, VersionStatus
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData, TokenStatistics, TrainStep
@@ -305,6 +305,9 @@ class _TrainerLease(_Part):
         return list(names)
 
     async def renew(self, attempt: int, lease_seconds: float) -> None:
+        self.store.check_attempt(attempt)
+
+    async def record_saved(self, attempt: int, saved: SavedCheckpoint) -> None:
         self.store.check_attempt(attempt)
 
     async def release(self, attempt: int, ended: TrainerEnd | None = None) -> None:

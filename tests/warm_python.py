@@ -124,6 +124,8 @@ def _watch(link: socket.socket) -> dict[str, Any]:
             os.dup2(fd, number)
         for fd in {*received, *moved} - {*request["fds"]}:
             os.close(fd)
+        if 1 in request["fds"]:  # the old one remembers whether what was there could be sought
+            sys.stdout = open(1, "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
         return request
     for fd in received:
         os.close(fd)

@@ -271,6 +271,8 @@ class SessionLostError(OutageError):
     The call is not repeated: the trajectory is released without an attempt, and begins anew.
     """
 
+    kind = "session"
+
 
 class ServerFullError(OutageError):
     """Raise it if a server is up and has no free session. The call is repeated until there is one.

@@ -5,54 +5,31 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError
+from agentrl.permissions import allow, is_allowed, require_allowed
 
 T = TypeVar("T")
 
-_allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_imports", default=None)
+allow_imports, is_importable = allow, is_allowed
+"""The names that these functions had when only code needed a permission."""
 
 
-def allow_imports(names: Iterable[str]) -> None:
-    """Restrict imports of paths ``module:name`` to ``names``: paths, modules or packages above them.
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules of the operator, which register extensions by name.
 
-    Further calls add names. Before the first call every path may be imported. A process that reads names
-    from a shared database calls this, so that the database cannot make it import other code.
+    Raises ConfigError for one that cannot be imported.
     """
-    allowed = _allowed.get()
-    if allowed is None:
-        _allowed.set(set(names))
-    else:
-        allowed.update(names)
-
-
-def paths_among(names: Iterable[str]) -> frozenset[str]:
-    """Return the paths ``module:name`` in ``names``."""
-    return frozenset(name for name in names if ":" in name)
-
-
-def is_importable(name: str) -> bool:
-    """Return whether this process may import ``name``; True for a name without a module."""
-    allowed = _allowed.get()
-    module = name.partition(":")[0]
-    if ":" not in name or allowed is None:
-        return True
-    parts = module.split(".")
-    packages = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-    return name in allowed or not packages.isdisjoint(allowed)
-
-
-def check_importable(name: str, kind: str = "function") -> None:
-    """Raise ConfigError unless this process may import ``name``."""
-    if not is_importable(name):
-        raise ConfigError(
-            f"the {kind} {name!r} is of a module that this process may not import",
-            hint=f"if you trust it: --allowed_modules {name.partition(':')[0]}, or load the task file that"
-            " names it with `agentrl tasks load` as a user who may write Imports",
-        )
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"the module {name!r} (--import_modules) cannot be imported: {type(error).__name__}: {error}",
+                hint="its file must lie in the working folder or on PYTHONPATH",
+            ) from error
 
 
 class Registry(Generic[T]):
@@ -115,19 +92,22 @@ class Registry(Generic[T]):
         """Return the extension called ``name``.
 
         Raises ConfigError for an unknown name, with the nearest known one; for a path that this process may
-        not import (``allow_imports``); and for a module that cannot be imported.
+        not import (``permissions.allow``); and for a module that cannot be imported.
         """
         self._import_built_in()
         if name in self._registered:
             return self._registered[name]
         if ":" in name:
-            check_importable(name, self._kind)
+            require_allowed(name, self._kind)
             module, _, attribute = name.partition(":")
             return self._import(name, lambda: getattr(importlib.import_module(module), attribute))
         for point in entry_points(group=self._group, name=name):
             return self._import(name, point.load)
-        known = self.names()
-        raise ConfigError(
+        raise self.unknown(name, self.names())
+
+    def unknown(self, name: str, known: Sequence[str]) -> ConfigError:
+        """Return the error of a name that is none of ``known``, with the nearest of them."""
+        return ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),
             hint=self._hints.get("".join(filter(str.isalnum, name.lower()))) or _hint(name, known),
@@ -161,10 +141,13 @@ def _callable(extension: Any) -> Any:
     return extension
 
 
+_OWN = "give its path module:name, or --import_modules the module that registers it"
+
+
 def _hint(name: str, known: Sequence[str]) -> str:
     """Return a hint with the nearest of ``known``, ignoring case, if one is near."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=1)
     if not nearest:
-        return "if it is one of your own, give its path module:name"
-    return f"did you mean {by_lower[nearest[0]]!r}? If it is one of your own, give its path module:name"
+        return f"if it is one of your own, {_OWN}"
+    return f"did you mean {by_lower[nearest[0]]!r}? If it is one of your own, {_OWN}"

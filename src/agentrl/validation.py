@@ -7,6 +7,7 @@ A dataclass that derives from ``Settings`` is the declaration: pydantic reads it
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def _as_text(value: Any) -> Any:
 def _beside(path: Any, info: ValidationInfo) -> Path:
     if not isinstance(path, str) or not path:
         raise wrong("a path")
-    return (info.context or Path()) / Path(path).expanduser()
+    return (info.context or Path()) / os.path.expanduser(path)  # Path's raises for a user without a home
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]

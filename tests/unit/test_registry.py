@@ -1,4 +1,4 @@
-"""Registries: names, paths, conversion, and which paths a process may import."""
+"""Registries: names, paths, conversion."""
 
 import json
 from contextvars import copy_context
@@ -7,7 +7,8 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from agentrl.errors import ConfigError
-from agentrl.registry import Registry, allow_imports, check_importable, is_importable, paths_among
+from agentrl.permissions import allow
+from agentrl.registry import Registry
 from agentrl.rollout.agents import AGENTS
 from agentrl.scoring.scorers import SCORERS
 
@@ -63,38 +64,11 @@ def test_what_a_path_names_is_converted() -> None:
         Registry[object]("thing", group="agentrl.no_group").get("json.decoder:__name__")
 
 
-def test_every_path_may_be_imported_until_a_process_names_what_may() -> None:
-    assert is_importable("json:dumps")
-
-
-@pytest.mark.parametrize(
-    ("allowed", "name", "importable"),
-    [
-        ((), "sys:exit", False),
-        ((), "exact", True),
-        (("json",), "json:dumps", True),
-        (("json",), "json.decoder:scanstring", True),
-        (("json.decoder",), "json:dumps", False),
-        (("json:dumps",), "json:dumps", True),
-        (("json:dumps",), "json:loads", False),
-        (("jso",), "json:dumps", False),
-    ],
-)
-def test_a_path_is_imported_where_it_its_module_or_a_package_is_listed(
-    allowed: tuple[str, ...], name: str, importable: bool
-) -> None:
-    def check() -> bool:
-        allow_imports(allowed)
-        return is_importable(name)
-
-    assert copy_context().run(check) is importable
-
-
 @pytest.mark.parametrize("get", [SCORERS.get, AGENTS.get])
 def test_what_is_not_listed_is_refused_before_it_is_imported(get: object) -> None:
     def use() -> None:
-        allow_imports(["json"])
-        allow_imports(["math"])
+        allow(["json"])
+        allow(["math"])
         assert callable(get)
         assert get("json:dumps") is not None
         with pytest.raises(ConfigError, match="may not import") as refused:
@@ -102,8 +76,3 @@ def test_what_is_not_listed_is_refused_before_it_is_imported(get: object) -> Non
         assert "--allowed_modules this.module" in str(refused.value)
 
     copy_context().run(use)
-
-
-def test_only_paths_need_a_permission() -> None:
-    assert paths_among(["exact", "a.b:c"]) == {"a.b:c"}
-    check_importable("exact")

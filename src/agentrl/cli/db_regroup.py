@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = (
     "engine", "tool", "environment", "scorer", "timeout", "trajectory", "image", "lease", "internal", "group",
-    "column", "feedback",
+    "column", "feedback", "session",
 )  # fmt: skip
 
 
@@ -33,7 +33,7 @@ def add_rescore(subparsers: Any) -> None:
     parser.add_argument("--record", action="append", default=[], help="only this Record; may be repeated")
     parser.add_argument("--concurrency", type=int, default=16, help="scorings at a time (%(default)s)")
     parser.add_flags(SamplingConfig, "scorer_timeout_seconds", "agent_config_path")
-    parser.add_flags(TaskConfig, "allowed_modules")
+    parser.add_flags(TaskConfig, "import_modules", "allowed_modules")
     parser.add_argument("--dry_run", action="store_true", help="score and compare, write nothing")
     parser.set_defaults(handler=rescore)
 
@@ -43,7 +43,8 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
     from agentrl.data.rescore import RescoreOptions, rescore_run
     from agentrl.documents.status import RecordStatus
     from agentrl.documents.task import scorer_weights
-    from agentrl.registry import allow_imports
+    from agentrl.permissions import allow
+    from agentrl.registry import import_modules
     from agentrl.scoring.scorers import require_scorer
     from agentrl.store.admin.rescore import SCORED
     from agentrl.store.client import open_existing
@@ -53,11 +54,13 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
             "--from_labels goes with neither --scorer nor --status failed: people give the scores",
             hint="leave --from_labels out, or the other flag",
         )
-    allow_imports(group_of(TaskConfig, arguments).allowed_names)
+    tasks = group_of(TaskConfig, arguments)
+    import_modules(tasks.imported_modules)
+    allow(tasks.allowed_names)
     if "failed" in arguments.status:
         return await _score_failed(run, arguments)
     if arguments.scorer is not None:
-        allow_imports(scorer_weights(arguments.scorer))
+        allow(scorer_weights(arguments.scorer))
         require_scorer(arguments.scorer)
     options = RescoreOptions(
         scorer=arguments.scorer,
@@ -72,7 +75,7 @@ async def rescore(run: RunConfig, arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
     )
     async with await open_existing(run) as store:
-        allow_imports(await store.imports.paths())
+        allow(await store.imports.paths())
         report = await rescore_run(store, options)
     _print_rescored(report, "Rescored, nothing written" if options.dry_run else "Rescored")
     return 1 if report.errors else 0

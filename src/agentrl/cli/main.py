@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import sys
@@ -17,7 +18,12 @@ _PIPE_CLOSED = 128 + 13
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``agentrl COMMAND …`` and return its exit code. A reader of stdout may stop early, as ``head``."""
+    """Run ``agentrl COMMAND …`` and return its exit code. A reader of stdout may stop early, as ``head``.
+
+    What the encoding of stdout lacks is printed as ``?``: no line of text is worth the work behind it.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             return _main(argv)

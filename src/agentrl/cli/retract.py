@@ -54,7 +54,7 @@ def parser() -> CommandParser:
     parser.add_database()
     parser.add_flags(RunConfig, "log_dir")
     parser.add_flags(ClaimConfig, "lease_seconds")
-    parser.add_flags(TaskConfig, "allowed_modules")
+    parser.add_flags(TaskConfig, "import_modules", "allowed_modules")
     return parser
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl.cli.tasks_check import check
 from agentrl.config.load import CommandParser, group_of
 from agentrl.config.run import DATABASE_FLAGS
 from agentrl.config.schema import ContainerConfig, JsonFlags, ModelConfig, RunConfig, TaskConfig, flag
-from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.harbor.machine import use_containers
-from agentrl.environments.tasks import read_task_source
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean
+from agentrl.permissions import flags_allowing
 
 SOURCE = (
     "a JSONL, JSON, Parquet, CSV or Arrow file, FOLDER[:SPLIT], hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], a"
     " folder or git bundle of Harbor tasks, or env:NAME?n=1000&seed=1, in quotes"
 )
+
+
+READING = ("task_fields", "task_preset", "import_modules")
+"""The flags by which the rows of a source are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,14 @@ def _parser() -> CommandParser:
     load = actions.add_parser("load", parents=[database], help="load a task file, or tasks of an environment")
     load.add_argument("file", help=SOURCE)
     load.add_flags(LoadFlags)
-    load.add_flags(TaskConfig, "num_generations", "skip_bad_lines", "task_fields", "task_preset")
+    load.add_flags(TaskConfig, "num_generations", "skip_bad_lines", *READING)
     load.add_flags(RunConfig, "seed")
     load.add_flags(ContainerConfig)
     checked = actions.add_parser(
         "check", help="say what is in the tasks of a source; exit code 1: it would not load"
     )
     checked.add_argument("file", help=SOURCE)
-    checked.add_flags(TaskConfig, "eval_file", "task_fields", "task_preset")
+    checked.add_flags(TaskConfig, "eval_file", *READING)
     checked.add_flags(ModelConfig, "model_name_or_path")
     checked.add_flags(ContainerConfig)
     checked.add_flags(JsonFlags)
@@ -69,21 +72,15 @@ def _parser() -> CommandParser:
 async def _load(arguments: argparse.Namespace) -> int:
     tasks = group_of(TaskConfig, arguments)
     use_containers(group_of(ContainerConfig, arguments))
-    with progress(f"reading {arguments.file}"):
-        result = read_task_source(
-            arguments.file, split=arguments.split, seed=arguments.seed, shuffle=not arguments.no_shuffle,
-            num_generations=tasks.num_generations, skip_bad_lines=tasks.skip_bad_lines,
-            rows=TaskRows.parse(tasks.task_preset, tasks.task_fields),
-        )  # fmt: skip
-    from agentrl.rollout.load_tasks import store_tasks, unparsed_answers
-    from agentrl.rollout.preflight import require_scorers, unknown_names
+    from agentrl.rollout.load_tasks import read_source, store_tasks
     from agentrl.store.client import open_store
 
-    require_scorers(result.names)
+    with progress(f"reading {arguments.file}"):
+        tasks = replace(tasks, shuffle_tasks=not arguments.no_shuffle)
+        result = await read_source(arguments.file, tasks, split=arguments.split, seed=arguments.seed)
     if result.reading is not None:
         print(clean(result.reading))
-    unparsed = await unparsed_answers(result.tasks)
-    for warning in (*result.warnings, *unparsed, *unknown_names(result.names)):
+    for warning in result.warnings:
         print(f"warning  {warning}")
     async with await open_store(group_of(RunConfig, arguments)) as store:
         if arguments.split == "train":
@@ -93,8 +90,8 @@ async def _load(arguments: argparse.Namespace) -> int:
                 store, result, update=arguments.update, append=arguments.append
             )
     if refused:
-        modules = ",".join(sorted({path.partition(":")[0] for path in refused}))
-        print(f"warning  this user may not write Imports: start samplers with --allowed_modules {modules}")
+        flags = clean(flags_allowing(refused))
+        print(f"warning  this user may not write Imports: start samplers with {flags}")
     for reason in result.skipped:
         print(f"skipped  {reason}")
     for task_id in loaded.left:

@@ -10,7 +10,6 @@ from typing import Any
 
 from agentrl.config.load import group_of
 from agentrl.config.schema import ContainerConfig, TaskConfig
-from agentrl.documents.task_rows import TaskRows
 from agentrl.environments.harbor.machine import use_containers
 from agentrl.observe.progress import progress
 from agentrl.observe.terminal import clean, print_json
@@ -24,19 +23,18 @@ async def check(arguments: argparse.Namespace) -> int:
 
     use_containers(group_of(ContainerConfig, arguments))
     flags = group_of(TaskConfig, arguments)
-    rows = TaskRows.parse(flags.task_preset, flags.task_fields)
     count_tokens = None if arguments.model_name_or_path is None else _counter(arguments.model_name_or_path)
     sources = {"train": arguments.file, **({"eval": flags.eval_file} if flags.eval_file else {})}
     checked, reports = {}, {}
     for split, source in sources.items():
         began = time.monotonic()
         with progress(f"reading {source}"):
-            checked[split] = read_checked(source, split, rows)
+            checked[split] = await read_checked(source, split, flags)
         seconds = max(time.monotonic() - began, 1e-3)
-        reports[split] = await report(source, checked[split], count_tokens)
+        reports[split] = report(source, checked[split], count_tokens)
         reports[split]["rows_per_second"] = round(reports[split]["rows"] / seconds)
     leaked = leakage(checked["train"], checked["eval"]) if "eval" in checked else None
-    stops = any(item["bad"] or item["unusable"] for item in reports.values())
+    stops = any(item["bad"] for item in reports.values())
     if arguments.json:
         print_json({**reports["train"], "eval": reports.get("eval"), "leakage": leaked, "loads": not stops})
         return int(stops)
@@ -87,7 +85,8 @@ def _print(report: Mapping[str, Any]) -> None:
     )
     _lines("", [" = ".join(pair) for pair in duplicates["examples"]])
     _lines("warning", report["warnings"])
-    _lines("unusable", report["unusable"])
+    if report["unchecked"]:
+        _line("not checked", f"whether right answers score 1 with {', '.join(report['unchecked'])}")
     _lines("bad row", report["bad"])
 
 

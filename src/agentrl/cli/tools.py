@@ -13,8 +13,6 @@ from agentrl.config.load import CommandParser, group_of
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerFlags(Flags):
@@ -54,6 +52,7 @@ def parser() -> CommandParser:
 
 async def _serve(flags: ManagerFlags, tools: ToolConfig) -> None:
     from agentrl.bounded_http import bind, serve_until_signal
+    from agentrl.own_hosts import for_own_hosts, is_loopback
     from agentrl.tools.config import load_servers
     from agentrl.tools.manager_server import Nodes, manager_app
 
@@ -63,11 +62,11 @@ async def _serve(flags: ManagerFlags, tools: ToolConfig) -> None:
     servers = load_servers(tools.mcp_servers_file)
     nodes = Nodes(servers, tools, idle_seconds=flags.idle_seconds, most=flags.max_nodes)
     await nodes.open()
-    if token is None and flags.host not in _LOOPBACK:
+    if token is None and not is_loopback(flags.host):
         logger.warning(
             "every machine that reaches %s can call these tools; export %s=TOKEN",
             flags.host,
             tools.mcp_auth_token_env,
         )
     print(f"manager: http://{flags.host}:{listener.getsockname()[1]}/mcpapi", flush=True)
-    await serve_until_signal(manager_app(nodes, token), listener, lambda: None)
+    await serve_until_signal(for_own_hosts(manager_app(nodes, token), flags.host), listener, lambda: None)

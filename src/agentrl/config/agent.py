@@ -138,6 +138,11 @@ class GatewayConfig(Flags):
         "port of `agentrl gateway` (0: a free one); a gateway inside `agentrl sample` takes a free one",
         within="[0, 65535]",
     )
+    gateway_allowed_hosts: str = flag(
+        "",
+        "names, comma-separated, besides localhost and IP addresses, by which clients and web pages may ask a"
+        " gateway that listens on a loopback address",
+    )
     gateway_url: str | None = flag(
         None,
         "URL of an `agentrl gateway` that serves this sampler's trajectories (default: one inside the"

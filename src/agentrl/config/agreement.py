@@ -123,7 +123,6 @@ def require_trainable(configs: Configs) -> None:
     """
     _require_progress(configs[SamplingConfig], configs[TrainConfig])
     _require_whitening(configs[GroupConfig], configs[TrainConfig])
-    _require_fitting(configs[AgentConfig], configs[SamplingConfig], configs[TrainConfig])
     _require_warm(configs[SamplingConfig])
 
 
@@ -163,19 +162,6 @@ def _require_whitening(groups: GroupConfig, training: TrainConfig) -> None:
             f"--advantage_whitening batch with --{name} {value}: {why}",
             f"set --{name} {needed:g}" if isinstance(needed, float) else f"set --{name} {needed}",
         )
-
-
-def _require_fitting(agent: AgentConfig, sampling: SamplingConfig, training: TrainConfig) -> None:
-    """Refuse model calls that may not fit in a micro-batch: prompt and output are trained in one piece."""
-    longest = agent.max_prompt_tokens + sampling.max_new_tokens
-    require(
-        longest <= training.max_tokens,
-        f"a model call may have --max_prompt_tokens {agent.max_prompt_tokens} + --max_new_tokens"
-        f" {sampling.max_new_tokens} = {longest} tokens, more than a micro-batch of --max_tokens"
-        f" {training.max_tokens}",
-        f"set --max_tokens {longest} or more, or lower one of the other two; samplers and the trainer get"
-        " the same flags",
-    )
 
 
 def _require_warm(sampling: SamplingConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from agentrl.errors import ConfigError
 
@@ -41,7 +42,7 @@ class Range:
         """Return the range as help texts show it, such as ``≥ 1 or inf``."""
         if not math.isinf(self.high):
             ends = "[" if self.includes_low else "(", "]" if self.includes_high else ")"
-            return f"in {ends[0]}{self.low:g}, {self.high:g}{ends[1]}"
+            return f"in {ends[0]}{self.low:.10g}, {self.high:.10g}{ends[1]}"
         if math.isinf(self.low):
             return "finite"
         return f"{'≥' if self.includes_low else '>'} {self.low:g}{' or inf' if self.includes_high else ''}"
@@ -128,6 +129,20 @@ def require(condition: bool, message: str, hint: str) -> None:
     """Raise ConfigError unless ``condition`` holds."""
     if not condition:
         raise ConfigError(message, hint=hint)
+
+
+def require_plain_url(flag: str, url: str | None) -> None:
+    """Raise ConfigError for a URL with a user, a password or a query: no request to an engine carries them.
+
+    The message does not repeat them.
+    """
+    parts = urlsplit(url or "")
+    require(
+        "@" not in parts.netloc and not parts.query and not parts.fragment,
+        f"--{flag} has a user, a password or a query in the URL of {parts.hostname}: no request carries them,"
+        " and documents and logs name the URL",
+        "give http://HOST:PORT of a server that needs none, such as the end of an SSH tunnel",
+    )
 
 
 def require_writable(flag: str, path: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin, 
 from agentrl.config.arguments import add_flag, end_if_collected
 from agentrl.config.commands import examples_text
 from agentrl.config.flags import Switch
-from agentrl.config.original import REPLACEMENTS, replace_flag, replace_flags
+from agentrl.config.original import REPLACEMENTS, derive_flags, replace_flag, replace_flags
 from agentrl.config.schema import GROUPS, RunConfig, sections
 from agentrl.errors import ConfigError
 from agentrl.settings_file import SettingsFile, read_settings
@@ -99,6 +99,7 @@ def parse(
     if path is not None:
         file = read_settings(path, what="--config", hint="write one 'flag: value' per line")
         given = {**flags_of(file, file.content or {}, groups), **flags}
+    given = derive_flags(given)
     configs = Configs.of(groups, given, given)
     _warn_of_ignored(configs)
     if validate is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from agentrl.config.sampling import SamplingConfig, TaskConfig
 from agentrl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,9 +27,9 @@ class Replacement:
 
 
 _OFF = ("false", "0", "none", "")
+PENALTIES = ("presence_penalty", "frequency_penalty")
 _BATCHES = "use --groups_per_step and --max_tokens"
 _PREFETCH = "the trainer reads the next step's data during a step"
-_PENALTY = "use --preferred_sampling_params '{{\"{}\": …}}'"
 
 REPLACEMENTS = {
     "accelerator_config": Replacement(_BATCHES),
@@ -45,7 +49,6 @@ REPLACEMENTS = {
     "enable_loss_parallel": Replacement("--loss_vocab_chunk_size bounds the memory of logits"),
     "enable_oss": Replacement("MongoDB stores images and large fields", harmless=_OFF),
     "eval_strategy": Replacement("use --eval_steps N and --eval_file", harmless=("no", *_OFF)),
-    "frequency_penalty": Replacement(_PENALTY.format("frequency_penalty"), harmless=("0.0", *_OFF)),
     "inf_ep_size": Replacement("use --engine_args, with the engine's own flag", harmless=("1", *_OFF)),
     "log_entropy": Replacement("every step reports its entropy"),
     "logging_steps": Replacement("every step is reported"),
@@ -56,8 +59,6 @@ REPLACEMENTS = {
     "oss_connection_string": Replacement("MongoDB stores images and large fields", harmless=_OFF),
     "output_router_logits": Replacement("no loss of a router is trained", harmless=_OFF),
     "pad_to_maximum": Replacement("forests are packed and not padded"),
-    "per_device_train_batch_size": Replacement(_BATCHES),
-    "presence_penalty": Replacement(_PENALTY.format("presence_penalty"), harmless=("0.0", *_OFF)),
     "remove_experience": Replacement("documents are kept; `agentrl db prune` deletes them", harmless=_OFF),
     "remove_unused_columns": Replacement("scorers and agents get every field of a task"),
     "save_only_model": Replacement("checkpoints hold the optimizer's state too, so that training resumes"),
@@ -110,6 +111,48 @@ def replace_flags(argv: Sequence[str]) -> list[str]:
         new = replace_flag(name, value)
         words += [f"--{new}", value] if new is not None else []
     return words if evaluates else _without(words, "--eval_steps")
+
+
+def derive_flags(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` with the flags of ours that the original's flags among them stand for.
+
+    ``--gradient_accumulation_steps`` times ``--per_device_train_batch_size`` are the trajectories of a step:
+    the original's scripts split batches over the processes. Penalties become part of
+    ``--preferred_sampling_params``. Raises ConfigError where the two ways to give a value disagree.
+    """
+    flags = dict(given)
+    if (accumulated := flags.get("gradient_accumulation_steps")) is not None:
+        rows = accumulated * (flags.get("per_device_train_batch_size") or 1)
+        size = flags.get("num_generations", TaskConfig.num_generations)
+        groups = math.ceil(rows / size) if min(rows, size) > 0 else 1  # their ranges refuse the rest
+        if flags.setdefault("groups_per_step", groups) != groups:
+            raise ConfigError(
+                f"--gradient_accumulation_steps {accumulated} means {rows} trajectories a step, {groups}"
+                f" groups of --num_generations {size}, and --groups_per_step is {flags['groups_per_step']}",
+                hint="leave one of the two out",
+            )
+    penalties = {name: flags[name] for name in PENALTIES if flags.get(name) is not None}
+    if penalties:
+        text = flags.get("preferred_sampling_params", SamplingConfig.preferred_sampling_params)
+        flags["preferred_sampling_params"] = _with_penalties(text, penalties)
+    return flags
+
+
+def _with_penalties(text: str, penalties: Mapping[str, float]) -> str:
+    """Return the JSON ``text`` of sampling parameters with ``penalties``."""
+    try:
+        params = json.loads(text)
+    except ValueError:
+        return text  # refused where the parameters are read
+    if not isinstance(params, dict):
+        return text
+    for name, value in penalties.items():
+        if params.setdefault(name, value) != value:
+            raise ConfigError(
+                f"--{name} is {value:g}, and --preferred_sampling_params has {name} {params[name]}",
+                hint="leave one of the two out",
+            )
+    return json.dumps(params)
 
 
 def _without(words: list[str], flag: str) -> list[str]:

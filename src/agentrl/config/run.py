@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from agentrl.config.flags import Flags, flag, require
+from agentrl.config.flags import Flags, flag, require, require_plain_url
 from agentrl.errors import ConfigError
 
 SYSTEM_DATABASES = frozenset({"admin", "config", "local"})
@@ -44,7 +44,7 @@ class RunConfig(Flags):
         " trajectories and groups as a summary a minute)",
         per_process=True,
     )
-    seed: int = flag(0, "seed of task order, sampling and training")
+    seed: int = flag(0, "seed of task order, sampling and training", within="[0, 4294967295]")
     db_connection_string: str | None = flag(
         None,
         "URI of a MongoDB replica set, 6.0 or newer (default: $MONGO_URI, or what the file $MONGO_URI_FILE"
@@ -181,6 +181,10 @@ class EngineListConfig(Flags):
         unit="seconds",
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_plain_url("router_url", self.router_url)
+
     @property
     def alive_seconds(self) -> float:
         """Age of the last heartbeat above which an engine counts as dead."""
@@ -271,6 +275,10 @@ class EngineConfig(EngineListConfig, DeviceConfig):
     engine_args: str = flag(
         "", "further arguments of the SGLang or vLLM server, as one string", per_process=True
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_plain_url("engine_url", self.engine_url)
 
 
 @dataclass(frozen=True, kw_only=True)

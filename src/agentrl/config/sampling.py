@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from agentrl.config.flags import Flags, flag, names_in, require
+from agentrl.permissions import file_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,17 @@ class TaskConfig(Flags):
         per_process=True,
     )
     task_preset: Literal[
-        "auto", "none", "original", "chatlearn", "verl", "trl", "gsm8k", "math", "messages"
+        "auto",
+        "none",
+        "original",
+        "chatlearn",
+        "verl",
+        "choices",
+        "conversations",
+        "trl",
+        "gsm8k",
+        "math",
+        "messages",
     ] = flag(
         "auto", "the system whose rows the files have; auto knows it by a row's fields", per_process=True
     )
@@ -48,16 +60,42 @@ class TaskConfig(Flags):
         " epoch of a task whose pass rate is near 1/2; with curriculum, the next one of the lowest meta.level"
         " that is not mastered",
     )
+    import_modules: str = flag(
+        "",
+        "modules of your own, comma-separated, that are imported first: what they register, by @agent,"
+        " @scorer and so on, has a name that tasks may use",
+        per_process=True,
+    )
     allowed_modules: str = flag(
         "",
         "modules or packages, comma-separated, whose functions tasks may name as module:function; functions"
         " named in --train_file, --eval_file or a loaded task file are always allowed",
     )
+    allowed_hosts: str = flag(
+        "",
+        "servers, comma-separated HOST or HOST:PORT, that environments of tasks may reach; those named in a"
+        " task file as above are always allowed",
+        per_process=True,
+    )
+    allowed_folders: str = flag(
+        "",
+        "folders, comma-separated, below which tasks may name files: Harbor's tasks, agents' files; those"
+        " named in a task file as above are always allowed",
+        per_process=True,
+    )
 
     @property
     def allowed_names(self) -> frozenset[str]:
-        """``--allowed_modules`` as a set."""
-        return frozenset(names_in(self.allowed_modules))
+        """What these flags allow tasks to name: see ``permissions``."""
+        hosts = (f"//{host}" for host in names_in(self.allowed_hosts))
+        folders = (file_name(os.path.expanduser(path)) for path in names_in(self.allowed_folders))
+        modules = (*names_in(self.allowed_modules), *self.imported_modules)
+        return frozenset([*modules, *hosts, *folders])
+
+    @property
+    def imported_modules(self) -> tuple[str, ...]:
+        """``--import_modules`` as a tuple."""
+        return tuple(names_in(self.import_modules))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,6 +150,12 @@ class SamplingConfig(Flags):
     max_new_tokens: int = flag(8196, "tokens generated per model call", within="[1, inf)", unit="tokens")
     preferred_sampling_params: str = flag(
         "{}", 'JSON of sampling parameters, e.g. \'{"temperature": 1, "top_p": 1, "min_p": 0, "top_k": -1}\''
+    )
+    presence_penalty: float | None = flag(
+        None, "presence_penalty of --preferred_sampling_params", within="[-2, 2]"
+    )
+    frequency_penalty: float | None = flag(
+        None, "frequency_penalty of --preferred_sampling_params", within="[-2, 2]"
     )
     max_concurrent_samples_per_process: int = flag(
         16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agentrl.config.flags import Flags, flag
+from agentrl.config.flags import Flags, flag, require_plain_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +47,8 @@ class TeacherConfig(Flags):
     teacher_wait_seconds: float = flag(
         600.0, "longest wait for a server at the start", within="[0, inf)", unit="seconds"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.teacher is not None and "://" in self.teacher:
+            require_plain_url("teacher", self.teacher)

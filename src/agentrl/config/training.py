@@ -155,6 +155,15 @@ class TrainConfig(ParallelConfig):
         per_process=True,
     )
     groups_per_step: int = flag(4, "groups that one optimizer step trains", within="[1, inf)", unit="groups")
+    gradient_accumulation_steps: int | None = flag(
+        None,
+        "times --per_device_train_batch_size, the trajectories of one optimizer step over all processes:"
+        " another way to give --groups_per_step",
+        within="[1, inf)",
+    )
+    per_device_train_batch_size: int | None = flag(
+        None, "factor of --gradient_accumulation_steps (default: 1)", within="[1, inf)", unit="trajectories"
+    )
     max_tokens: int = flag(65536, "size of a micro-batch", within="[1, inf)", unit="tokens")
     prefix_merging: Literal["off", "trajectory", "group"] = flag(
         "group",
@@ -280,7 +289,6 @@ class IgnoredConfig(Flags):
 
     enable_sampling: bool = flag(True, "sampling is a process of its own: `agentrl sample`", ignored=True)
     pad_to_multiple_of: int | None = flag(None, "forests are packed and not padded", ignored=True)
-    gradient_accumulation_steps: int = flag(1, "use --groups_per_step and --max_tokens instead", ignored=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,8 @@ def open_cluster(kubeconfig: str | None, context: str | None, namespace: str | N
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         trusted = ssl.create_default_context(cafile=str(_ACCOUNT / "ca.crt"))
         return Cluster(f"https://{host}:{port}", namespace or own, trusted, _ACCOUNT / "token")
-    path = Path(
-        kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0]
-    ).expanduser()
+    given = kubeconfig or os.environ.get("KUBECONFIG", "~/.kube/config").split(os.pathsep)[0]
+    path = Path(os.path.expanduser(given))  # Path.expanduser raises for a user without a home
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         chosen = _named(content, "contexts", context or content["current-context"])["context"]

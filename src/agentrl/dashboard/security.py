@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import secrets
-import socket
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Final
@@ -22,6 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.config.schema import RunConfig
+from agentrl.own_hosts import OwnHosts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: DashboardOptions) -> None:
         self._app = app
         self._options = options
-        self._hosts = {name.lower() for name in ("localhost", *_own_names(), *options.hosts)}
+        self._hosts = OwnHosts(*options.hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -101,7 +99,7 @@ class Guard:
 
     def _refusal(self, request: HTTPConnection) -> Response | None:
         host = request.headers.get("host", "")
-        if not self._is_own(host):
+        if not self._hosts.has(host):
             return PlainTextResponse(
                 f"This dashboard does not answer to the host name {host[:100]!r}.\n"
                 "Open it by its address, or start it with --allowed_hosts NAME.\n",
@@ -141,25 +139,9 @@ class Guard:
             (self._options.token or "").encode(), b"agentrl dashboard", hashlib.sha256
         ).hexdigest()
 
-    def _is_own(self, host: str) -> bool:
-        """Return whether a page at ``host`` can only be ours: a foreign site needs a name of its own."""
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if name.lower().rstrip(".") in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return True
-
 
 def _equal(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode(), wanted.encode())
-
-
-def _own_names() -> Iterable[str]:
-    name = socket.gethostname()
-    return {name, name.split(".")[0]} - {""}
 
 
 def _ask_for_token() -> Response:

@@ -256,5 +256,5 @@ def _one_trajectory(
         images=images_of(data, stored, new_index),
         sampling_mask=mask_of(data, ids[stored], vocab_size),
         routing=routing_of(data, experts, new_index),
-        columns=columns_of(data, vocab_size),
+        columns=columns_of(data),
     )

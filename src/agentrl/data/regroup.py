@@ -17,6 +17,7 @@ from agentrl.documents.task import record_task
 from agentrl.errors import ScorerError, TrainingError
 from agentrl.scoring.scorers import score_context
 from agentrl.store.groups import GroupOutcome, StoredGroup
+from agentrl.threads import DECISION_THREADS
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -86,7 +87,7 @@ class Regrouping:
         if self.scorer is not None:
             name = self.scorer
             records = list(await asyncio.gather(*(self._score(group, record, name) for record in records)))
-        outcome = await asyncio.to_thread(rules.decide, replace(group, records=records))
+        outcome = await DECISION_THREADS.run(rules.decide, replace(group, records=records))
         scores = {record.id: record.score for record in records if record.score is not None}
         return Regrouped(outcome=outcome, scores=scores if self.scorer is not None else {})
 

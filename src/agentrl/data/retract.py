@@ -29,10 +29,9 @@ async def delete_withdrawn(
     connection: Connection,
     *,
     attempt: int | None = None,
-    is_sampled: bool = False,
     on_group: Callable[[int], None] = lambda count: None,
-) -> int:
-    """Delete everything that tombstones list, and finish the retractions; return how many images must wait.
+) -> None:
+    """Delete everything that tombstones list, but for images; ``finish_withdrawn`` comes after it.
 
     A call that is killed is finished by the next. ``attempt`` is that of the trainer's lease, which the
     caller holds; ``on_group`` is called with 1 after each group. Raises ConfigError or GroupError, with what
@@ -49,7 +48,7 @@ async def delete_withdrawn(
         await withdrawing.decide_again(task, decide_stored, attempt)
     await withdrawing.rewrite_steps(attempt)
     await withdrawing.sweep()
-    return await finish_withdrawn(connection, is_sampled=is_sampled)
+    await Retractions(connection).set_deleted()
 
 
 async def finish_withdrawn(connection: Connection, *, is_sampled: bool) -> int:
@@ -60,7 +59,7 @@ async def finish_withdrawn(connection: Connection, *, is_sampled: bool) -> int:
         left = await withdrawing.delete_images(retraction, is_sampled=is_sampled)
         waiting += left
         is_rebuilt = retraction.rebuilt is not None or not retraction.rebuilds
-        if not left and is_rebuilt and not retraction.family:
+        if not left and is_rebuilt and not retraction.family and not retraction.archives:
             await retractions.finish(retraction)
     return waiting
 
@@ -107,6 +106,7 @@ async def withdraw_from(
         chosen = Selection(tombstones=again, first_step=None, versions=())
         await Retractions(connection).begin(chosen, because, by, rebuilds=False)
         await delete_withdrawn(connection)
+        await finish_withdrawn(connection, is_sampled=False)
         await Transfer(connection).export(new)
     finally:
         await connection.client.drop_database(scratch.run_name)

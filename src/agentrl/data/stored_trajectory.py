@@ -102,11 +102,12 @@ def mask_of(data: DBRecordData, targets: Ints, vocab_size: int | None) -> Sampli
     return mask
 
 
-def columns_of(data: DBRecordData, vocab_size: int | None) -> TokenColumns | None:
+def columns_of(data: DBRecordData) -> TokenColumns | None:
     """Return what other processes filled in for a trajectory's trainable tokens."""
     columns: TokenColumns | None = _unpack(data, TokenColumns.unpack, data.columns)
     for top in () if columns is None else columns.top.values():
-        _check_vocabulary(data.id, top.ids.ids, vocab_size)
+        # An id beyond the vocabulary is a teacher's padding (``reverse_kl``).
+        require(bool(np.isfinite(top.logprobs).all()), data.id, "a logprob of a likeliest id is not finite")
     return columns
 
 

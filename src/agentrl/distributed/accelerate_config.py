@@ -27,20 +27,22 @@ from agentrl.weights.folder import base_folder, read_config
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_OF_FSDP1 = "leave it out: it belongs to FSDP1"
 _FSDP = (
     ("fsdp_version", "2", "set fsdp_version: 2, or: accelerate to-fsdp2 --config_file FILE"),
-    ("fsdp_sharding_strategy", "FULL_SHARD", f"{_OF_FSDP1}; HYBRID_SHARD is"
+    ("fsdp_sharding_strategy", "FULL_SHARD", "leave it out: it belongs to FSDP1; HYBRID_SHARD is"
      " parallelism_config_dp_replicate_size (--dp_replicate_size)"),
-    ("fsdp_forward_prefetch", "false", _OF_FSDP1),
-    ("fsdp_use_orig_params", "true", _OF_FSDP1),
-    ("fsdp_sync_module_states", "true", _OF_FSDP1),
-    ("fsdp_backward_prefetch", "BACKWARD_PRE", _OF_FSDP1),
-    ("fsdp_cpu_ram_efficient_loading", "true", "leave it out: the trainer decides what a rank loads"),
     ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "leave it out, or set TRANSFORMER_BASED_WRAP"),
     ("fsdp_min_num_params", "100000000", "leave it out: decoder layers are sharded, one by one"),
 )  # fmt: skip
 """Settings of which the trainer has one value: (key, value, what to do with another value)."""
+_WITHOUT_EFFECT = {
+    "fsdp_forward_prefetch": "false",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_use_orig_params": "true",
+    "fsdp_sync_module_states": "true",
+    "fsdp_cpu_ram_efficient_loading": "true",
+}
+"""Settings that change how weights are moved and never a result, with accelerate's defaults."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,13 @@ def _compilation() -> list[Setting]:
 def _fsdp(model: ModelConfig) -> list[Setting]:
     for key, only, hint in _FSDP:
         _require(key, only, hint)
+    unused = [
+        f"{key} {value}"
+        for key, default in _WITHOUT_EFFECT.items()
+        if (value := os.environ.get(key.upper(), default)).lower() != default.lower()
+    ]
+    if unused and is_first_rank():
+        logger.info("accelerate launch: %s changes no result here: the trainer decides it", ", ".join(unused))
     # With it, transformers' from_pretrained leaves the weights empty on all ranks but 0: accelerate's prepare
     # would fill them.
     os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ class PipelineModel(ParallelModel):
         computed: list[Tensor] = []
         for forest in forests:
             received, _ = self._exchange(states_of=forest)
-            output = self(forest, options, received)
+            output = self(forest, replace(options, divergence=False), received)
             if self._is_last:
                 computed.append(torch.stack(output))
             else:

@@ -269,16 +269,15 @@ class ContextParallel:
 
     def logprobs(
         self, hidden: Tensor, head: OutputHead, forest: TokenForest, options: ForwardOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Return logprob (float32[T], with gradient) and entropy (float32[T]) of all trainable tokens.
+    ) -> tuple[Tensor, ...]:
+        """Return what ``forest_logprobs`` does of all trainable tokens.
 
         ``hidden`` [n, H] are this rank's. Gradients flow to its own tokens only; FSDP2 sums them over ranks.
         """
         own, parent = self._split(forest).targets()
-        logprobs, entropy = forest_logprobs(hidden, head, forest, options, chosen=own, parent=parent)
+        parts = forest_logprobs(hidden, head, forest, options, chosen=own, parent=parent)
         exchange, indices = TokenExchange(self._group), torch.from_numpy(own).to(hidden.device)
-        count = forest.trainable_tokens
-        return exchange.join(logprobs, indices, count), exchange.join(entropy, indices, count)
+        return tuple(exchange.join(part, indices, forest.trainable_tokens) for part in parts)
 
     def tokens(self, forest: TokenForest) -> int:
         """Return n, the number of this rank's tokens, padding included."""

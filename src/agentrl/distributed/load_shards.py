@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,10 +39,12 @@ from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from transformers.utils.loading_report import LoadStateDictInfo
 
 from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import allocate, compute_buffers, load_model
+from agentrl.model.stored_weights import check_names, tied_apart
 
 _BLOCK = 64 << 20
 """Bytes of a tensor that are read and converted at once."""
@@ -65,8 +67,9 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     allocate(model, device)
     targets = _targets(model)
     filled: dict[int, Tensor] = {}
+    groups, unused = _match(model, checkpoint, targets)
     try:
-        for group in _match(model, checkpoint, targets):
+        for group in groups:
             with checkpoint.open(group.names) as sources:
                 for name, read in group.readers(model, sources, targets):
                     _fill(name, targets[name], read, is_filled=id(targets[name]) in filled)
@@ -75,16 +78,10 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
         raise ModelError(
             f"the weights in {folder} cannot be loaded: {error}", hint="check its config.json and weights"
         ) from error
-    missing = [
-        name
-        for name, target in targets.items()
-        if isinstance(target, nn.Parameter) and id(target) not in filled
-    ]
-    if missing:
-        raise ModelError(
-            f"the weights in {folder} lack {len(missing)} parameters of {type(model).__name__}: {missing[0]}",
-            hint="give a folder that holds the whole model",
-        )
+    missing = {name for name, target in targets.items() if id(target) not in filled}
+    report = LoadStateDictInfo(missing, unused, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(report)
+    check_names(str(folder), model, targets, report.missing_keys, report.unexpected_keys)
     compute_buffers(model, filled.values())
 
 
@@ -212,27 +209,31 @@ class Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _match(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> list[Group]:
-    """Return the groups of which this rank holds a parameter, by the rules of ``from_pretrained``."""
+def _match(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> tuple[list[Group], set[str]]:
+    """Return the groups of which this rank holds a parameter, by the rules of ``from_pretrained``.
+
+    The second result names the other tensors: of another stage of layers, or of none.
+    """
     rules = [] if checkpoint.is_converted else get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     prefix, known = model.base_model_prefix, dict(targets)
     groups: dict[str, Group] = {}
+    unused = set()
     for key in sorted(checkpoint.names, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, known)
         if name not in targets:
-            continue  # of another stage of layers, or a tensor that the model does not have
-        if pattern is None:
+            unused.add(name)
+        elif pattern is None:
             groups[key] = Group(name, None, {key: [key]})
         else:
             group = groups.setdefault(name, Group(name, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(key)
     model._weight_conversions = [rule for rule in rules if rule.was_used()]  # saving reverts them
-    return list(groups.values())
+    return list(groups.values()), unused
 
 
 def _fill(name: str, target: Tensor, read: Reader, *, is_filled: bool) -> None:
@@ -242,9 +243,7 @@ def _fill(name: str, target: Tensor, read: Reader, *, is_filled: bool) -> None:
         if not is_filled:
             part.copy_(values)
         elif not torch.equal(part, values.to(part)):
-            raise ValueError(
-                f"{name} is tied to another parameter by config.json, and the files hold different values"
-            )
+            raise ValueError(tied_apart(name))
 
 
 def _blocks(target: Tensor) -> Iterator[tuple[Tensor, Box]]:

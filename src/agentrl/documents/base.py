@@ -64,16 +64,20 @@ class Document:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Return the object of a document. Ignores unknown keys; raises StoreError for a missing field."""
+        """Return the object of a document; ignores unknown keys.
+
+        Raises StoreError for a missing field, and for one that cannot be decoded: an import may hold
+        documents that the schema refuses.
+        """
         values = {}
-        for name, stored, decode in _fields(cast("Hashable", cls)):
-            if stored in document:
-                value = document[stored]
-                values[name] = value if decode is None or value is None else decode(value)
         try:
+            for name, stored, decode in _fields(cast("Hashable", cls)):
+                if stored in document:
+                    value = document[stored]
+                    values[name] = value if decode is None or value is None else decode(value)
             return cls(**values)
-        except TypeError as error:
-            raise StoreError(f"a {cls.__name__} document is incomplete: {error}") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StoreError(f"a {cls.__name__} document is damaged or incomplete: {error}") from error
 
 
 class Root(Document):
@@ -166,6 +170,20 @@ def is_finite(value: Any) -> TypeGuard[float]:
         return isinstance(value, numbers.Real) and math.isfinite(value)
     except OverflowError:
         return False
+
+
+LARGEST_SCORE = 1e18
+"""Largest size of a score or a reward: training squares what it makes of it in float32."""
+
+
+def is_score(value: Any) -> TypeGuard[float]:
+    """Return whether ``value`` is a finite number of at most ``LARGEST_SCORE``."""
+    return is_finite(value) and abs(value) <= LARGEST_SCORE
+
+
+def score_problem(value: Any) -> str:
+    """Return what is wrong with a value that is no score."""
+    return f"is beyond ±{LARGEST_SCORE:g}" if is_finite(value) else "is not a finite number"
 
 
 def sanitize_bson(value: Any, depth: int = 0) -> Any:

@@ -18,6 +18,12 @@ from agentrl.errors import StoreError
 
 Floats = NDArray[np.float32]
 
+_LEAST = -100.0
+"""Logprob below which an id has no probability in float32. Engines write -inf, -1e5 or -9999 for one."""
+_ABOVE_ZERO = 1e-3
+"""Rounding that a logprob may have."""
+_LARGEST_ID = np.iinfo(np.int32).max
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column(Root):
@@ -58,6 +64,15 @@ def column_key(record: str, name: str) -> str:
     return f"{record}/{name}"
 
 
+def checked_logprobs(values: Sequence[float | None]) -> Floats:
+    """Return logprobs as float32, at least -100. Raises ValueError for NaN, None, and one above 0."""
+    found = np.array(values, np.float64)
+    wrong = found[~(found <= _ABOVE_ZERO)]
+    if wrong.size:
+        raise ValueError(f"a logprob of {wrong[0]}")
+    return found.clip(_LEAST, 0.0).astype(np.float32)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TopLogprobs:
     """The most likely ids of n tokens' distributions and their logprobs; a token may have none."""
@@ -69,9 +84,23 @@ class TopLogprobs:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[int, float]]) -> Self:
-        """Build it from {id: logprob} of each token."""
-        ordered = [row[id] for row in rows for id in sorted(row)]
-        return cls(SamplingMask.of([list(row) for row in rows]), np.array(ordered, np.float16))
+        """Build it from {id: logprob} of each token, without the ids that have no probability.
+
+        Raises ValueError for NaN, a logprob above 0, and an id that is negative or has more than 31 bits.
+        """
+        checked_logprobs([logprob for row in rows for logprob in row.values()])
+        for id in (id for row in rows for id in row if not 0 <= id <= _LARGEST_ID):
+            raise ValueError(f"a token id of {id}")
+        kept = [{id: value for id, value in row.items() if value >= _LEAST} for row in rows]
+        ordered = [row[id] for row in kept for id in sorted(row)]
+        return cls(SamplingMask.of([list(row) for row in kept]), np.array(ordered, np.float16))
+
+    @classmethod
+    def join(cls, parts: Sequence[TopLogprobs]) -> Self:
+        """Concatenate at least one."""
+        return cls(
+            SamplingMask.join([part.ids for part in parts]), np.concatenate([p.logprobs for p in parts])
+        )
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -135,7 +164,7 @@ class TokenColumns:
             for name in sorted({name for part in present for name in part.values})
         }
         top = {
-            name: _joined([_top(part, name, tokens) for part, tokens in parts])
+            name: TopLogprobs.join([_top(part, name, tokens) for part, tokens in parts])
             for name in sorted({name for part in present for name in part.top})
         }
         return TokenColumns(values, top)
@@ -192,9 +221,3 @@ def _values(part: TokenColumns | None, name: str, tokens: int) -> Floats:
 def _top(part: TokenColumns | None, name: str, tokens: int) -> TopLogprobs:
     found = None if part is None else part.top.get(name)
     return TopLogprobs.of([{}] * tokens) if found is None else found
-
-
-def _joined(parts: Sequence[TopLogprobs]) -> TopLogprobs:
-    return TopLogprobs(
-        SamplingMask.join([part.ids for part in parts]), np.concatenate([part.logprobs for part in parts])
-    )

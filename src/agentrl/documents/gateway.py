@@ -38,6 +38,8 @@ class GatewaySession(Root):
     """Why a request was refused: ``turns``, ``length``, or ``unavailable`` if no engine answered it."""
     trace_id: str | None = None
     """The trace of the trajectory, to which every gateway adds its model calls."""
+    reward_key_digest: str | None = None
+    """SHA-256 of the key, not the token, that a reward or feedback needs; None: it takes no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

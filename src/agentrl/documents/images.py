@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import io
 import re
+import stat
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -189,9 +190,11 @@ def image_of_base64(text: str, *, where: str = "the image") -> Image:
 def image_of_file(path: Path) -> Image:
     """Return the image of a file. Raises ImageError."""
     try:
-        size = path.stat().st_size
-        if size > MAX_IMAGE_BYTES:
-            raise _too_large(str(path), size)
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            raise ImageError(f"the image {path} is no file", hint="name a PNG, JPEG or WebP file")
+        if state.st_size > MAX_IMAGE_BYTES:
+            raise _too_large(str(path), state.st_size)
         data = path.read_bytes()
     except OSError as error:
         raise ImageError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.documents.base import Document, Root, now
+from agentrl.documents.base import Document, Root, now, sanitize_bson
 from agentrl.documents.images import ImageRef, ImageSpan, Part
 from agentrl.documents.sampling import LogprobsOf
 from agentrl.documents.status import CallStatus
@@ -98,7 +99,8 @@ class ToolExecution(Document):
     """One executed tool call. ``error``: ``result`` is the tool's error text."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
+    """See ``storable_arguments``."""
     result: str
     error: bool
     seconds: float
@@ -168,7 +170,7 @@ class DispatchedSamplingTask(Root):
     into them, instead of ``content``. ``full_messages`` restores the content.
     """
     response: dict[str, Any]
-    """The assistant message: ``content``, ``tool_calls``."""
+    """The assistant message: ``content``, ``tool_calls``; see ``storable_message``."""
     tool_executions: tuple[ToolExecution, ...] = ()
     tools: tuple[dict[str, Any], ...] | None = None
     """The tool schemas offered; stored only in calls without a parent."""
@@ -201,10 +203,59 @@ class DispatchedSamplingTask(Root):
     """See ``store.mechanics.blobs``."""
 
     @property
+    def message(self) -> dict[str, Any]:
+        """Return the assistant's message as it was sampled."""
+        return {"role": "assistant", **read_message(self.response)}
+
+    @property
     def is_context_reset(self) -> bool:
         """Return whether the prompt is the first of a context that a context manager started."""
         begins = self.parent is None and self.index > 0
         return begins and not self.drops_thoughts and not self.opens_branch
+
+
+def storable_arguments(arguments: Any) -> Any:
+    """Return the arguments of a tool call; as JSON text if BSON would change them.
+
+    It does that to an integer beyond 64 bits, to nesting beyond 40 levels, and to NUL in a key.
+    """
+    storable = sanitize_bson(arguments)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False)
+        return storable if json.dumps(storable, ensure_ascii=False) == text else text
+    except (TypeError, ValueError, RecursionError):  # values of an agent's own that are not JSON
+        return storable
+
+
+def storable_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat message as a document holds it: with ``storable_arguments`` of its tool calls."""
+    stored: dict[str, Any] = sanitize_bson(_with_arguments(message, storable_arguments))
+    return stored
+
+
+def read_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat message with the arguments of tool calls as objects; inverse of ``storable_message``."""
+    return _with_arguments(message, _read_arguments)
+
+
+def _read_arguments(given: Any) -> Any:
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given  # a message of an agent's own
+
+
+def _with_arguments(message: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, (list, tuple)):
+        return dict(message)
+    converted = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+        converted.append(call)
+    return {**message, "tool_calls": converted}
 
 
 def role_problem(name: object) -> str | None:
@@ -238,7 +289,7 @@ def full_messages(
         {**{key: value for key, value in message.items() if key != "execution"},
          "content": executions[message["execution"]].content}
         if "execution" in message and message["execution"] < len(executions)
-        else message
+        else read_message(message)
         for message in call.messages
     )  # fmt: skip
 
@@ -251,7 +302,7 @@ def conversation(calls: Sequence[DispatchedSamplingTask]) -> list[dict[str, Any]
         for call in calls
         for message in (
             *full_messages(call, None if call.parent is None else by_id[call.parent]),
-            {"role": "assistant", **call.response},
+            call.message,
         )
     ]
 

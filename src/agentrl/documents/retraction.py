@@ -51,9 +51,14 @@ class Retraction(Root):
     rebuilt: Rebuilt | None = None
     family: bool = False
     """Whether it is still to be withdrawn from the run's children."""
+    archives: tuple[str, ...] = ()
+    """Host and path of each export that it is still to be taken out of. For people: no export is opened that
+    the command line does not name."""
     images: tuple[str, ...] = ()
     """Images that the withdrawn documents named and that are not looked at yet."""
     at: datetime = field(default_factory=now)
+    deleted_at: datetime | None = None
+    """When the run held none of it any more, images apart; None: a trainer would still read some of it."""
     finished_at: datetime | None = None
     """When nothing was left to delete; None: the next call goes on."""
 

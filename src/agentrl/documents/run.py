@@ -25,9 +25,12 @@ TRAINER: Final = "trainer"
 """``_id`` of the ``TrainerLease``, alone in its collection."""
 
 SETTINGS: Final = (
-    "tasks", "model", "chat", "sampling", "temperature", "groups", "rollouts", "loss", "adapter",
+    "tasks", "model", "files", "chat", "sampling", "temperature", "groups", "rollouts", "loss", "adapter",
 )  # fmt: skip
 """Concerns that the processes of a run must agree on; each is the ``_id`` of a document of ``Settings``."""
+
+IDENTITY: Final = "identity"
+"""``_id`` in ``Settings`` of the run's random id, which tells it from another run of its name."""
 
 FLAGS: Final = ("sample", "train", "serve", "gateway")
 """Roles whose resolved configuration is stored, as the first process of the role had it."""
@@ -46,6 +49,8 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True during an import or a fork, and while a renamed run is copied."""
+    deleting: bool | None = None
+    """Whether somebody deletes the run: its processes end before its database does."""
     renaming: tuple[str, ...] = ()
     """The old and the new name, in both databases, until a renaming has ended."""
     tags: tuple[str, ...] = ()
@@ -54,7 +59,7 @@ class RunFact(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportList(Root):
-    """The functions that tasks may name as ``module:function``; alone in its collection."""
+    """The code, servers and files that tasks may name: see ``permissions``; alone in its collection."""
 
     id: str = "imports"
     paths: tuple[str, ...] = ()
@@ -142,6 +147,16 @@ class ProcessIdentity(Document):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint(Document):
+    """The newest complete checkpoint that a trainer has written."""
+
+    place: str
+    """Host and absolute path, for people: the path may be another one on another host."""
+    step: str
+    """``_id`` of the last TrainStep in it. If that is reverted, the checkpoint does not count any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLease(Root):
     """The lease of the one trainer that may plan, commit and revert steps; ``attempt`` fences it."""
 
@@ -158,6 +173,9 @@ class TrainerLease(Root):
     """Checkpoints that are being deleted; training does not resume from them."""
     ended: TrainerEnd | None = None
     """How the last trainer ended; None while one runs, and if it failed or was killed."""
+    output: str | None = None
+    """Host and absolute path of the last trainer's output folder."""
+    saved: SavedCheckpoint | None = None
 
     def is_held(self, at: datetime) -> bool:
         """Return whether a trainer holds the lease at the server's time ``at``."""

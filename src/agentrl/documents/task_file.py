@@ -5,6 +5,7 @@ A file is read twice: first to check it and to index its tasks, then task by tas
 
 from __future__ import annotations
 
+import os
 import random
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,13 +17,17 @@ from agentrl.documents.base import shortened
 from agentrl.documents.images import Image
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_json import image_sources, make_task, nearest_field, parse
-from agentrl.documents.task_messages import BadTaskError, read_images
-from agentrl.documents.task_rows import TaskRows, column_of
+from agentrl.documents.task_messages import BadTaskError, is_url, kind_of, read_images
+from agentrl.documents.task_rows import TaskRows, asked_schema, column_of
 from agentrl.documents.task_source import Item, TaskSource
 from agentrl.errors import TaskFileError
-from agentrl.registry import paths_among
+from agentrl.permissions import file_name, names_outside
 
+NAMING = ("scorer", "agent_name", "answer_schema", "environment")
+"""The fields of a task that may name code."""
+_LONGEST_NAME = 120
 _SHOWN = 20
+_KINDS = 100
 _EXCERPT = 60
 _JUDGES = frozenset({"agentcpm", "asearcher"})
 """The scorers that judge by the task's answer, or else by its rubric or the question alone."""
@@ -43,8 +48,12 @@ class ReadResult:
     """Reads the images of the tasks, each once."""
     presets: dict[str, int] = field(default_factory=dict)
     """Preset → the number of rows that it read; ``task`` are rows that are tasks already."""
+    outside: frozenset[str] = frozenset()
+    """The code, servers and files that the tasks name, as ``permissions`` writes them."""
     reading: str | None = None
     """How rows of another system are read, with the first of them as an example; None without such rows."""
+    kinds: tuple[Task, ...] = ()
+    """The first task of each kind of row: of scorer, schema, type of answer, form that its prompt wants."""
 
 
 class _FileTasks(Sequence[Task]):
@@ -116,34 +125,37 @@ class _FileTasks(Sequence[Task]):
 def read_tasks(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
-    known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
     source: TaskSource | None = None, rows: TaskRows | None = None,
-    check: Callable[[Task, Item], None] | None = None,
+    check: Callable[[Task], None] = lambda task: None,
+    look: Callable[[Task, Item], None] = lambda task, item: None,
+    names: Callable[[Task], frozenset[str]] | None = None,
 ) -> ReadResult:  # fmt: skip
     """Check and index a task file, plain or gzip. A bad line raises TaskFileError unless ``skip_bad_lines``.
 
-    ``known_scorers`` and ``known_agents``, if given, check names; ``module:function`` is always allowed. The
-    order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
+    The order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
-    ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one.
+    ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one;
+    ``look`` gets each that is not bad, in the order of the source.
+    ``names`` returns the code, servers and files that a task names; without it, those of its fields count,
+    and a task of a source that is not trusted may name no environment.
     """
     source = source or TaskSource(Path(path))
     rows = rows or TaskRows()
-    known = {"scorer": known_scorers, "agent_name": known_agents}
     tasks = _FileTasks(source, rows, split, num_generations)
-    reading = _Reading(tasks, known, rows, source.is_trusted)
+    reading = _Reading(tasks, rows, source.is_trusted, names, check)
     for item in source.items():
-        where = source.where(item.line)
+        where = source.where(item)
         try:
             if isinstance(item.value, BadTaskError):
                 raise item.value
             value, preset = rows.read(item.value, item.number)
             reading.look(item.value)
+            if not source.is_trusted:
+                _require_images_inside(value)
             task = make_task(value, split, num_generations, source.folder)
             reading.add(task, where, preset)
-            if check is not None:
-                check(task, item)
             tasks.add(item)
+            look(task, item)
             reading.warn(where, value)
         except BadTaskError as error:
             reading.bad.append(f"{where}: {error}")
@@ -156,7 +168,7 @@ def read_tasks(
         tasks.shuffle(f"{seed}/0")  # as epoch 0 of ``Epochs.open``
     return ReadResult(
         tasks, tuple(reading.bad), reading.warnings(), reading.names, tasks.images,
-        reading.presets, reading.example,
+        reading.presets, frozenset(reading.outside), reading.example, tuple(reading.kinds.values()),
     )  # fmt: skip
 
 
@@ -164,7 +176,12 @@ class _Reading:
     """The results of the first pass over a file."""
 
     def __init__(
-        self, tasks: _FileTasks, known: dict[str, Collection[str] | None], rows: TaskRows, is_trusted: bool
+        self,
+        tasks: _FileTasks,
+        rows: TaskRows,
+        is_trusted: bool,
+        names: Callable[[Task], frozenset[str]] | None,
+        check: Callable[[Task], None],
     ) -> None:
         self.tasks = tasks
         self.bad: list[str] = []
@@ -172,12 +189,13 @@ class _Reading:
         self.example: str | None = None
         self._rows = rows
         self._is_trusted = is_trusted
+        self._names_of = names
+        self.outside: set[str] = set()
         self._unseen = set(rows.columns.values())
         self._columns: list[str] = []
-        self.names: dict[str, set[str]] = {
-            name: set() for name in ("scorer", "agent_name", "answer_schema", "environment")
-        }
-        self._known = known
+        self.names: dict[str, set[str]] = {name: set() for name in NAMING}
+        self._check = check
+        self.kinds: dict[tuple[object, ...], Task] = {}
         self._ids: set[str] = set()
         self._misspelled: dict[str, tuple[str, int]] = {}
         self._unanswered: dict[str, tuple[str, int]] = {}
@@ -199,17 +217,20 @@ class _Reading:
 
     def add(self, task: Task, where: str, preset: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
-        code = paths_among(name for field in self.names for name in _names(task, field))
-        if code and not self._is_trusted:
-            raise BadTaskError(f"it names Python code, {min(code)}, and others write this data: not imported")
-        for name, known in self._known.items():
-            for part in _names(task, name):
-                if known is not None and part not in known and ":" not in part:
-                    listed = ", ".join(sorted(known))
-                    raise BadTaskError(f"{name} {part!r} is unknown; choose one of {listed}")
+        outside = names_in_fields(task) if self._names_of is None else self._names_of(task)
+        if not self._is_trusted:
+            if self._names_of is None and task.environment is not None:
+                outside |= {f"environment {task.environment}"}
+            _require_nothing(outside)
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
+        self._check(task)  # last: nothing of a bad task is recorded
+        self.outside |= outside
         self._ids.add(task.task_id)
+        if len(self.kinds) < _KINDS:
+            texts = (task.query, task.system_prompt or "")
+            answer = kind_of(task.answer)
+            self.kinds.setdefault((task.scorer, task.answer_schema, answer, asked_schema(texts)), task)
         self.presets[preset] = self.presets.get(preset, 0) + 1
         if self.example is None and (says := self._rows.says(preset)):
             query, answer, task_id = (
@@ -255,6 +276,28 @@ def _bad_lines(path: str | Path, bad: Sequence[str], good: int) -> TaskFileError
         + more,
         hint="correct these lines, or load the others with --skip_bad_lines",
     )
+
+
+def names_in_fields(task: Task) -> frozenset[str]:
+    """Return the code and the file that the fields of a task name, as ``permissions`` writes them."""
+    names = names_outside(name for field in NAMING for name in _names(task, field))
+    return names if task.agent_cfg_path is None else names | {file_name(task.agent_cfg_path)}
+
+
+def _require_nothing(outside: Collection[str]) -> None:
+    """Raise BadTaskError if data that others write names code, servers or files."""
+    if outside:
+        raise BadTaskError(
+            f"it names {min(outside)[:_LONGEST_NAME]!r}, and others write this data: if you trust it, load it"
+            " from a file of your own"
+        )
+
+
+def _require_images_inside(value: Any) -> None:
+    """Raise BadTaskError for an image outside the folder of data that others write."""
+    for source in image_sources(value) if isinstance(value, dict) else ():
+        if not is_url(source) and (os.path.isabs(source) or ".." in Path(source).parts):
+            raise BadTaskError(f"its image {source[:_LONGEST_NAME]!r} is outside the folder of the data")
 
 
 def _names(task: Task, field: str) -> tuple[str, ...]:

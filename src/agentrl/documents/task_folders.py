@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import yaml
 
+from agentrl.documents.base import excerpt
 from agentrl.documents.task_source import TaskSource
 from agentrl.documents.task_tables import kind_of_file, kind_of_name, open_tables
 from agentrl.errors import TaskFileError, nearest
@@ -24,6 +25,7 @@ SPLITS: Final[Mapping[str, str]] = {
 """Words in the names of files and folders → the split that they name."""
 _NOT_DATA = frozenset({"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 _SHOWN = 20
+_README_BYTES = 2**20
 
 
 def open_files(text: str, wanted: str) -> TaskSource:
@@ -46,13 +48,15 @@ def files_of_folder(folder: Path, split: str | None, wanted: str) -> list[Path]:
     """Return the files of a split, also as the library ``datasets`` saves them. Raises TaskFileError."""
     saved = folder / "dataset_dict.json"
     if saved.is_file():
-        splits = {name: folder / name for name in _read_json(saved).get("splits", ())}
+        splits = {name: folder / name for name in _names_in(saved, _read_json(saved).get("splits"))}
         return files_of_folder(choose(splits, split, wanted, str(folder)), None, wanted)
     state = folder / "state.json"
     if state.is_file():
-        return [folder / item["filename"] for item in _read_json(state).get("_data_files", ())]
+        files = _read_json(state).get("_data_files")
+        named = [item.get("filename") if isinstance(item, dict) else item for item in _list(files)]
+        return [folder / name for name in _names_in(state, named)]
     names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    found = find_files(names, lambda name: (folder / name).read_text(encoding="utf-8"), str(folder))
+    found = find_files(names, lambda name: read_plain(folder / name), str(folder))
     return [folder / name for name in found.files(None, split, wanted)]
 
 
@@ -134,7 +138,7 @@ def _named(data: Sequence[str], readme: str) -> dict[str, dict[str, list[str]]]:
     front = re.match(r"---\n(.*?)\n---", readme, re.DOTALL)
     try:
         metadata = yaml.safe_load(front.group(1)) if front else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         metadata = None
     found: dict[str, dict[str, list[str]]] = {}
     configs = metadata.get("configs") if isinstance(metadata, dict) else None
@@ -144,11 +148,12 @@ def _named(data: Sequence[str], readme: str) -> dict[str, dict[str, list[str]]]:
         for item in items:
             entry = item if isinstance(item, dict) else {"split": "train", "path": item}
             paths = entry.get("path")
-            patterns = [str(path) for path in (paths if isinstance(paths, list) else [paths]) if path]
+            patterns = [*filter(None, map(_name, paths if isinstance(paths, list) else [paths]))]
             files = [name for name in data if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
             if files:
-                splits = found.setdefault(str(config.get("config_name", "default")), {})
-                splits[str(entry.get("split", "train"))] = files
+                config_name, split = config.get("config_name", "default"), entry.get("split", "train")
+                if _name(config_name) and _name(split):
+                    found.setdefault(_name(config_name), {})[_name(split)] = files
     return found
 
 
@@ -164,9 +169,35 @@ def _place(path: PurePosixPath) -> tuple[str, str]:
     return others[0] if others else "default", split or "train"
 
 
+def read_plain(path: Path) -> str:
+    """Return the first MiB of a README, which may hold anything."""
+    with path.open("rb") as file:
+        return file.read(_README_BYTES).decode("utf-8", "replace")
+
+
+def _name(value: object) -> str:
+    """Return a name; empty for a list or object, which YAML's aliases may make gigabytes of text."""
+    return str(value) if isinstance(value, (str, int, float)) else ""
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _names_in(file: Path, names: object) -> list[str]:
+    """Return names of files or folders beside ``file``, which lists them. Raises TaskFileError for others."""
+    for name in _list(names):
+        if not isinstance(name, str) or name in ("", ".", "..") or PurePosixPath(name).name != name:
+            raise TaskFileError(
+                f"{file} names {excerpt(name, _SHOWN * 4)}, which is nothing beside it",
+                hint="save the data set again, by save_to_disk of the library datasets",
+            )
+    return _list(names)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TaskFileError(f"{path} cannot be read: {error}", hint="save the data set again") from error
     return value if isinstance(value, dict) else {}

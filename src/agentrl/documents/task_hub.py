@@ -14,7 +14,7 @@ from typing import Final
 
 import httpx2
 
-from agentrl.documents.task_folders import find_files
+from agentrl.documents.task_folders import find_files, read_plain
 from agentrl.documents.task_source import TaskSource
 from agentrl.documents.task_tables import open_tables
 from agentrl.errors import TaskFileError
@@ -42,7 +42,7 @@ def open_hub(text: str, wanted: str) -> TaskSource:
     name, config, revision, split = address.groups()
     folder = _download(text, name, revision, ["README.md"])
     names = _listing(text, name, folder)
-    found = find_files(names, lambda item: (folder / item).read_text(encoding="utf-8"), text)
+    found = find_files(names, lambda item: read_plain(folder / item), text)
     files = found.files(config, split, wanted)
     folder = _download(text, name, folder.name, files)
     missing = [item for item in files if not (folder / item).is_file()]
@@ -92,6 +92,18 @@ def _download(text: str, name: str, revision: str | None, files: Sequence[str]) 
 
 
 def _refused(text: str, error: Exception) -> TaskFileError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    unreached = (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx2.TransportError, ConnectionError)
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
+        error = error.__cause__  # the hub has answered
+    if isinstance(error, unreached) and not isinstance(error, HfHubHTTPError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return TaskFileError(
+            f"{text} cannot be downloaded: {why}, and it is not in this machine's cache",
+            hint="check the network and HF_ENDPOINT, or download its files elsewhere and give their folder",
+        )
     reason = " ".join(str(error).split())[:300]
     return TaskFileError(
         f"{text} cannot be downloaded: {reason}",

@@ -157,7 +157,11 @@ def _shown(text: str) -> str:
 
 QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
 ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
-_GSM8K_ANSWER = re.compile(r"####\s*(-?[0-9][0-9.,]*)\s*$")
+GSM8K_ANSWER: Final = re.compile(
+    r"####\s*(?P<sign>[+-]?)\s*[$€£]?\s*(?P<number>-?[0-9][0-9.,]*)"
+    r"(?:\s*%|\s+[A-Za-z][A-Za-z ]{0,20})?\.?\s*$"
+)
+"""The end of a solution as in GSM8K: ``#### 72``; also with a currency or a unit."""
 
 
 def _id_text(value: Any) -> str:
@@ -175,6 +179,16 @@ def _with_query(text: str) -> str:
     if "{query}" not in text:
         raise broken("does not hold {query}")
     return text
+
+
+def _server_names(value: Any) -> Any:
+    is_text = isinstance(value, str) and value.lstrip()[:1] == "["  # as tables without nested columns have it
+    if is_text or (isinstance(value, list) and value and isinstance(value[0], dict)):
+        raise broken(
+            "describes functions, and a task's tools are the names of MCP servers",
+            hint="serve these functions (docs/tools.md), or leave them out: --task_fields tools:=null",
+        )
+    return value
 
 
 Word = Annotated[Text, AfterValidator(str.strip)]
@@ -195,7 +209,7 @@ class _Fields:
     environment: Word | None = None
     system_prompt: str | None = None
     query_prompt: Annotated[str, AfterValidator(_with_query)] | None = None
-    tools: tuple[str, ...] | None = None
+    tools: Annotated[tuple[str, ...] | None, BeforeValidator(_server_names)] = None
     max_turns: PositiveWhole | None = None
     images: Annotated[tuple[Text, ...], Field(max_length=MAX_TASK_IMAGES)] = ()
 
@@ -307,8 +321,10 @@ def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
 
 def _answer(given: Any) -> Any:
     """Return the answer; of one like GSM8K's, the number behind ``####``."""
-    number = _GSM8K_ANSWER.search(given) if isinstance(given, str) else None
-    return given if number is None else number.group(1).rstrip(".,")
+    found = GSM8K_ANSWER.search(given) if isinstance(given, str) else None
+    if found is None:
+        return given
+    return found["sign"].replace("+", "") + found["number"].rstrip(".,")
 
 
 def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:

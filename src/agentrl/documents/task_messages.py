@@ -55,13 +55,14 @@ def read_images(sources: Sequence[str], folder: Path | None) -> list[Image]:
     return [_read(source, folder, f"images[{index}]") for index, source in enumerate(sources)]
 
 
-def _is_url(source: str) -> bool:
+def is_url(source: str) -> bool:
+    """Return whether the source of an image is a URL rather than a path."""
     return source[:5].lower() == "data:" or "://" in source[:10]
 
 
 def _read(source: str, folder: Path | None, where: str) -> Image:
     try:
-        if _is_url(source):
+        if is_url(source):
             return image_of_url(source, where=where)
         return image_of_file(_path(source, folder, where))
     except ImageError as error:
@@ -69,7 +70,7 @@ def _read(source: str, folder: Path | None, where: str) -> Image:
 
 
 def _ref(source: str, folder: Path | None, where: str) -> ImageRef:
-    if not _is_url(source):
+    if not is_url(source):
         with suppress(OSError):
             state = _path(source, folder, where).stat()
             return _ref_of_file(source, folder, where, (state.st_mtime_ns, state.st_size))
@@ -155,7 +156,9 @@ def _message(where: str, item: Any) -> Message:
     role = item.get("role")
     if role not in ROLES:
         raise BadTaskError(f"{where}: the role is {excerpt(role, _SHOWN)}; choose one of {', '.join(ROLES)}")
-    message = {key: value for key, value in item.items() if value is not None}
+    message = {  # clients and tables write what is missing as null or as an empty list
+        key: value for key, value in item.items() if value is not None and (key == "content" or value != [])
+    }
     unknown = sorted(set(message) - _KEYS[role])
     if unknown:
         raise BadTaskError(f"{where}: a message of role {role} has no {excerpt(unknown[0], _SHOWN)}")

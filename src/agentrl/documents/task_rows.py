@@ -6,18 +6,25 @@ A preset adds the fields of a task to a row, and keeps the row's other fields, w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agentrl.documents.task_json import ANSWER, ID, QUERY, aliases_of, nearest_field
+from agentrl.documents.base import excerpt
+from agentrl.documents.task_json import ANSWER, GSM8K_ANSWER, ID, QUERY, aliases_of, nearest_field, parse
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import ConfigError
 
 Row = dict[str, Any]
 
-_GSM8K = re.compile(r"####\s*-?\$?[0-9][0-9.,]*\s*$")
-_MARKS = {"\\boxed": "boxed", "####": "####"}
+_ASKED: Final = (
+    ("boxed", re.compile(r"\\f?boxed")),
+    ("####", re.compile(r"####")),
+    ("Answer:", re.compile(r"Answer:\s*\\?\$[A-Za-z]|(?:after|with|form|format)\W+Answer:", re.IGNORECASE)),
+)
+"""How a prompt says in which form it wants the answer: ``answer_schema`` → the mark in its text."""
 _BOXED = {"scorer": "math", "answer_schema": "boxed"}
 
 
@@ -87,6 +94,15 @@ def _texts(messages: Any) -> Iterator[str]:
             yield from (str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
+def asked_schema(texts: Iterable[str]) -> str | None:
+    """Return the ``answer_schema`` of the form in which a prompt asks for the answer; None without one.
+
+    ``texts`` are the system prompt and the user's messages.
+    """
+    text = "\n".join(texts)
+    return next((schema for schema, mark in _ASKED if mark.search(text)), None)
+
+
 def _original(row: Row) -> Row:
     given: Row = {}
     if not _has(row, *ANSWER):
@@ -105,18 +121,101 @@ def _verl(row: Row) -> Row:
     if not _has(row, *ID) and isinstance(index, (int, str)) and not isinstance(index, bool):
         given["id"] = f"{source}/{index}" if isinstance(source, str) else str(index)
     if not _has(row, *ANSWER):
-        given["answer"] = _inside(row, "reward_model", "ground_truth")
-    if asked := _first(row, QUERY):
-        texts = [row.get("system_prompt"), asked]
-    else:
-        texts = [*_texts(row.get("messages") or row.get("prompt"))]
-    text = "\n".join(str(text) for text in texts if text)
-    mark = next((schema for mark, schema in _MARKS.items() if mark in text), None)
-    if mark is not None and _has(row, "data_source", "reward_model"):
-        given["answer_schema"] = mark
-        if not _has(row, "environment"):
-            given["scorer"] = "math"
+        truth = _inside(row, "reward_model", "ground_truth")
+        given["answer"] = truth["target"] if isinstance(truth, dict) and "target" in truth else truth
+    if not _has(row, "data_source", "reward_model"):
+        return given
+    scorer = {} if _has(row, "environment") else {"scorer": "math"}
+    if scorer and _are_tests(_first({**row, **given}, ANSWER)):
+        return {**given, "scorer": "code"}
+    asked = _first(row, QUERY)
+    texts = [row.get("system_prompt"), asked] if asked else _texts(row.get("messages") or row.get("prompt"))
+    if (schema := asked_schema(str(text) for text in texts if text)) is not None:
+        given |= {"answer_schema": schema, **scorer}
     return given
+
+
+def _are_tests(answer: Any) -> bool:
+    """Return whether an answer, or the JSON in it, is tests of a program: ``{"inputs": …, "outputs": …}``.
+
+    Raises BadTaskError for tests that call a function: the scorer ``code`` writes to a program's input.
+    """
+    if isinstance(answer, str) and answer.lstrip().startswith("{") and '"outputs"' in answer:
+        with suppress(BadTaskError):
+            answer = parse(answer.encode("utf-8", "surrogatepass"))
+    if not isinstance(answer, dict) or not _has(answer, "inputs") or not _has(answer, "outputs"):
+        return False
+    if _has(answer, "fn_name"):
+        raise BadTaskError(
+            f"its tests call the function {excerpt(answer['fn_name'], 40)}, and the scorer code writes to a"
+            " program's input: write them as assertions, or give a scorer of your own"
+        )
+    return True
+
+
+def _choices(row: Row) -> Row:
+    """Put the choices below the question, and read the right one as its letter. Raises BadTaskError."""
+    listed = _first(row, ("choices", "options"))
+    if isinstance(listed, dict) and isinstance(listed.get("text"), list):
+        texts, labels = listed["text"], listed.get("label")
+    elif isinstance(listed, dict):
+        texts, labels = list(listed.values()), list(listed)
+    else:
+        texts, labels = listed, None
+    labels = [str(label) for label in labels or string.ascii_uppercase[: len(texts)]]
+    right = _first(row, ("answerKey", "answer_idx", "answer", "label", "correct"))
+    if isinstance(right, str) and right.strip() in labels:
+        index = labels.index(right.strip())
+    elif right in texts:
+        index = texts.index(right)
+    else:
+        number = int(right) if isinstance(right, str) and right.strip().isdecimal() else right
+        index = number if isinstance(number, int) and not isinstance(number, bool) else -1
+    if not 0 <= index < len(texts) == len(labels):
+        raise BadTaskError(f"its answer {excerpt(right, 40)} is none of its {len(texts)} choices")
+    question = str(_first(row, (*QUERY, "question_stem")))
+    lines = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
+    if not all(line in question for line in lines):
+        question = "\n".join([question.rstrip(), "", *lines])
+    aside = _aside(row, *QUERY, "question_stem", "answer", "label", "correct")
+    return {
+        **aside, "query": question, "answer": labels[index], "aug_answers": [str(texts[index])],
+        "scorer": "exact",
+    }  # fmt: skip
+
+
+def _lists_choices(row: Row) -> bool:
+    listed = _first(row, ("choices", "options"))
+    texts = listed.get("text", list(listed.values())) if isinstance(listed, dict) else listed
+    return (
+        isinstance(texts, list) and 1 < len(texts) <= len(string.ascii_uppercase)
+        and all(isinstance(text, (str, int, float)) for text in texts)
+        and isinstance(_first(row, (*QUERY, "question_stem")), str)
+        and _has(row, "answerKey", "answer_idx", "answer", "label", "correct")
+        and not _has(row, "scorer", "environment")
+    )  # fmt: skip
+
+
+_SPEAKERS: Final = {"human": "user", "gpt": "assistant"}
+
+
+def _conversations(row: Row) -> Row:
+    """Read turns of ``from`` and ``value``. One without a value may have the right answer."""
+    given: Row = {"conversations": None}
+    messages = []
+    for turn in row["conversations"]:
+        role, text = turn.get("from"), turn.get("value")
+        truth = turn.get("ground_truth")
+        if text is not None:
+            messages.append({"role": _SPEAKERS.get(role, role), "content": text})
+        elif truth is not None:
+            given |= {"answer": truth.get("value") if isinstance(truth, dict) else truth, **_BOXED}
+    return {**given, "messages": messages}
+
+
+def _is_conversation(row: Row) -> bool:
+    turns = row.get("conversations")
+    return isinstance(turns, list) and bool(turns) and all(isinstance(t, dict) and "from" in t for t in turns)
 
 
 def _math(row: Row) -> Row:
@@ -163,6 +262,14 @@ PRESETS: Final[Mapping[str, Preset]] = {
         or _inside(row, "extra_info", "index") is not None,
         _verl, "query ← prompt, answer ← reward_model.ground_truth, id ← data_source/extra_info.index",
     ),
+    "choices": Preset(
+        _lists_choices, _choices,
+        "query ← the question and its choices, answer ← the letter of the right one, or its text",
+    ),
+    "conversations": Preset(
+        _is_conversation, _conversations,
+        "query ← the human turn of conversations, answer ← the ground_truth of the assistant's",
+    ),
     "trl": Preset(
         lambda row: _has(row, "prompt") and not _has(row, "query", "messages")
         and (isinstance(row["prompt"], str) or not _is_task(row)),
@@ -170,7 +277,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
     ),
     "gsm8k": Preset(
         lambda row: not _is_task(row) and isinstance(row.get("question"), str)
-        and isinstance(row.get("answer"), str) and _GSM8K.search(row["answer"]) is not None,
+        and isinstance(row.get("answer"), str) and GSM8K_ANSWER.search(row["answer"]) is not None,
         lambda row: dict(_BOXED), "query ← question, answer ← the number behind #### in answer",
     ),
     "math": Preset(
@@ -197,18 +304,19 @@ class TaskRows:
     preset: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
     """Field of the task → column of the row, or the path to it with dots."""
-    constants: Mapping[str, str] = field(default_factory=dict)
-    """Field of the task → its value in every row."""
+    constants: Mapping[str, str | None] = field(default_factory=dict)
+    """Field of the task → its value in every row; None leaves it out, and what the row has in ``meta``."""
 
     @classmethod
     def parse(cls, preset: str, fields: str) -> TaskRows:
         """Return what ``--task_preset`` and ``--task_fields`` say. Raises ConfigError."""
-        hint = "write query=COLUMN,answer=COLUMN,scorer:=math: a column behind =, a value behind :="
+        hint = "write query=COLUMN,answer=COLUMN,scorer:=math: a column behind =, a value or null behind :="
         columns: dict[str, str] = {}
-        constants: dict[str, str] = {}
+        constants: dict[str, str | None] = {}
         for part in filter(None, map(str.strip, fields.split(","))):
             name, _, value = part.partition("=")
-            kept, name = (constants, name[:-1]) if name.endswith(":") else (columns, name)
+            is_constant = name.endswith(":")
+            name = name.removesuffix(":")
             name, value = name.strip(), value.strip()
             if not name or not value or name in columns or name in constants:
                 problem = "is given twice" if name in columns or name in constants else "is not FIELD=COLUMN"
@@ -217,7 +325,10 @@ class TaskRows:
                 raise ConfigError(
                     f"--task_fields: a task has no field {name!r}", hint=f"did you mean {meant}?"
                 )
-            kept[name] = value
+            if is_constant:
+                constants[name] = None if value == "null" else value
+            else:
+                columns[name] = value
         return cls(preset, columns, constants)
 
     def read(self, row: Any, number: int) -> tuple[Any, str]:
@@ -225,6 +336,8 @@ class TaskRows:
 
         A task without an id gets its number. Raises BadTaskError.
         """
+        if isinstance(row, list):
+            row = {"conversations": row}
         if not isinstance(row, dict):
             return row, TASK
         name = self.preset if self.preset in PRESETS else TASK
@@ -241,7 +354,7 @@ class TaskRows:
             task.pop(path, None)
         for key, value in mapped.items():
             aliases = [alias for alias in aliases_of(key) if alias != key]
-            task |= _aside(task, *aliases)
+            task |= _aside(task, *aliases, *([key] if value is None else []))
             value = [value] if key == "images" and isinstance(value, str) else value
             task = {name: item for name, item in task.items() if name not in aliases} | {key: value}
         if not _has(task, *ID):
@@ -251,7 +364,7 @@ class TaskRows:
     def says(self, name: str) -> str:
         """Return how rows of preset ``name`` are read, in one line."""
         own = [f"{key} ← {path}" for key, path in self.columns.items()]
-        own += [f"{key} = {value}" for key, value in self.constants.items()]
+        own += [f"{key} = {value or 'null'}" for key, value in self.constants.items()]
         return ", ".join([*([PRESETS[name].says] if name in PRESETS else []), *own])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
-import shutil
+import os
 import tempfile
 import weakref
 import zlib
@@ -21,6 +21,10 @@ from agentrl.errors import TaskFileError
 
 _GZIP = b"\x1f\x8b"
 _CHUNK = 64 * 1024
+_COPIED_BYTES = 2**20
+_UNPACKED_RATIO = 100
+_UNPACKED_BYTES = 256 * 2**20
+"""A small file may unpack to this much; a larger one to its size times ``_UNPACKED_RATIO``."""
 _READING = (OSError, EOFError, zlib.error)
 _SPACE = " \t\r\n"
 
@@ -80,6 +84,7 @@ class TaskSource:
         self.folder = path.parent if folder is None else folder
         self.is_trusted = is_trusted
         self._places = places
+        self._is_list = False
         try:
             self._file = open_binary(path) if file is None else file
         except _READING as error:
@@ -93,15 +98,20 @@ class TaskSource:
         first = self._file.read(_CHUNK)
         while first and not first.strip():
             first = self._file.read(_CHUNK)
-        is_list = self._places is None and first.lstrip().startswith(b"[")
-        items = self._list_items() if is_list else self._lines()
+        self._is_list = self._places is None and first.lstrip().startswith(b"[")
+        items = self._list_items() if self._is_list else self._lines()
         bad = {} if self._places is None else self._places.bad
         for number, item in enumerate(items):
             yield replace(item, number=number, value=bad.get(item.line, item.value))
 
-    def where(self, line: int) -> str:
-        """Return ``file:line`` of a task, with a row's number, from 1, in a file of another kind."""
-        return f"{self.path}:{line}" if self._places is None else self._places.of(line)
+    def where(self, item: Item) -> str:
+        """Return ``file:line`` of a task; in a file of another kind ``file:row``, both from 1.
+
+        Of a JSON list, which may be one line, it has the row too.
+        """
+        if self._places is not None:
+            return self._places.of(item.line)
+        return f"{self.path}:{item.line}" + (f" (row {item.number + 1})" if self._is_list else "")
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` decompressed bytes from ``offset``."""
@@ -232,16 +242,37 @@ def open_binary(path: Path) -> BinaryIO:
         if not is_compressed:
             return file
         with file, gzip.GzipFile(fileobj=file) as content:
-            return _copy(cast("BinaryIO", content))
+            return _copy(cast("BinaryIO", content), Unpacked(path, os.fstat(file.fileno()).st_size))
     except BaseException:
         file.close()
         raise
 
 
-def _copy(source: BinaryIO) -> BinaryIO:
+class Unpacked:
+    """Counts what a compressed file unpacks to, and refuses one that would fill the disk."""
+
+    def __init__(self, path: Path, packed: int) -> None:
+        self._path = path
+        self._most = max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count bytes. Raises TaskFileError for more than any data set has."""
+        self._count += count
+        if self._count > self._most:
+            raise TaskFileError(
+                f"the task file {self._path} unpacks to more than {self._most:,} bytes, its limit",
+                hint="unpack it yourself if you trust it",
+            )
+
+
+def _copy(source: BinaryIO, unpacked: Unpacked | None = None) -> BinaryIO:
     copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        shutil.copyfileobj(source, copy)
+        while chunk := source.read(_COPIED_BYTES):
+            if unpacked is not None:
+                unpacked.add(len(chunk))
+            copy.write(chunk)
         copy.seek(0)
     except BaseException:
         copy.close()

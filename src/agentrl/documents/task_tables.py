@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
+import numpy as np
+
 from agentrl.documents.task_json import MAX_LINE_BYTES, parse
 from agentrl.documents.task_messages import BadTaskError
-from agentrl.documents.task_source import Places, TaskSource, open_binary
+from agentrl.documents.task_source import Places, TaskSource, Unpacked, open_binary
 from agentrl.errors import TaskFileError
 from agentrl.extras import require
 
@@ -64,12 +66,13 @@ def open_tables(files: Sequence[Path], path: Path, folder: Path | None = None) -
     try:
         for file in files:
             places.begin(line, file)
+            unpacked = Unpacked(file, file.stat().st_size if file.is_file() else 0)
             for row in _rows(file):
                 line += 1
                 if isinstance(row, BadTaskError):
                     places.bad[line] = row
                     row = b"null"
-                copy.write(row + b"\n")
+                unpacked.add(copy.write(row + b"\n"))
     except BaseException:
         copy.close()
         raise
@@ -121,6 +124,8 @@ def _arrow_rows(file: Path, kind: str) -> Iterator[bytes | BadTaskError]:
 
 
 def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
+    names, kinds = batch.schema.names, batch.schema.types
+    narrow = [(name, kind) for name, kind in zip(names, kinds, strict=True) if _is_narrow(kind)]
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except (ValueError, KeyError) as error:  # UnicodeDecodeError, nanoseconds, a map with a key twice
@@ -131,10 +136,54 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
             yield BadTaskError(f"a value cannot be converted: {error}")
         return
     for row in rows:
+        for name, kind in narrow:
+            row[name] = _shortest(row[name], kind)
         try:
             yield json.dumps(_plain(row, ""), ensure_ascii=False).encode()
         except BadTaskError as error:
             yield error
+
+
+def _is_narrow(kind: Any) -> bool:
+    """Return whether values of an Arrow type hold floats of 16 or 32 bits."""
+    import pyarrow
+
+    inner = _inner(kind)
+    if inner is not None:
+        return _is_narrow(inner)
+    is_float = pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind)
+    return is_float or any(_is_narrow(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _inner(kind: Any) -> Any:
+    """Return the type of the values of a dictionary, a run-end encoding or an extension; None for others."""
+    import pyarrow
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return kind.storage_type
+    is_encoded = pyarrow.types.is_dictionary(kind) or pyarrow.types.is_run_end_encoded(kind)
+    return kind.value_type if is_encoded else None
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with each narrow float as its shortest decimal: 0.1, as JSON has it.
+
+    Python reads the float32 0.1 as 0.10000000149, which no answer 0.1 would equal.
+    """
+    import pyarrow
+
+    inner = _inner(kind)
+    if value is None or inner is not None:
+        return None if value is None else _shortest(value, inner)
+    if pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind):
+        return float(str((np.float32 if pyarrow.types.is_float32(kind) else np.float16)(value)))
+    if pyarrow.types.is_struct(kind):
+        return {field.name: _shortest(value[field.name], field.type) for field in kind}
+    if pyarrow.types.is_map(kind):
+        return {key: _shortest(item, kind.item_type) for key, item in value.items()}
+    if kind.num_fields == 1:  # a list of any kind
+        return [_shortest(item, kind.value_type) for item in value]
+    return value
 
 
 def _plain(value: Any, where: str) -> Any:

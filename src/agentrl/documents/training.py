@@ -149,6 +149,11 @@ class TrainStep(Root):
     """See ``store.mechanics.blobs``."""
 
     @property
+    def attempt(self) -> int:
+        """The attempt of the run whose trainer made it."""
+        return int(self.id.split("/")[0])
+
+    @property
     def own_data(self) -> tuple[str, ...]:
         """``data`` that this run holds: none for a recorded step."""
         return self.data if self.recorded is None else ()

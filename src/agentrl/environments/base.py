@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError
+from agentrl.permissions import server_name
 from agentrl.registry import Registry
 from agentrl.scoring.scorers import Result, ScorerContext, ScoreResult
 from agentrl.tools.base import ENVIRONMENT, ROLES, Schema
@@ -63,6 +64,8 @@ class Environment:
     """Fields of a task that ``tasks`` leaves out, such as ``system_prompt`` and ``max_turns``."""
     limit: ClassVar[int | None] = None
     """How many trajectories a sampler runs at a time; of those with the same ``meta.server`` if it is set."""
+    scored_by_tests: ClassVar[bool] = False
+    """Whether ``reward`` runs tests that nothing replaces: no score of an agent, no reward of its client."""
 
     call_seconds: Mapping[str, float] = {}
     """How long a call of a method may take, by its name, instead of --tool_timeout_seconds."""
@@ -96,6 +99,15 @@ class Environment:
             f"{cls.__name__} generates no tasks",
             hint="define the method 'tasks', or load a task file whose tasks name the environment",
         )
+
+    @classmethod
+    def names(cls, task: Task) -> Iterable[str]:
+        """Return the code, servers and files outside the task that its ``meta`` names: ``permissions``.
+
+        By default the address in ``meta.server``. What is not allowed ends the attempt before ``__init__``.
+        """
+        server = task.meta.get("server")
+        return [server_name(server)] if isinstance(server, str) and "://" in server else []
 
     @classmethod
     def tool_schemas(cls, task: Task) -> Sequence[Schema]:

@@ -13,10 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agentrl.documents.task import Task
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, TaskRequest, environment
 from agentrl.errors import TaskEnvironmentError, TaskFileError
+from agentrl.tools.sandbox.limits import sandbox_names
 from agentrl.tools.sandbox.tool import Sandbox, open_sandbox, output_text
 
 _SYSTEM = (
@@ -44,6 +46,11 @@ class Code(Environment):
             if isinstance(item.value, BadTaskError) or not isinstance(item.value, dict):
                 raise TaskFileError(f"{path}:{item.line}: {item.value}", hint="write one JSON object a line")
             yield item.value
+
+    @classmethod
+    def names(cls, task: Task) -> list[str]:
+        """Return what the task's sandbox has beside limits."""
+        return sandbox_names(task.meta.get("sandbox"))
 
     async def setup(self) -> None:
         """Open the trajectory's sandbox."""

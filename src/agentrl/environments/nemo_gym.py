@@ -22,6 +22,7 @@ from agentrl.documents.task_source import TaskSource
 from agentrl.environments.base import Environment, Observation, TaskRequest, environment
 from agentrl.environments.server_address import CONNECT_SECONDS, count, get_json, is_local, server_url
 from agentrl.errors import OutageError, SessionLostError, TaskEnvironmentError, TaskFileError
+from agentrl.permissions import server_name
 from agentrl.tools.base import Schema, function_schema
 
 NAME = "nemo_gym"
@@ -70,6 +71,11 @@ class NemoGym(Environment):
             own = {"row": json.dumps(row), "max_sessions": limits["max_sessions"]}
             turns = {} if limits["max_turns"] is None else {"max_turns": limits["max_turns"]}
             yield {**fields, "meta": {"server": url, NAME: own}, **turns}
+
+    @classmethod
+    def names(cls, task: Task) -> list[str]:
+        """Return the server of the task."""
+        return [server_name(str(task.meta.get("server")))]
 
     @classmethod
     def tool_schemas(cls, task: Task) -> Sequence[Schema]:

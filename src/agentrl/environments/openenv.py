@@ -30,6 +30,7 @@ from agentrl.environments.openenv_tasks import (
 )
 from agentrl.environments.server_address import server_url
 from agentrl.errors import FailureError, ServerFullError, TaskEnvironmentError, TaskFileError
+from agentrl.permissions import server_name
 from agentrl.tools.base import Schema, ToolError
 
 T = TypeVar("T")
@@ -90,6 +91,11 @@ class OpenEnv(Environment):
                 raise refuse(f"{url} gave no answer in {_LOAD_SECONDS:g} s", "is it overloaded?") from error
             finally:
                 runner.run(session.close())
+
+    @classmethod
+    def names(cls, task: Task) -> list[str]:
+        """Return the server of the task."""
+        return [server_name(str(task.meta.get("server")))]
 
     @classmethod
     def tool_schemas(cls, task: Task) -> Sequence[Schema]:

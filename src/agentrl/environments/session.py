@@ -7,21 +7,27 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
-from agentrl.documents.task import Task
+from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
+from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task_file import names_in_fields
 from agentrl.environments.base import ENVIRONMENTS, Environment, Observation
 from agentrl.errors import (
     AgentRLError,
+    ConfigError,
     Dependency,
     DependencyKind,
     OutageError,
     ScorerError,
     TaskEnvironmentError,
 )
+from agentrl.permissions import require_allowed
+from agentrl.scoring.code import names_in_answer
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import Result, ScorerContext, scorer
+from agentrl.threads import ENVIRONMENT_THREADS
 from agentrl.tools.base import Reply, Schema, contain_within, reply_within, run_function, schema_name
 from agentrl.tools.python import PythonSession, Toolset
 from agentrl.user_code import contain_call, describe
@@ -32,15 +38,46 @@ logger = logging.getLogger(__name__)
 def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession | None:
     """Return the session of a task's environment; None if the task names none.
 
-    Raises TaskEnvironmentError if the module of the environment cannot be imported, and ConfigError if this
-    process does not find it or cannot run it.
+    Raises TaskEnvironmentError if the module of the environment cannot be imported, or if the task names what
+    this process may not use, and ConfigError if this process does not find it or cannot run it.
     """
     name = task.environment
     if name is None:
         return None
     kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
+    require_names(task)
     contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
     return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
+
+
+def names_of(task: Task) -> frozenset[str]:
+    """Return the code and files that a task names outside its ``meta``, as ``permissions`` writes them."""
+    is_program = "code" in scorer_weights(task.scorer)
+    return names_in_fields(task) | frozenset(names_in_answer(task.answer) if is_program else ())
+
+
+def environment_names(task: Task) -> frozenset[str]:
+    """Return the code, servers and files in a task's ``meta``; none if its environment is not here.
+
+    Raises TaskEnvironmentError if ``Environment.names`` raises.
+    """
+    if task.environment is None:
+        return frozenset()
+    try:
+        kind = ENVIRONMENTS.get(task.environment)
+    except ConfigError:
+        return frozenset()
+    what = f"names of environment {task.environment}"
+    return frozenset(contain_call(lambda: list(kind.names(task)), what, TaskEnvironmentError))
+
+
+def require_names(task: Task) -> None:
+    """Raise TaskEnvironmentError for what ``meta`` names and this process may not use."""
+    for outside in sorted(environment_names(task)):
+        try:
+            require_allowed(outside, f"meta of environment {task.environment}")
+        except ConfigError as error:
+            raise TaskEnvironmentError(error.message, hint=error.hint) from error
 
 
 def environment_of(task: Task) -> Dependency | None:
@@ -62,7 +99,9 @@ def full_environments(running: Iterable[Task]) -> frozenset[str]:
             continue
         counts[needed.name] += 1
         try:
-            limit = ENVIRONMENTS.get(task.environment).limit_of(task)
+            kind = ENVIRONMENTS.get(task.environment)
+            what = f"limit_of of environment {task.environment}"
+            limit = contain_call(partial(kind.limit_of, task), what, TaskEnvironmentError)
         except AgentRLError:
             continue  # the trajectory itself fails, with this error
         if limit is not None:
@@ -108,7 +147,13 @@ class EnvironmentSession:
         self._instance = await self._method("__init__", self._kind, self._task)
         limits = [self._instance.call_seconds.get(name, self._call_timeout) for name in self._kind.tools]
         longest = max(limits, default=self._call_timeout)
-        self._tools = PythonSession(self.name, self._own_tools, call_timeout=longest, instance=self._instance)
+        self._tools = PythonSession(
+            self.name,
+            self._own_tools,
+            call_timeout=longest,
+            instance=self._instance,
+            threads=ENVIRONMENT_THREADS,
+        )
         await self._method("setup", self.instance.setup)
 
     async def list(self) -> Sequence[Schema]:
@@ -126,7 +171,9 @@ class EnvironmentSession:
             return await reply_within(self._call_timeout, lambda: self._call(tool, arguments), tool)
 
     async def _call(self, tool: str, arguments: Mapping[str, Any]) -> Reply:
-        return Reply(text=str(await run_function(self.instance.call_tool, tool, arguments)))
+        return Reply(
+            text=str(await run_function(ENVIRONMENT_THREADS, self.instance.call_tool, tool, arguments))
+        )
 
     async def step(self, text: str) -> Observation:
         """Return the answer to a message. Raises TaskEnvironmentError if ``step`` raises or is too slow."""
@@ -149,11 +196,11 @@ class EnvironmentSession:
         return self._number(reward)
 
     def _number(self, value: Any) -> float:
-        if is_finite(value):
+        if is_score(value):
             return float(value)
         raise TaskEnvironmentError(
             f"reward of environment {self.name} returned {describe(value)}",
-            hint="return a finite number, or {role: number}",
+            hint="return a finite number of at most 1e18, or {role: number}",
         )
 
     async def close(self) -> None:
@@ -172,7 +219,8 @@ class EnvironmentSession:
         own = {} if self._instance is None else self._instance.call_seconds
         with self._naming_outages():
             return await contain_within(
-                own.get(method, self._call_timeout), lambda: run_function(function, *arguments),
+                own.get(method, self._call_timeout),
+                lambda: run_function(ENVIRONMENT_THREADS, function, *arguments),
                 f"{method} of environment {self.name}", TaskEnvironmentError,
                 hint="raise --tool_timeout_seconds",
             )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -17,11 +17,13 @@ from pydantic import Field
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult, read_tasks
 from agentrl.documents.task_folders import open_files
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import Item, TaskSource
 from agentrl.environments.base import ENVIRONMENTS, Environment, TaskRequest
 from agentrl.environments.harbor.source import is_harbor, open_harbor
-from agentrl.errors import AgentRLError, TaskFileError, nearest
+from agentrl.environments.session import environment_names, names_of
+from agentrl.errors import AgentRLError, TaskEnvironmentError, TaskFileError, nearest
 from agentrl.scoring.answers import require_readable
 from agentrl.user_code import describe
 from agentrl.validation import Settings, read_config
@@ -79,22 +81,28 @@ def is_address(path: str | Path) -> bool:
 def read_task_source(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True, num_generations: int = 8,
     skip_bad_lines: bool = False, rows: TaskRows | None = None,
-    known_scorers: Collection[str] | None = None, known_agents: Collection[str] | None = None,
+    require_names: Callable[[Task], None] = lambda task: None,
     look: Callable[[Task, Item], None] = lambda task, item: None,
 ) -> ReadResult:  # fmt: skip
     """Read the tasks of any source; see ``read_tasks``. An answer that its scorer cannot read is bad.
 
-    ``look`` gets each task that is not bad, in the order of the source.
+    ``require_names`` raises BadTaskError for a task that names what cannot be used.
     """
 
-    def check(task: Task, item: Item) -> None:
+    def check(task: Task) -> None:
         require_readable(task)
-        look(task, item)
+        require_names(task)
+
+    def names(task: Task) -> frozenset[str]:
+        try:
+            return names_of(task) | environment_names(task)
+        except TaskEnvironmentError as error:
+            raise BadTaskError(error.message) from error
 
     return read_tasks(
         path, split=split, seed=seed, shuffle=shuffle, num_generations=num_generations,
-        skip_bad_lines=skip_bad_lines, known_scorers=known_scorers, known_agents=known_agents,
-        source=open_source(str(path), split), rows=rows, check=check,
+        skip_bad_lines=skip_bad_lines, source=open_source(str(path), split), rows=rows, check=check,
+        look=look, names=names,
     )  # fmt: skip
 
 

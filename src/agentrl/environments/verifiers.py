@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from agentrl.documents.task import Task
 from agentrl.environments.base import Environment, TaskRequest, environment
 from agentrl.errors import ConfigError, TaskEnvironmentError, TaskFileError
+from agentrl.permissions import call_name
 from agentrl.scoring.scorers import ScorerContext
 from agentrl.shipped_files import clone
 
@@ -74,6 +76,11 @@ class Verifiers(Environment):
         for line in done.stdout.splitlines():
             task = json.loads(line)
             yield {"query": task["query"], "meta": {**meta, "row": task["row"]}}
+
+    @classmethod
+    def names(cls, task: Task) -> list[str]:
+        """Return the package with its arguments, which may choose commands to run."""
+        return [call_name(str(task.meta.get("id")), str(task.meta.get("args", "{}")))]
 
     async def play(self, *, base_url: str, api_key: str, model: str) -> dict[str, Any]:
         """Run the rollout of the task; return its ``reward``, ``metrics``, ``answer`` and ``stop``.

@@ -210,7 +210,7 @@ class _Measuring:
     async def _load(self, weights: Weights) -> PolicyTrainer:
         """Return the run's trainer with ``weights`` and the moments nearest to them."""
         nearest = min(self.moments, key=lambda item: abs(item.state.step - weights.step), default=None)
-        copy = LocalCopy(weights_dir(self.store.run_name, None) / "blame", is_exact=True)
+        copy = LocalCopy(await weights_dir(self.store, None) / "blame", is_exact=True)
         folder = await local_folder(self.store, weights, copy)
         try:
             return await asyncio.to_thread(build_at, self.configs, folder, weights, nearest)

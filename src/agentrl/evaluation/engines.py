@@ -52,9 +52,6 @@ class PolicyEngines:
         self._configs = configs
         self._policy: Policy | None = None
         self._starting = asyncio.Lock()
-        # Not that of the run's engines: it would take them away from the newest version.
-        root = weights_dir(configs[RunConfig].run_name, configs[EngineConfig].weights_dir)
-        self._copy = LocalCopy(root / "evaluation", is_exact=True)
         self._own: _OwnEngine | None = None
 
     async def serve(self, policy: Policy) -> None:
@@ -78,13 +75,16 @@ class PolicyEngines:
         async with self._starting:
             if self._own is not None and (service := self._own.serving(policy)) is not None:
                 return [service]
-            folder = await hold_weights(self._store, policy, self._copy)
+            # Not that of the run's engines: it would take them away from the newest version.
+            root = await weights_dir(self._store, self._configs[EngineConfig].weights_dir)
+            copy = LocalCopy(root / "evaluation", is_exact=True)
+            folder = await hold_weights(self._store, policy, copy)
             try:
                 if self._own is None:
                     self._own = _OwnEngine(self._configs, folder, policy)
                 return [await self._own.serve(folder, policy)]
             finally:
-                self._copy.release()
+                copy.release()
 
     @property
     def own_has_ended(self) -> str | None:

@@ -24,7 +24,7 @@ from agentrl.documents.task import Task
 from agentrl.documents.task_file import ReadResult
 from agentrl.errors import TaskFileError
 from agentrl.evaluation.policy import Policy
-from agentrl.rollout.load_tasks import read_task_file
+from agentrl.rollout.load_tasks import read_source
 from agentrl.store.evaluations import content_digest, digest
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ async def identify(
 async def read_file(configs: Configs, split: str) -> ReadResult:
     """Read ``--eval_file`` for ``split``. Raises TaskFileError, also if it holds no tasks."""
     tasks = configs[TaskConfig]
-    return await read_task_file(
-        configs[RunConfig], tasks, str(tasks.eval_file), split=split, num_generations=tasks.num_generations
-    )
+    return await read_source(str(tasks.eval_file), tasks, split=split, seed=configs[RunConfig].seed)
 
 
 async def read_unchanged(configs: Configs, evaluation: Evaluation) -> ReadResult:

@@ -14,7 +14,7 @@ from agentrl.chat.chat_format import ChatFormat, Message
 from agentrl.chat.parsers.arguments import validator_of
 from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
-from agentrl.documents.base import replace_surrogates, sanitize_bson
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
 from agentrl.errors import TrajectoryError
@@ -71,7 +71,7 @@ def answer_of(
             name=item["function"]["name"],
             arguments=json.dumps(item["function"]["arguments"], ensure_ascii=False),
         )
-        for item in call.response.get("tool_calls") or ()
+        for item in call.message.get("tool_calls") or ()
     )
     stopped = call.response.get("stop_sequence")
     reason = "length" if call.finish_reason == "length" else "tool_calls" if calls else "stop"
@@ -142,7 +142,7 @@ def response_of(
     message = message_of(replace(parsed, content=content, tool_calls=calls), call.answer_id[:_ID_DIGITS])
     if stop is not None:
         message["stop_sequence"] = stop
-    cleaned: dict[str, Any] = sanitize_bson(replace_surrogates(message))
+    cleaned: Message = replace_surrogates(message)
     return cleaned, replace_surrogates(error)
 
 

@@ -21,7 +21,7 @@ from agentrl.config.agent import GatewayConfig, is_pattern
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import role_problem
 from agentrl.documents.task import CONVERSATIONS, Claim
-from agentrl.errors import AgentRLError, LeaseLostError, StoreUnavailableError
+from agentrl.errors import AgentRLError, LeaseLostError, RunMissingError, StoreUnavailableError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.answers import answer_of
 from agentrl.gateway.dialects.anthropic_messages import Messages
@@ -60,7 +60,7 @@ class GatewayApp:
         return Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
-                Route("/t/{token}/reward", self._guarded(CHAT, self._reward), methods=["POST"]),
+                Route("/t/{token}/reward", self._reward, methods=["POST"]),
                 *self._routes("/t/{token}/v1"),
                 *self._routes("/t/{token}/role/{role}/v1"),
                 *self._more,
@@ -119,6 +119,7 @@ class GatewayApp:
 
         async def guarded(request: Request) -> Response:
             async def answer() -> Response:
+                _check_keys(request)
                 return await handle(request, await self._caller(request, checks_known=checks_known))
 
             return await answer_errors(_shape_of(request) if dialect is CHAT else dialect, answer)
@@ -190,17 +191,7 @@ class GatewayApp:
 
     async def _caller(self, request: Request, *, checks_known: bool) -> Caller:
         """Return the trajectory of a request's token. Raises GatewayError unless its claim is alive."""
-        token = request.path_params["token"]
-        for name in _KEY_HEADERS:
-            given = request.headers.get(name, "").removeprefix("Bearer ").strip()
-            if given and not secrets.compare_digest(given.encode(), token.encode()):
-                raise GatewayError(
-                    "authentication",
-                    f"the key in {name} is not that of this URL",
-                    code="wrong_key",
-                    hint="base URL and key belong together: use those of one trajectory",
-                )
-        session_id = token_digest(token)
+        session_id = token_digest(request.path_params["token"])
         known = self._callers.get(session_id)
         if known is None:
             known = self._callers[session_id] = await self._load_caller(session_id)
@@ -246,15 +237,22 @@ class GatewayApp:
         require_model(asked, caller.session.models)
         return json_response({"input_tokens": await self.answerer.prompts.count_tokens(caller.claim, asked)})
 
-    async def _reward(self, request: Request, caller: Caller) -> Response:
+    async def _reward(self, request: Request) -> Response:
+        """Store a reward. Its key is another one than that of the URL, which the scored program has."""
         store = self.answerer.store
-        body = load_body(await read_body(request, self.config))
-        reward = await read_reward(store, caller.claim.record_id, body)
-        try:
-            await store.records.keep(caller.claim, reported_reward=reward)
-        except LeaseLostError as error:
-            raise dead_url() from error
-        return json_response({"status": "stored"})
+
+        async def answer() -> Response:
+            caller = await self._caller(request, checks_known=True)
+            require_reward_key(request, caller.session)
+            body = load_body(await read_body(request, self.config))
+            reward = await read_reward(store, caller.claim.record_id, body)
+            try:
+                await store.records.keep(caller.claim, reported_reward=reward)
+            except LeaseLostError as error:
+                raise dead_url() from error
+            return json_response({"status": "stored"})
+
+        return await answer_errors(_shape_of(request), answer)
 
 
 async def answer_errors(shape: Dialect, handle: Callable[[], Awaitable[Response]]) -> Response:
@@ -264,14 +262,15 @@ async def answer_errors(shape: Dialect, handle: Callable[[], Awaitable[Response]
     except ClientDisconnect:
         return Response(status_code=499)
     except GatewayError as error:
-        return json_response(shape.error(error), error.status)
+        refused = error
     except StoreUnavailableError as error:
-        down = GatewayError("unavailable", error.message, code="unavailable")
-        return json_response(shape.error(down), down.status)
+        refused = GatewayError("unavailable", error.message, code="unavailable")
+    except RunMissingError as error:
+        refused = GatewayError("not_found", error.message, code="no_run", hint=error.hint)
     except AgentRLError as error:
         logger.warning("a request was refused", extra={"why": error.message})
         refused = GatewayError("internal", error.message, code="internal")
-        return json_response(shape.error(refused), refused.status)
+    return json_response(shape.error(refused), refused.status, refused.headers)
 
 
 async def read_body(request: Request, config: GatewayConfig) -> bytes:
@@ -304,6 +303,38 @@ def _shape_of(request: Request) -> Dialect:
     return MESSAGES if is_anthropic else CHAT
 
 
+def given_keys(request: Request) -> dict[str, str]:
+    """Return {header: key} of the headers of a request that have one."""
+    given = {name: request.headers.get(name, "").removeprefix("Bearer ").strip() for name in _KEY_HEADERS}
+    return {name: key for name, key in given.items() if key}
+
+
+def _check_keys(request: Request) -> None:
+    """Raise GatewayError for a key that is not the token of the URL; it may be left out."""
+    token = request.path_params["token"].encode()
+    for name, key in given_keys(request).items():
+        if not secrets.compare_digest(key.encode(), token):
+            raise GatewayError(
+                "authentication",
+                f"the key in {name} is not that of this URL",
+                code="wrong_key",
+                hint="base URL and key belong together: use those of one trajectory",
+            )
+
+
+def require_reward_key(request: Request, session: GatewaySession | None) -> None:
+    """Raise GatewayError unless a request has the key by which the trajectory takes rewards."""
+    digest = "" if session is None else session.reward_key_digest or ""
+    if not any(secrets.compare_digest(token_digest(key), digest) for key in given_keys(request).values()):
+        raise GatewayError(
+            "authentication",
+            "a reward needs the key that the trajectory's model API does not have",
+            code="wrong_key",
+            hint="send it as a bearer token: reward_key of rollout.gateway()'s endpoint, feedback_key of a"
+            " conversation; tasks that tests score have none (docs/gateway.md#rewards)",
+        )
+
+
 def token_digest(token: str) -> str:
     """Return what is stored of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
@@ -326,9 +357,11 @@ def _model_json(name: str, session: GatewaySession) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def json_response(value: Mapping[str, Any], status: int = 200) -> Response:
+def json_response(
+    value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """Return ``value`` as JSON."""
-    return Response(orjson.dumps(value), status, media_type="application/json")
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
 
 
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

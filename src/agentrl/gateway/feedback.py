@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.data.finalize_group import TRAIN_SPLIT
-from agentrl.documents.base import is_finite, replace_surrogates, sanitize_bson
+from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
 from agentrl.documents.gateway import ReportedReward
 from agentrl.documents.model_call import (
     Branch,
@@ -166,6 +166,6 @@ async def give_feedback(store: Store, name: str, body: Mapping[str, Any]) -> Non
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not is_finite(value):
+    if isinstance(value, bool) or not is_score(value):
         raise invalid(f"{name} is {short(value)}; it must be a finite number", name)
     return float(value)

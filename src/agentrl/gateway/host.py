@@ -17,6 +17,7 @@ import uvicorn
 from agentrl.bounded_http import bind, server_config
 from agentrl.concurrency import end_tasks, wait_for_any
 from agentrl.config.agent import GatewayConfig
+from agentrl.config.flags import names_in
 from agentrl.data.trained_share import describe_share
 from agentrl.documents.gateway import GatewaySession
 from agentrl.documents.model_call import DispatchedSamplingTask, branches_of, main_branch, of_main_role
@@ -25,6 +26,7 @@ from agentrl.errors import AgentRLError
 from agentrl.gateway.answerer import Answerer
 from agentrl.gateway.app import GatewayApp, token_digest
 from agentrl.gateway.feedback import require_rule, untrained
+from agentrl.own_hosts import for_own_hosts
 from agentrl.rollout.agent_io import Endpoint, GatewayResult
 from agentrl.rollout.prompts import chain_of
 from agentrl.scoring.scorers import ScoreResult
@@ -60,7 +62,11 @@ class GatewayServer:
 
     def __init__(self, app: GatewayApp, config: GatewayConfig) -> None:
         self._config = config
-        self._server = _Server(server_config(app.app()))
+        names = names_in(config.gateway_allowed_hosts)
+        hint = "--gateway_allowed_hosts lists further names of the gateway"
+        self._server = _Server(
+            server_config(for_own_hosts(app.app(), config.gateway_host, *names, hint=hint))
+        )
         self._task: asyncio.Task[None] | None = None
         self.url = ""
 
@@ -102,13 +108,16 @@ class GatewayHost:
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
+    async def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AsyncIterator[Endpoint]:
         """Open the endpoint of a trajectory; close it and store which calls are trained at the end.
 
         Raises ConfigError for an unknown rule, and LeaseLostError if the claim is lost.
         """
         require_rule(train)
         token = secrets.token_urlsafe(32)
+        reward_key = secrets.token_urlsafe(32) if takes_reward else None
         session = GatewaySession(
             id=token_digest(token),
             record=claim.record_id,
@@ -119,10 +128,13 @@ class GatewayHost:
             models=self._config.models,
             max_calls=max_calls,
             trace_id=claim.trace_id,
+            reward_key_digest=None if reward_key is None else token_digest(reward_key),
         )
         url = await self._url()
         await self._store.gateways.open_session(session)
-        endpoint = Endpoint(base_url=f"{url}/t/{token}/v1", api_key=token, model=session.models[0])
+        endpoint = Endpoint(
+            base_url=f"{url}/t/{token}/v1", api_key=token, model=session.models[0], reward_key=reward_key
+        )
         try:
             yield endpoint
         finally:

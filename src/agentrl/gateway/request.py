@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
@@ -33,23 +35,39 @@ STATUS: dict[Kind, int] = {
     "invalid": 400, "authentication": 401, "limit": 403, "not_found": 404, "timeout": 408, "too_large": 413,
     "internal": 500, "unavailable": 503,
 }  # fmt: skip
+_SOONEST_RETRY, _LATEST_RETRY = 1.0, 8.0
+"""Seconds after which a client repeats a request that the gateway could not answer."""
 
 
 class GatewayError(AgentRLError):
     """A request that gets no answer. ``code`` names the reason for programs, ``param`` the field."""
 
     def __init__(
-        self, kind: Kind, message: str, *, code: str, param: str | None = None, hint: str | None = None
-    ) -> None:
+        self, kind: Kind, message: str, *, code: str, param: str | None = None, hint: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:  # fmt: skip
+        """``retry_after`` is the time in seconds for which an engine asked."""
         super().__init__(message, hint=hint)
         self.kind: Kind = kind
         self.code = code
         self.param = param
+        self._retry_after = retry_after
 
     @property
     def status(self) -> int:
         """Return the HTTP status."""
         return STATUS[self.kind]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the answer: when to send an unavailable request again, in whole seconds.
+
+        The times differ, so that those who were refused together do not return together.
+        """
+        if self.kind != "unavailable":
+            return {}
+        seconds = self._retry_after or random.uniform(_SOONEST_RETRY, _LATEST_RETRY)
+        return {"retry-after": str(max(1, math.ceil(seconds)))}
 
     @property
     def text(self) -> str:
@@ -82,7 +100,10 @@ def as_gateway_error(error: BaseException) -> BaseException:
     if isinstance(error, TrajectoryError):
         return GatewayError("invalid", error.message, code="cannot_render", param="messages", hint=error.hint)
     if isinstance(error, (FailureError, StoreUnavailableError)):
-        return GatewayError("unavailable", error.message, code="unavailable", hint="send the request again")
+        return GatewayError(
+            "unavailable", error.message, code="unavailable", hint="send the request again",
+            retry_after=error.retry_after if isinstance(error, FailureError) else None,
+        )  # fmt: skip
     logger.error("a request failed", exc_info=error)
     return GatewayError(
         "internal", f"the gateway failed: {type(error).__name__}", code="internal", hint="see its log"

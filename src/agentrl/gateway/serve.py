@@ -16,6 +16,7 @@ from agentrl.config.schema import (
     ModelConfig,
     RunConfig,
     SamplingConfig,
+    TaskConfig,
 )
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.gateway.answerer import Answerer
@@ -23,6 +24,7 @@ from agentrl.gateway.app import GatewayApp
 from agentrl.gateway.conversations import Conversations, require_key
 from agentrl.gateway.host import GatewayServer
 from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.permissions import allow
 from agentrl.processes import stop_on_signals
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.outages import Outages
@@ -62,6 +64,7 @@ async def _conversations(store: Store, configs: Configs) -> Conversations | None
     if config.gateway_train == "tasks":
         return None
     key = require_key(config)
+    allow(configs[TaskConfig].allowed_names)
     await begin_run(store, configs, "gateway", {})
     await begin_model(store, configs[ModelConfig].model_name_or_path, "gateway")
     sampling = configs[SamplingConfig]

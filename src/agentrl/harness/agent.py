@@ -30,6 +30,7 @@ from agentrl.scoring.answers import extract_answer
 from agentrl.scoring.scorers import ScoreResult
 
 TASK_FILE: Final = "task.json"
+REWARD_KEY_FILE: Final = "reward_key"
 QUESTION_FILE: Final = "task.txt"
 _VARIABLE_BYTES: Final = 100_000
 """Longest question in a variable; the kernel allows 128 KiB. A longer one is only in the files."""
@@ -59,8 +60,13 @@ class CommandAgent:
         async with _session(prepared, rollout) as session:
             async with rollout.gateway(train=config.train) as endpoint:
                 variables = _variables(rollout, endpoint, session)
-                secrets = (endpoint.api_key, *(value for value in passed.values() if value))
-                await session.fill(_files(rollout, config, variables))
+                secrets = tuple(filter(None, (endpoint.api_key, endpoint.reward_key, *passed.values())))
+                key_file = {}
+                if config.score == "reward":
+                    # in a file that the program can remove: its variables stay readable in /proc
+                    variables["AGENTRL_REWARD_KEY_FILE"] = f"{session.root}/{REWARD_KEY_FILE}"
+                    key_file[REWARD_KEY_FILE] = (endpoint.reward_key or "").encode()
+                await session.fill({**_files(rollout, config, variables), **key_file})
                 own = {name: _filled(value, variables) for name, value in config.environment.items()}
                 run = await session.run(
                     config.command,
@@ -217,7 +223,8 @@ async def _score(
     if config.score == "reward" and rollout.reported_reward is None:
         raise HarnessError(
             "the harness has reported no reward",
-            hint="POST {\"score\": 1.0} to $AGENTRL_REWARD_URL, or change 'score'",
+            hint='POST {"score": 1.0} to $AGENTRL_REWARD_URL with the key in $AGENTRL_REWARD_KEY_FILE, or'
+            " change 'score'",
         )
     score, scoring = await score_files(config, session, run, own)
     kept = rollout.harness_run

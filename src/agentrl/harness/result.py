@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any, Final
 
-from agentrl.documents.base import is_finite, sanitize_bson
+from agentrl.documents.base import is_score, sanitize_bson
 from agentrl.documents.record import CommandRun, Ending
 from agentrl.errors import HarnessError
 from agentrl.harness.config import HarnessConfig, HarnessFile, ScoreCommand
@@ -69,7 +69,7 @@ def _read_score(text: str, where: str) -> ScoreResult:
         value = None
     details = value.get("details") if isinstance(value, dict) else None
     score = value.get("score") if isinstance(value, dict) else value
-    if isinstance(score, bool) or not is_finite(score):
+    if isinstance(score, bool) or not is_score(score):
         raise HarnessError(
             f"{where} holds {text[:100]!a}, not a score", hint='write a number, or {"score": 1.0}'
         )

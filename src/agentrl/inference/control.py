@@ -288,7 +288,7 @@ def load_seconds(folder: str | None) -> float:
         return 0.0
     try:
         return stored_bytes(Path(folder)) / _LOAD_RATE
-    except OSError:
+    except (OSError, ModelError):
         return 0.0
 
 

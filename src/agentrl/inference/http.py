@@ -189,7 +189,10 @@ class EngineHttp:
     """The HTTP connections to one server. Methods raise EngineError with url, status and answer."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        self.url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+        """What is requested, and what errors and documents name: no user, password or query is sent."""
         self._connections = Connections(self.url)
 
     async def close(self) -> None:

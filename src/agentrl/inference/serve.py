@@ -66,7 +66,7 @@ async def _serve(store: Store, configs: Configs) -> None:
     run, model, config = configs[RunConfig], configs[ModelConfig], configs[EngineConfig]
     await begin_run(store, configs, "serve", engine_settings(configs))
     await begin_model(store, model.model_name_or_path, "serve")
-    copy = LocalCopy(weights_dir(run.run_name, config.weights_dir))
+    copy = LocalCopy(await weights_dir(store, config.weights_dir))
     version, folder, first = await starting_weights(store, model, copy)
     lora = await _adapter_of(store, configs)
     port = config.port or free_port(config.host)

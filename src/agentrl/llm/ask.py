@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from agentrl.concurrency import Deadline
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.client import (
     Completion,
@@ -20,7 +21,7 @@ from agentrl.llm.client import (
     endpoint_client,
     estimated_tokens,
 )
-from agentrl.llm.limits import Budget, Deadline, Use
+from agentrl.llm.limits import Budget, Use
 
 _CONTROL = re.compile(r"<(?=[|｜]|[^\s<>]{1,64}>)|\[(?=/?[A-Za-z_]{2,32}\])")
 """The start of what a tokenizer may read as a control token: ``<|im_end|>``, ``</s>``, ``[INST]``."""

@@ -1,89 +1,15 @@
-"""Limit the requests to one endpoint, what a section may spend, and the time of a piece of work."""
+"""Limit the requests to one endpoint, and what a section may spend."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from agentrl.llm.agent_config import ModelEndpoint
-
-_current: ContextVar[Deadline | None] = ContextVar("agentrl_deadline", default=None)
-
-
-def current_deadline() -> Deadline | None:
-    """Return the deadline of the innermost ``time_limit``; None without one."""
-    return _current.get()
-
-
-@asynccontextmanager
-async def time_limit(seconds: float) -> AsyncIterator[None]:
-    """Raise TimeoutError if the block takes longer than ``seconds``, its ``current_deadline``."""
-    deadline = Deadline(seconds)
-    token = _current.set(deadline)
-    try:
-        async with deadline.enforced():
-            yield
-    finally:
-        _current.reset(token)
-
-
-def clock_stopped() -> AbstractContextManager[None]:
-    """Stop the clock of the ``current_deadline`` in a block, if there is one."""
-    deadline = _current.get()
-    return nullcontext() if deadline is None else deadline.paused()
-
-
-class Deadline:
-    """A time limit of ``seconds``, from now on. Time in ``paused`` does not count."""
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-        self._since: float | None = asyncio.get_running_loop().time()
-        """When the clock was started; None while it is stopped."""
-        self._pauses = 0
-        self._timeout: asyncio.Timeout | None = None
-
-    def left(self) -> float:
-        """Return the seconds that are left."""
-        if self._since is None:
-            return self._left
-        return self._left - (asyncio.get_running_loop().time() - self._since)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Stop the clock. The code inside bounds its waits itself."""
-        self._pauses += 1
-        if self._pauses == 1:
-            self._left, self._since = self.left(), None
-            self._reschedule()
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if self._pauses == 0:
-                self._since = asyncio.get_running_loop().time()
-                self._reschedule()
-
-    @asynccontextmanager
-    async def enforced(self) -> AsyncIterator[None]:
-        """Raise TimeoutError in the block when no time is left, as ``asyncio.timeout``."""
-        try:
-            async with asyncio.timeout(max(0.0, self.left())) as self._timeout:
-                yield
-        finally:
-            self._timeout = None
-
-    def _reschedule(self) -> None:
-        if self._timeout is None or self._timeout.expired():
-            return
-        loop = asyncio.get_running_loop()
-        self._timeout.reschedule(None if self._since is None else loop.time() + max(0.0, self._left))
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

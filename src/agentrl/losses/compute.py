@@ -9,7 +9,7 @@ from torch import Tensor
 
 from agentrl.config.loss import OLD_LOGPROBS, Correction
 from agentrl.errors import ConfigError
-from agentrl.losses.loss import LOG_RATIO_LIMIT, TEACHER, TokenBatch, TokenLosses, bounded_exp
+from agentrl.losses.loss import LOG_RATIO_LIMIT, TEACHER, TokenBatch, TokenLosses, bounded_exp, k3
 from agentrl.losses.settings import LossSettings
 
 WEIGHT_CAP = 10.0
@@ -52,6 +52,8 @@ def distilled(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     It replaces the advantage where the loss ignores scores. A token without a teacher's value has 0 of it,
     and so has one whose ``DIVERGENCE`` is known. Raises ValueError for a batch without the column.
     """
+    if not len(batch.row):  # the forest of a rank that has no data of the step has no columns either
+        return batch
     if TEACHER not in batch.columns:
         raise ValueError(f"the batch has no column {TEACHER!r}: the run needs --columns {TEACHER}")
     own = torch.zeros_like(batch.advantages) if settings.loss.ignores_score else batch.advantages
@@ -90,11 +92,11 @@ def reference_kl(batch: TokenBatch, estimator: str) -> Tensor:
     if estimator == "k1":
         value = log_ratio.detach()
         return value + value * (logprobs - logprobs.detach())
-    k3 = torch.exp(-log_ratio) - 1 + log_ratio
+    divergence = k3(-log_ratio).float()
     if estimator == "k3":
-        return k3
+        return divergence
     weight = bounded_exp(batch.log_rho).clamp(max=WEIGHT_CAP)
-    return weight * torch.exp(logprobs - logprobs.detach()) * k3
+    return weight * torch.exp(logprobs - logprobs.detach()) * divergence
 
 
 def old_logprobs(method: str, logprobs: Tensor, behavior_logprobs: Tensor, age: Tensor) -> Tensor:
@@ -219,9 +221,8 @@ def log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:
 
 
 def divergence(batch: TokenBatch, settings: LossSettings) -> Tensor:
-    """Return the k3 estimate of KL(μ‖π_old), or of KL(μ‖πθ) if π_old is μ, per token, float32[T] ≥ 0."""
-    log = log_mismatch(batch, settings).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.exp(log) - 1 - log
+    """Return the k3 estimate of KL(μ‖π_old), or of KL(μ‖πθ) if π_old is μ, per token, float64[T] ≥ 0."""
+    return k3(log_mismatch(batch, settings))
 
 
 def _mean_log_mismatch(batch: TokenBatch, settings: LossSettings) -> Tensor:

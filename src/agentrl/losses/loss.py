@@ -31,6 +31,15 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.float().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return eˣ − 1 − x of a log-ratio x clamped to ±20, float64: 0 or more, and exact near 0.
+
+    Float32 has none of it left below |x| = 1e-4: eˣ − 1 − x is rounding noise of either sign there.
+    """
+    bounded = log_ratio.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (bounded.expm1() - bounded).clamp(min=0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """The trainable tokens of one micro-batch: T tokens of R trajectories.
@@ -119,12 +128,14 @@ class TokenBatch:
     def trajectory_mean(self, values: Tensor) -> Tensor:
         """Return the mean of ``values[T]`` over each token's trajectory within the micro-batch, [T].
 
-        Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0.
+        Tokens outside ``mask`` do not count. A trajectory without a token in it has mean 0. Sums are float64,
+        because thousands of log-ratios of either sign add up to much less than their sizes.
         """
-        weights = self.mask.to(values.dtype)
-        totals = values.new_zeros(self.trajectories).index_add(0, self.row, values * weights)
-        counts = values.new_zeros(self.trajectories).index_add(0, self.row, weights)
-        return (totals / counts.clamp(min=1.0))[self.row]
+        weights = self.mask.double()
+        zeros = weights.new_zeros(self.trajectories)
+        totals = zeros.index_add(0, self.row, values.double() * weights)
+        counts = zeros.index_add(0, self.row, weights)
+        return (totals / counts.clamp(min=1.0))[self.row].to(values.dtype)
 
     def of_trajectories(self, value: Tensor, slope: Tensor) -> Tensor:
         """Return the token losses, float32[T], of losses of whole trajectories.

@@ -60,7 +60,7 @@ def forest_logprobs(
     """Return logprob (float32[T], with gradient) and entropy (float32[T]) of trainable tokens.
 
     With ``options.divergence``, a forest that has a teacher's likeliest ids gives a third tensor, the
-    ``reverse_kl`` (float32[T], with gradient) to the teacher; all tokens must be chosen then.
+    ``reverse_kl`` (float32[T], with gradient) to the teacher.
 
     Both are of softmax(logits / temperature), at the temperature that each token was sampled with and over
     the ids that it was sampled from.
@@ -86,9 +86,11 @@ def forest_logprobs(
         vocab_chunk_size=options.vocab_chunk_size,
     )
     top = None if forest.columns is None else forest.columns.top.get(TEACHER)
-    if top is None or mask is not None or not options.divergence:
+    if top is None or not options.divergence:
         return logprobs, entropy
-    divergence = reverse_kl(hidden, head, parents, ids, torch.from_numpy(temperature), logprobs, top)
+    if chosen is not None:
+        top = top.select(chosen)
+    divergence = reverse_kl(hidden, head, parents, ids, torch.from_numpy(temperature), logprobs, top, mask)
     return logprobs, entropy, divergence
 
 

@@ -28,6 +28,7 @@ from agentrl.config.schema import AdapterConfig, ModelConfig
 from agentrl.errors import ModelError, first_line
 from agentrl.model.lora import Adapter, ServedAdapter, add_adapter
 from agentrl.model.precision import Precision
+from agentrl.model.stored_weights import check_report
 from agentrl.model.vision import PixelReader, reads_images
 from agentrl.weights.folder import base_folder, is_adapter, read_config, stored_dtype
 from agentrl.weights.snapshot import PublishedModel, WeightSource, model_parts
@@ -67,7 +68,7 @@ class Policy:
             parts = partial(self.adapter.merged_parts, self.own_dtype)
         else:
             parts = partial(model_parts, self.model)
-        return PublishedModel(self.model, parts, self.own_dtype)
+        return PublishedModel(self.model, parts, self.own_dtype, self.base)
 
     def rounded_weights(self) -> dict[str, Tensor]:
         """Return the trained weights that publication rounds, by name: a checkpoint stores them, too."""
@@ -162,16 +163,18 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def load_model(folder: Path, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded."""
+    """Load the model in ``folder`` with its weights in ``dtype``; ModelError if it cannot be loaded whole."""
     disable_progress_bar: Callable[[], None] = transformers_logging.disable_progress_bar
     disable_progress_bar()
     with _explained(folder):
-        model = _model_class(folder).from_pretrained(
+        model, report = _model_class(folder).from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
+    check_report(str(folder), model, report)
     return cast(PreTrainedModel, model)
 
 

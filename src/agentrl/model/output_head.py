@@ -27,6 +27,16 @@ class OutputHead:
     first: int = 0
     """The token id of the slice's first row."""
 
+    @property
+    def vocabulary(self) -> int:
+        """The rows of the whole head, over all ranks of ``group``."""
+        return len(self.weight) * (1 if self.group is None else self.group.size())
+
+    def own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the row of ``weight`` of each id, and whether it has one: bool; row 0 or the last if not."""
+        row = ids - self.first
+        return row.clamp(0, len(self.weight) - 1), (row >= 0) & (row < len(self.weight))
+
 
 def output_head(model: nn.Module) -> OutputHead:
     """Return the head of a Hugging Face causal LM, with the logit scaling that its config declares.

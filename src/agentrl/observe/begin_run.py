@@ -16,7 +16,7 @@ from agentrl.config.agreement import (
     public_flags,
 )
 from agentrl.config.load import Configs
-from agentrl.config.schema import TaskConfig
+from agentrl.config.schema import ModelConfig, TaskConfig
 from agentrl.observe.redact import redact
 
 if TYPE_CHECKING:
@@ -84,3 +84,22 @@ async def begin_model(store: Store, folder: str | Path | None, role: str) -> Non
     agreed = await asyncio.to_thread(model_settings, Path(folder))
     if agreed:
         await store.settings.begin("model", agreed, role)
+
+
+async def begin_files(store: Store, model: ModelConfig) -> None:
+    """Store the SHA-256 of the base's and the reference's files; ConfigError if they are other ones now.
+
+    A run that was last trained before they were stored is compared with its version 0, the base in place.
+    """
+    from agentrl.weights.model_files import read_files
+
+    agreed: dict[str, Any] = {}
+    for name, folder in (("base", model.model_name_or_path), ("reference", model.reference_model)):
+        if folder is not None:
+            found = await asyncio.to_thread(read_files, Path(folder))
+            agreed |= {name: sorted(found), **{f"{name}/{file}": digest for file, digest in found.items()}}
+    first, lease = await store.policy_versions.get(0), await store.trainer_lease.read()
+    if first is not None and lease.output is None and await store.ancestry.parent() is None:
+        begun = {f"base/{file.name}": file.sha256 for file in first.files}
+        await store.settings.begin("files", begun, "train")
+    await store.settings.begin("files", agreed, "train")

@@ -26,6 +26,7 @@ from agentrl.errors import (
     TurnsLimitError,
 )
 from agentrl.observe.redact import redact_and_cut
+from agentrl.permissions import file_name, require_allowed
 from agentrl.scoring.scorers import ScoreResult
 from agentrl.settings_file import read_settings
 from agentrl.user_code import describe
@@ -96,10 +97,10 @@ def failure_text(error: BaseException | str) -> str:
 
 
 def agent_cfg_path(of_task: str | None, of_flag: str | None) -> Path | None:
-    """Return the YAML file of an agent; None without one. Raises ConfigError for a path outside the folder.
+    """Return the YAML file of an agent; None without one. Raises ConfigError for a path that is not allowed.
 
     A task comes from the database, so it may name only files below the folder in which this process was
-    started.
+    started, and of these the ones that the operator allowed: ``permissions``.
     """
     if of_task is None:
         return None if of_flag is None else Path(of_flag)
@@ -109,6 +110,7 @@ def agent_cfg_path(of_task: str | None, of_flag: str | None) -> Path | None:
             f"agent_cfg_path {of_task!r} of a task is not below the folder in which this process was started",
             hint="give a relative path without '..', or use --agent_cfg_path",
         )
+    require_allowed(file_name(of_task), "agent_cfg_path of a task")
     return path
 
 
@@ -175,6 +177,9 @@ class Endpoint:
     base_url: str
     api_key: str
     model: str
+    reward_key: str | None = field(default=None, repr=False)
+    """The key that a POST to ``root_url`` + ``/reward`` needs. Give it to whoever scores, not to the tools of
+    the model. None: the tests of the task score the trajectory."""
     result: GatewayResult = field(default_factory=GatewayResult)
 
     @property
@@ -190,6 +195,8 @@ class Endpoint:
 class Gateway(Protocol):
     """Opens base URLs for trajectories: ``GatewayHost``."""
 
-    def open(self, claim: Claim, *, train: str, max_calls: int) -> AbstractAsyncContextManager[Endpoint]:
+    def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AbstractAsyncContextManager[Endpoint]:
         """Return the endpoint of a trajectory; ``train`` says which branches are trained."""
         ...

@@ -250,6 +250,13 @@ async def _score_by_agent(
     if score is None and rollout.reported_reward is not None:
         score = rollout.reported_reward
     evaluate = getattr(instance, "evaluate", None)
+    if rollout.environment is not None and rollout.environment.scored_by_tests:
+        if score is None and evaluate is None:
+            return
+        raise ScorerError(
+            f"agent {name} gives a score, and the tests of task {rollout.task.task_id} score it",
+            hint="leave score, rewards and evaluate out of the agent",
+        )
     if score is None and evaluate is not None:
         context = scorer_context(rollout.task, rollout, outcome, sampling)
         limit = sampling.scorer_timeout_seconds

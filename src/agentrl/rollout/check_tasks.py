@@ -12,19 +12,18 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
+from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import ReadResult
 from agentrl.documents.task_messages import kind_of
-from agentrl.documents.task_rows import TaskRows
 from agentrl.documents.task_source import Item
-from agentrl.environments.tasks import read_task_source
-from agentrl.rollout.load_tasks import unparsed_answers
-from agentrl.rollout.preflight import unknown_names, unusable_scorers
+from agentrl.rollout.load_tasks import read_source
+from agentrl.scoring.scorable import unchecked
 
 EXAMPLES: Final = 5
 _FIELDS = 200
@@ -50,7 +49,7 @@ class CheckedTasks:
 
     def look(self, task: Task, item: Item) -> None:
         """Count one task."""
-        for name, value in item.value.items():
+        for name, value in item.value.items() if isinstance(item.value, dict) else ():
             if name in self.fields or len(self.fields) < _FIELDS:
                 self.fields.setdefault(name, Counter())[kind_of(value)] += 1
         for name, counted in self.names.items():
@@ -76,16 +75,15 @@ def _hash(text: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def read_checked(source: str, split: str, rows: TaskRows) -> CheckedTasks:
+async def read_checked(source: str, split: str, flags: TaskConfig) -> CheckedTasks:
     """Read and count the tasks of ``source``; bad rows are in ``result.skipped``. Raises TaskFileError."""
     checked = CheckedTasks()
-    checked.result = read_task_source(
-        source, split=split, shuffle=False, skip_bad_lines=True, rows=rows, look=checked.look
-    )
+    flags = replace(flags, shuffle_tasks=False, skip_bad_lines=True)
+    checked.result = await read_source(source, flags, split=split, look=checked.look)
     return checked
 
 
-async def report(
+def report(
     source: str, checked: CheckedTasks, count_tokens: Callable[[Sequence[str]], list[int]] | None
 ) -> dict[str, Any]:
     """Return what ``agentrl tasks check`` says about one source, as JSON values.
@@ -94,8 +92,6 @@ async def report(
     """
     result, tasks = checked.result, checked.result.tasks
     total = len(tasks) + len(result.skipped)
-    unusable = unusable_scorers(result.names)
-    warnings = [*result.warnings, *await unparsed_answers(tasks), *unknown_names(result.names)]
     sizes = {"characters": _sizes(checked.characters, range(len(tasks)), tasks)}
     if count_tokens is not None:
         chosen = range(0, len(tasks), max(1, -(-len(tasks) // _COUNTED)))
@@ -113,8 +109,8 @@ async def report(
             for name, kinds in checked.fields.items()
         ],
         "names": {name: dict(counted) for name, counted in checked.names.items()},
-        "unusable": unusable,
-        "warnings": warnings,
+        "warnings": list(result.warnings),
+        "unchecked": unchecked(result.kinds),
         "sizes": sizes,
         "images": checked.images,
         "duplicates": _duplicates(checked),

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 from agentrl.chat.chat_format import Message, without_thought
 from agentrl.chat.parsers.base import ParsedMessage, ToolCall
 from agentrl.chat.vision import require_text_only
+from agentrl.concurrency import Deadline
 from agentrl.documents.base import sanitize_bson
 from agentrl.documents.model_call import FixedModelCall
 from agentrl.documents.sampling import SamplingParams
@@ -19,7 +20,6 @@ from agentrl.errors import ConfigError, TrajectoryError, judge
 from agentrl.inference.engine import Generation
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
-from agentrl.llm.limits import Deadline
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.model_call import PendingCall, Turn, cleaned, message_of, with_text_arguments
 from agentrl.rollout.prompts import Prompt

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from agentrl.config.schema import RunConfig, TaskConfig
+from agentrl.config.schema import TaskConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_file import ReadResult
 from agentrl.documents.task_rows import TaskRows
+from agentrl.documents.task_source import Item
 from agentrl.environments.tasks import read_task_source
 from agentrl.errors import ScorerError
 from agentrl.observe.terminal import clean
-from agentrl.registry import allow_imports, paths_among
-from agentrl.rollout.agents import AGENTS
+from agentrl.permissions import allow
+from agentrl.registry import import_modules
+from agentrl.rollout.preflight import TaskNames, unusable_environments
 from agentrl.scoring.math_equality import unparsed
 from agentrl.scoring.normal_form import number
 from agentrl.scoring.process_pool import run_in_process
-from agentrl.scoring.scorers import SCORERS
+from agentrl.scoring.scorable import unscorable
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -34,23 +36,42 @@ _PARSED = 200
 _PARSE_SECONDS = 60.0
 
 
-async def read_task_file(
-    run: RunConfig, tasks: TaskConfig, path: str, *, split: str, num_generations: int
+async def read_source(
+    path: str,
+    flags: TaskConfig,
+    *,
+    split: str,
+    seed: int = 0,
+    look: Callable[[Task, Item], None] = lambda task, item: None,
 ) -> ReadResult:
-    """Read the tasks of any source for ``split``. Raises TaskFileError."""
+    """Read the tasks of any source by ``flags``, with every check that does not need the run.
+
+    A task that names an agent, a scorer or a schema that this process cannot use is bad: the same in every
+    command. ``look`` is that of ``read_tasks``. Raises TaskFileError, and ConfigError for a module of
+    ``--import_modules``.
+    """
+    import_modules(flags.imported_modules)
     result = await asyncio.to_thread(
         read_task_source,
         path,
         split=split,
-        seed=run.seed,
-        shuffle=tasks.shuffle_tasks,
-        num_generations=num_generations,
-        skip_bad_lines=tasks.skip_bad_lines,
-        rows=TaskRows.parse(tasks.task_preset, tasks.task_fields),
-        known_scorers=SCORERS.names(),
-        known_agents=AGENTS.names(),
+        seed=seed,
+        shuffle=flags.shuffle_tasks,
+        num_generations=flags.num_generations,
+        skip_bad_lines=flags.skip_bad_lines,
+        rows=TaskRows.parse(flags.task_preset, flags.task_fields),
+        require_names=TaskNames().require,
+        look=look,
     )
-    return replace(result, warnings=(*result.warnings, *await unparsed_answers(result.tasks)))
+    return replace(
+        result,
+        warnings=(
+            *result.warnings,
+            *await unparsed_answers(result.tasks),
+            *await unscorable(result.kinds),
+            *unusable_environments(result.names),
+        ),
+    )
 
 
 async def unparsed_answers(tasks: Sequence[Task]) -> list[str]:
@@ -93,15 +114,15 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
 
     Raises TaskFileError if a loaded task has changed, and if the run was begun with another file.
 
-    This process may import the Python paths in the file from now on; so may the other processes of the run,
-    if this user may write the run's list.
+    This process may use the code, servers and files that the file names from now on; so may the other
+    processes of the run, if this user may write the run's list.
     """
     if result.reading is not None:
         logger.info("%s", result.reading)
     for warning in result.warnings:
         logger.warning("%s", warning)
     loaded, _ = await store_tasks(store, result, append=False)
-    allow_imports(_paths(result))
+    allow(result.outside)
     logger.info(
         "tasks loaded",
         extra={
@@ -116,20 +137,14 @@ async def load_read_tasks(store: Store, path: str, result: ReadResult) -> None:
 async def store_tasks(
     store: Store, result: ReadResult, *, update: bool = False, append: bool = True
 ) -> tuple[LoadResult, tuple[str, ...]]:
-    """Store the tasks of a file, and add the Python paths in it to the run's list of importable paths.
+    """Store the tasks of a file, and add the code, servers and files that it names to the run's list.
 
-    Returns what was loaded, and the paths that this user may not add to the list. With ``update``, loaded
+    Returns what was loaded, and the names that this user may not add to the list. With ``update``, loaded
     tasks that have not begun are changed. Without ``append``, a run that was begun with another file is
     refused: ``Tasks.load``.
     """
     for image in result.images():
         await store.images.put(image)
     loaded = await store.tasks.load(result.tasks, update=update, append=append)
-    paths = _paths(result)
-    return loaded, () if await store.imports.add(paths) else tuple(paths)
-
-
-def _paths(result: ReadResult) -> frozenset[str]:
-    """Return the Python paths that the tasks name."""
-    fields = ("scorer", "agent_name", "environment")
-    return paths_among(name for field in fields for name in result.names.get(field, ()))
+    is_written = await store.imports.add(result.outside)
+    return loaded, () if is_written else tuple(sorted(result.outside))

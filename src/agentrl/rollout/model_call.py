@@ -17,6 +17,7 @@ from agentrl.documents.model_call import (
     ToolExecution,
     pack_floats,
     pack_ids,
+    storable_message,
     strip_tool_results,
 )
 from agentrl.documents.sampling import SamplingParams
@@ -124,8 +125,8 @@ class PendingCall:
             opens_branch=prompt.opens_branch,
             fixed=self.fixed,
             status=self.status,
-            messages=tuple(map(sanitize_bson, strip_tool_results(prompt.new_messages, self.read))),
-            response=sanitize_bson(self.response),
+            messages=tuple(map(storable_message, strip_tool_results(prompt.new_messages, self.read))),
+            response=storable_message(self.response),
             tool_executions=tuple(self.executions),
             tools=None if prompt.parent else tuple(map(sanitize_bson, self.tools)),
             error=self.error,

@@ -10,7 +10,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from agentrl.concurrency import end_tasks, task_group
+from agentrl.concurrency import Deadline, end_tasks, task_group
 from agentrl.errors import (
     ENGINES,
     Dependency,
@@ -21,7 +21,6 @@ from agentrl.errors import (
     ToolServerError,
     tool_server,
 )
-from agentrl.llm.limits import Deadline
 from agentrl.rollout.breaker import FIRST_PROBE_SECONDS, Breaker
 from agentrl.store.admission import Needs
 from agentrl.tools.pool import ToolPool

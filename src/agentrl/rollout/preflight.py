@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.chat_format import ChatFormat, unseen_problem
 from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
+from agentrl.documents.task import Task, scorer_weights
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.base import ENVIRONMENTS
-from agentrl.errors import AgentRLError, ConfigError, ToolServerError, TrajectoryError
+from agentrl.environments.session import require_names
+from agentrl.errors import AgentRLError, ConfigError, TaskEnvironmentError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
+from agentrl.registry import Registry
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
 from agentrl.scoring.advantages import ESTIMATORS
@@ -34,41 +38,58 @@ _REACH_SECONDS = 5.0
 _SHOWN = 10
 
 
-def require_scorers(names: Mapping[str, Collection[str]]) -> None:
-    """Import the scorers that tasks name. Raises ConfigError that names each that cannot be used."""
-    problems = unusable_scorers(names)
-    if problems:
-        raise ConfigError(
-            "the tasks name scorers that cannot be used; nothing is loaded:\n  " + "\n  ".join(problems),
-            hint="correct the names, or make their modules importable: set PYTHONPATH",
-        )
+class TaskNames:
+    """Checks the scorer, the agent and the schema that a task names, each name once.
 
+    A name without a path is known if it is built in, of an entry point or of ``--import_modules`` when this
+    is made. What the path of another task registers does not count: the answer would depend on their order.
+    """
 
-def unusable_scorers(names: Mapping[str, Collection[str]]) -> list[str]:
-    """Return why this machine cannot use scorers that tasks name: one text for each."""
-    problems = []
-    for name in sorted(names.get("scorer", ())):
+    def __init__(self) -> None:
+        self._known = {id(registry): registry.names() for registry in (AGENTS, SCORERS)}
+        self._problems: dict[tuple[str, str], str | None] = {}
+
+    def require(self, task: Task) -> None:
+        """Raise BadTaskError if the task names what this process cannot use."""
+        named = [("scorer", name) for name in scorer_weights(task.scorer)]
+        named += [("agent_name", task.agent_name)] if task.agent_name is not None else []
+        for field, name in (*named, ("answer_schema", task.answer_schema)):
+            if (field, name) not in self._problems:
+                self._problems[field, name] = self._problem(field, name)
+            if (problem := self._problems[field, name]) is not None:
+                raise BadTaskError(problem)
+
+    def agent(self, name: str) -> None:
+        """Raise ConfigError for an agent that cannot be used."""
+        self._get(AGENTS, name)
+
+    def scorer(self, name: str) -> None:
+        """Raise ConfigError for a scorer that cannot be used."""
+        self._get(SCORERS, name)
+
+    def _problem(self, field: str, name: str) -> str | None:
+        checks = {"scorer": self.scorer, "agent_name": self.agent, "answer_schema": check_schema}
         try:
-            SCORERS.get(name)
+            checks[field](name)
         except ConfigError as error:
-            problems.append(clean(f"{error.message} ({error.hint})"))
-    return problems
+            return clean(f"{error.message} ({error.hint})")
+        return None
+
+    def _get(self, registry: Registry[Any], name: str) -> None:
+        known = self._known[id(registry)]
+        if ":" not in name and name not in known:
+            raise registry.unknown(name, known)
+        registry.get(name)
 
 
-def unknown_names(names: Mapping[str, Collection[str]]) -> list[str]:
-    """Return why this machine cannot use what tasks name: one text for each agent and so on."""
-    checks: dict[str, Callable[[str], object]] = {
-        "agent_name": AGENTS.get,
-        "environment": lambda name: ENVIRONMENTS.get(name).check(),
-        "answer_schema": check_schema,
-    }
+def unusable_environments(names: Mapping[str, Collection[str]]) -> list[str]:
+    """Return why this machine cannot run environments that tasks name: one text for each."""
     warnings = []
-    for field, check in checks.items():
-        for name in sorted(names.get(field, ())):
-            try:
-                check(name)
-            except ConfigError as error:
-                warnings.append(clean(f"{field}: {error.message} ({error.hint})"))
+    for name in sorted(names.get("environment", ())):
+        try:
+            ENVIRONMENTS.get(name).check()
+        except ConfigError as error:
+            warnings.append(clean(f"environment: {error.message} ({error.hint})"))
     return warnings
 
 
@@ -107,6 +128,7 @@ async def probe(
     named = await store.tasks.references(split)
     flags = agent or AgentConfig()
     problems = [*_name_problems(named, flags), *_tool_problems(tools, named)]
+    problems += await _meta_problems(store, named)
     if chat_format is not None:
         problems += _image_problems(chat_format, named)
         if (unseen := _unseen_tools(chat_format, flags, tools)) is not None:
@@ -128,13 +150,16 @@ async def require_tools(store: Store, tools: ToolPool, split: str) -> None:
 def _name_problems(named: TaskReferences, flags: AgentConfig) -> list[str]:
     """Return why agents, scorers, environments and schemas of answers cannot be used."""
 
+    known = TaskNames()
+
     def check_file(named: tuple[str | None, str | None]) -> None:
         name, path = named
+        known.agent(name or flags.agent_name)
         check_agent(name or flags.agent_name, agent_cfg_path(path, flags.agent_cfg_path))
 
     checks: Sequence[tuple[Mapping[Any, str], Callable[[Any], object]]] = (
         (named.agent_files, check_file),
-        (named.scorers, SCORERS.get),
+        (named.scorers, known.scorer),
         (named.environments, lambda name: ENVIRONMENTS.get(name).check()),
         (named.answer_schemas, check_schema),
     )
@@ -144,6 +169,19 @@ def _name_problems(named: TaskReferences, flags: AgentConfig) -> list[str]:
         for name, task in names.items()
         for problem in _problems_of(partial(check, name), task)
     ]
+
+
+async def _meta_problems(store: Store, named: TaskReferences) -> list[str]:
+    """Return what the ``meta`` of an environment's first task names and this process may not use."""
+    problems = []
+    for example in named.environments.values():
+        task = await store.tasks.get(example)
+        try:
+            if task is not None:
+                require_names(task)
+        except TaskEnvironmentError as error:
+            problems.append(_problem(error, example))
+    return problems
 
 
 def _image_problems(chat_format: ChatFormat, named: TaskReferences) -> list[str]:

@@ -91,7 +91,7 @@ def chain_of(calls: Mapping[str, DispatchedSamplingTask], call_id: str) -> Chain
         images += [image.moved(len(prompt)) for image in call.images]
         prompt += unpack_ids(call.context_ids).tolist()
         output = unpack_ids(call.output_ids).tolist()
-        messages += [*full_messages(call, before), {"role": "assistant", **call.response}]
+        messages += [*full_messages(call, before), call.message]
         before = call
     return Chain(call_id, prompt, output, messages, images=tuple(images))
 
@@ -227,11 +227,13 @@ class Budget:
 
     def name_limit(self, prompt_tokens: int) -> str:
         """Return why a prompt of this length does not fit."""
+        limit = f"{self.prompt_limit:,}"
         if self.prompt_limit == self.config.max_prompt_tokens:
-            name = "--max_prompt_tokens is"
-        else:
-            name = f"the context of {self.context_length:,} tokens allows"
-        return f"the next prompt has {prompt_tokens:,} tokens, and {name} {self.prompt_limit:,}"
+            return f"the next prompt has {prompt_tokens:,} tokens, and --max_prompt_tokens is {limit}"
+        return (
+            f"the next prompt has {prompt_tokens:,} tokens, and the context of {self.context_length:,} tokens"
+            f" (of the model, or a micro-batch of --max_tokens) allows {limit}"
+        )
 
 
 def context_problem(agent: AgentConfig, sampling: SamplingConfig, context_length: int | None) -> str | None:
@@ -243,6 +245,6 @@ def context_problem(agent: AgentConfig, sampling: SamplingConfig, context_length
     left = context_length - budget.prompt_limit
     return (
         f"--max_prompt_tokens {agent.max_prompt_tokens} + --max_new_tokens {sampling.max_new_tokens} exceed"
-        f" the context of {context_length} tokens: a context is full at {budget.full_at}, and the longest"
-        f" prompt leaves {left} tokens"
+        f" the context of {context_length} tokens (of the model, or a micro-batch of --max_tokens): a context"
+        f" is full at {budget.full_at}, and the longest prompt leaves {left} tokens"
     )

@@ -246,7 +246,10 @@ class Rollout(Role):
         self._uses_gateway = True
         result = GatewayResult()
         try:
-            async with self._gateway.open(self._claim, train=train, max_calls=self.max_turns) as endpoint:
+            takes_reward = self.environment is None or not self.environment.scored_by_tests
+            async with self._gateway.open(
+                self._claim, train=train, max_calls=self.max_turns, takes_reward=takes_reward
+            ) as endpoint:
                 result = endpoint.result
                 yield endpoint
         except Exception as error:

@@ -19,11 +19,11 @@ from agentrl.config.schema import (
 from agentrl.data.finalize_group import TRAIN_SPLIT
 from agentrl.documents.task_file import ReadResult
 from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.permissions import names_outside
 from agentrl.processes import stop_on_signals
-from agentrl.registry import paths_among
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.housekeeping import collect_garbage_less_often
-from agentrl.rollout.load_tasks import load_read_tasks, read_task_file
+from agentrl.rollout.load_tasks import load_read_tasks, read_source
 from agentrl.rollout.preflight import probe, require_groups
 from agentrl.rollout.sampler import Sampler
 from agentrl.rollout.setup import allow_configured_imports, open_worker, require_extensions, sampler_config
@@ -96,13 +96,13 @@ async def sample(configs: Configs) -> None:
         async with await open_store(run) as store:
             await _join_run(store, configs, read)
             await allow_configured_imports(store, configs)
-            async with open_worker(store, configs, stop=stop) as (worker, router):
+            async with open_worker(store, configs, stop=stop, trains=True) as (worker, router):
                 collect_garbage_less_often()
                 await probe(
                     store, worker.tools, sampling, TRAIN_SPLIT, groups, configs[AgentConfig],
                     chat_format=worker.chat_format,
                 )  # fmt: skip
-                await store.imports.add(paths_among({groups.group_filter or "", groups.advantage}))
+                await store.imports.add(names_outside({groups.group_filter or "", groups.advantage}))
                 await store.settings.begin("chat", worker.chat_format.agreed_settings, "sample")
                 finalizer = GroupFinalizer(store, groups, split=TRAIN_SPLIT, seed=run.seed)
                 admission = Admission(sampling, configs[TrainConfig])
@@ -131,9 +131,7 @@ async def _read_tasks(configs: Configs) -> ReadResult | None:
     if tasks.train_file is None:
         return None
     require_groups(configs[GroupConfig], tasks.num_generations)
-    return await read_task_file(
-        configs[RunConfig], tasks, tasks.train_file, split=TRAIN_SPLIT, num_generations=tasks.num_generations
-    )
+    return await read_source(tasks.train_file, tasks, split=TRAIN_SPLIT, seed=configs[RunConfig].seed)
 
 
 async def _join_run(store: Store, configs: Configs, read: ReadResult | None) -> None:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from agentrl.concurrency import background, wait_for_any
 from agentrl.config.load import Configs
-from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig
+from agentrl.config.schema import ClaimConfig, RunConfig, SamplingConfig, TaskConfig
 from agentrl.data.rescore import scorer_context
 from agentrl.documents.record import Failure
 from agentrl.documents.status import RecordStatus, SlotStatus
-from agentrl.documents.task import FEEDBACK, Claim, scorer_weights
+from agentrl.documents.task import FEEDBACK, Claim
+from agentrl.environments.session import names_of
 from agentrl.errors import FailureError, LeaseLostError, ScorerError, StoreError
+from agentrl.permissions import allow, is_allowed
 from agentrl.processes import stop_on_signals
-from agentrl.registry import allow_imports, is_importable
+from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import failure_text
 from agentrl.rollout.breaker import report_outages
 from agentrl.rollout.held_claims import HeldClaims, owner_name
@@ -25,6 +27,7 @@ from agentrl.scoring.scorers import ScorerContext, score_context
 from agentrl.spans import NO_SPAN, Span, tracer
 from agentrl.store.client import open_existing
 from agentrl.store.mechanics.retry import retry_outages
+from agentrl.user_code import contain_call, contain_errors
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -63,7 +66,11 @@ class Scoring:
                         extra={"record": claim.record_id})  # fmt: skip
             return False
         try:
-            result = await score_context(scorer, context, self.sampling.scorer_timeout_seconds)
+            result = await contain_errors(
+                lambda: score_context(scorer, context, self.sampling.scorer_timeout_seconds),
+                f"the score of {claim.record_id}",
+                ScorerError,
+            )
         except ScorerError as error:
             self.outages.scorer_failed(scorer, error)
             await self._postpone(claim, error)
@@ -82,9 +89,8 @@ class Scoring:
         Its messages are read from its model calls.
         """
         try:
-            named = (claim.task.environment or "", *scorer_weights(claim.task.scorer))
-            if not all(map(is_importable, named)):
-                allow_imports(await self.store.imports.paths())
+            if not all(map(is_allowed, names_of(claim.task))):
+                allow(await self.store.imports.paths())
             record = await self.store.records.get(claim.record_id)
             if record is None:
                 raise StoreError(
@@ -92,7 +98,16 @@ class Scoring:
                     hint="list all inconsistencies: agentrl db check",
                 )
             calls = await self.store.model_calls.by_record(claim.record_id)
-            context = scorer_context(claim.task, record, calls, self.sampling.agent_config_path)
+            try:
+                context = contain_call(
+                    lambda: scorer_context(claim.task, record, calls, self.sampling.agent_config_path),
+                    f"reading {claim.record_id}",
+                    ScorerError,
+                )
+            except ScorerError as error:
+                await self.store.records.advance(claim, RecordStatus.SCORING)
+                await self._postpone(claim, error)
+                return False
             if record.trace_id is None:
                 return await self.score(claim, context)
             with tracer().span("score_stored", trace=record.trace_id) as span:
@@ -194,6 +209,7 @@ class ScoringQueue:
 async def score(configs: Configs, split: str, *, until_empty: bool) -> int:
     """Score until a signal, or with ``until_empty`` until nothing waits; return how many got a score."""
     run = configs[RunConfig]
+    import_modules(configs[TaskConfig].imported_modules)
     stop = stop_on_signals()
     with retry_outages(run.db_wait_seconds, stop):
         async with await open_existing(run) as store:
@@ -212,7 +228,7 @@ async def score_queued(
     until_empty: bool,
 ) -> int:
     """Score what waits for a score in ``split``; return how many trajectories got one."""
-    allow_imports(await store.imports.paths())
+    allow(await store.imports.paths())
     owner = owner_name()
     outages = Outages(sampling.outage_wait_seconds)
     scoring = Scoring(store=store, outages=outages, sampling=sampling, claims=claims)

@@ -27,6 +27,7 @@ from agentrl.config.schema import (
     SamplingConfig,
     TaskConfig,
     ToolConfig,
+    TrainConfig,
 )
 from agentrl.documents.run import InferenceService
 from agentrl.documents.sampling import SamplingParams
@@ -36,7 +37,8 @@ from agentrl.errors import ModelError
 from agentrl.inference.engine import Router
 from agentrl.inference.engine_list import LiveEngines
 from agentrl.inference.router import EngineRouter
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
+from agentrl.registry import import_modules
 from agentrl.rollout.agent_io import Endpoint, agent_cfg_path
 from agentrl.rollout.agents import check_agent
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -72,8 +74,9 @@ async def model_folder(store: Store | None, configs: Configs) -> str:
     if folder is None and store is not None:
         newest = await store.policy_versions.published(_NEWEST)
         version = next((each for each in newest if each.is_stored), None)
-        root = weights_dir(store.run_name, configs[EngineConfig].weights_dir)
-        folder = None if version is None else await model_files(store, version, root)
+        if version is not None:
+            root = await weights_dir(store, configs[EngineConfig].weights_dir)
+            folder = await model_files(store, version, root)
     if folder is None:
         raise ModelError(
             "no model is named, and the run has published none", hint="give --model_name_or_path FOLDER"
@@ -87,17 +90,30 @@ def max_model_len(model: ModelConfig, folder: str) -> int | None:
 
 
 def open_router(
-    live: LiveEngines, configs: Configs, chat_format: ChatFormat, folder: str, outages: Outages | None = None
+    live: LiveEngines,
+    configs: Configs,
+    chat_format: ChatFormat,
+    folder: str,
+    outages: Outages | None = None,
+    *,
+    trains: bool = False,
 ) -> EngineRouter:
-    """Return the router over the engines of ``live``, for the model in ``folder``."""
+    """Return the router over the engines of ``live``, for the model in ``folder``.
+
+    ``trains`` says that its calls are trained. Prompt and output of a call are trained in one piece, so a
+    micro-batch of ``--max_tokens`` bounds their context too.
+    """
     sampling = configs[SamplingConfig]
+    lengths = [max_model_len(configs[ModelConfig], folder)]
+    if trains:
+        lengths.append(configs[TrainConfig].max_tokens)
     return EngineRouter(
         live,
         token_timeout=sampling.engine_timeout_seconds,
         wait_seconds=sampling.engine_wait_seconds,
         tokens=chat_format,
         tokenizer=tokenizer_fingerprint(folder),
-        max_model_len=max_model_len(configs[ModelConfig], folder),
+        max_model_len=min(filter(None, lengths), default=None),
         router_url=configs[EngineConfig].router_url,
         outages=outages,
         experts=replayed_experts(configs[ModelConfig], folder),
@@ -134,6 +150,7 @@ def require_extensions(configs: Configs) -> None:
     Call it before the run stores its flags, and before tasks are read: it says what runs their containers.
     """
     use_containers(configs[ContainerConfig])
+    import_modules(configs[TaskConfig].imported_modules)
     agent = configs[AgentConfig]
     check_agent(agent.agent_name, agent_cfg_path(None, agent.agent_cfg_path))
     CONTEXT_MANAGERS.get(agent.new_context)
@@ -148,8 +165,8 @@ async def allow_configured_imports(store: Store, configs: Configs) -> None:
     own = {agent.agent_name, agent.new_context, groups.advantage}
     own.update(name.strip() for name in configs[ToolConfig].tools.split(","))
     own.update(name for name in (agent.tool_call_parser, groups.group_filter) if name is not None)
-    allow_imports(configs[TaskConfig].allowed_names | own)
-    allow_imports(await store.imports.paths())
+    allow(configs[TaskConfig].allowed_names | own)
+    allow(await store.imports.paths())
 
 
 def sampler_config(
@@ -191,7 +208,9 @@ class SamplerGateway:
     host: GatewayHost | None = None
 
     @asynccontextmanager
-    async def open(self, claim: Claim, *, train: str, max_calls: int) -> AsyncIterator[Endpoint]:
+    async def open(
+        self, claim: Claim, *, train: str, max_calls: int, takes_reward: bool = True
+    ) -> AsyncIterator[Endpoint]:
         """Return the endpoint of a trajectory."""
         if self.host is None:
             from agentrl.gateway.answerer import Answerer
@@ -206,7 +225,9 @@ class SamplerGateway:
                 seed=self.configs[RunConfig].seed,
             )
             self.host = GatewayHost(answerer, self.configs[GatewayConfig])
-        async with self.host.open(claim, train=train, max_calls=max_calls) as endpoint:
+        async with self.host.open(
+            claim, train=train, max_calls=max_calls, takes_reward=takes_reward
+        ) as endpoint:
             yield endpoint
 
     async def close(self) -> None:
@@ -224,19 +245,21 @@ async def open_worker(
     wrap: Callable[[Router], Router] = lambda router: router,
     stop: asyncio.Event | None = None,
     kind: type[Worker] = Worker,
+    trains: bool = False,
 ) -> AsyncIterator[tuple[Worker, EngineRouter]]:
     """Open a worker with its dependencies; ``live`` lists its engines, by default all live ones of the run.
 
     Its agents and its gateway get their engines from what ``wrap`` returns for the router over these. Tool
-    servers that are down are left to ``LateServers``. Raises ToolServerConfigError for one that cannot be
-    used as it is configured. ``stop`` is the event that signals to this process set.
+    servers that are down are left to ``LateServers``. ``stop`` is the event that signals to this process set.
+    ``trains`` is that of ``open_router``. Raises ToolServerConfigError for a server that cannot be used as it
+    is configured.
     """
     agent, sampling = configs[AgentConfig], configs[SamplingConfig]
     chat_format, folder = await open_format(store, configs), await model_folder(store, configs)
     params = sampling_params(sampling, chat_format)
     outages = Outages(sampling.outage_wait_seconds)
     live = live or (lambda: live_engines(store, configs[EngineConfig]))
-    router = open_router(live, configs, chat_format, folder, outages)
+    router = open_router(live, configs, chat_format, folder, outages, trains=trains)
     engines = wrap(router)
     tools = ToolPool(configs[ToolConfig], open_browse_agent(sampling.agent_config_path))
     gateway = SamplerGateway(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from agentrl.chat.chat_format import Message
 from agentrl.chat.parsers.arguments import validate_call
 from agentrl.chat.parsers.base import ToolCall
-from agentrl.documents.base import replace_surrogates, sanitize_bson
+from agentrl.documents.base import replace_surrogates
 from agentrl.documents.images import Part
-from agentrl.documents.model_call import ToolExecution
+from agentrl.documents.model_call import ToolExecution, storable_arguments
 from agentrl.errors import ToolServerError, tool_server
 from agentrl.rollout.model_call import PendingCall, Turn
 from agentrl.rollout.outages import Clock, Outages
@@ -94,7 +94,7 @@ async def execute(call: ToolCall, tools: Tools, images: Images | None = None) ->
         text = _NOT_SHOWN.sub(r"\1]", result.text, count=len(shown)) if shown else result.text
         execution = ToolExecution(
             name=call.name,
-            arguments=sanitize_bson(call.arguments),
+            arguments=storable_arguments(call.arguments),
             result=str(replace_surrogates(text)),
             error=result.error,
             seconds=result.seconds,

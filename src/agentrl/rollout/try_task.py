@@ -42,7 +42,8 @@ from agentrl.errors import ConfigError, FailureError, LeaseLostError, StoreError
 from agentrl.inference.engine import Generation, Held
 from agentrl.llm.agent_config import load_judge
 from agentrl.observe.terminal import clean, stdout_console
-from agentrl.rollout.agents import AGENTS
+from agentrl.registry import import_modules
+from agentrl.rollout.preflight import TaskNames
 from agentrl.rollout.setup import allow_configured_imports, live_engines, model_folder, open_worker
 from agentrl.rollout.worker import Worker
 from agentrl.scoring.answers import check_schema, require_readable
@@ -113,6 +114,7 @@ async def try_task(
     async with AsyncExitStack() as stack:
         run = await _run(stack, configs, wanted, engine_url is not None or prompt)
         flags = configs[TaskConfig]
+        import_modules(flags.imported_modules)
         rows = TaskRows.parse(flags.task_preset, flags.task_fields)
         task, images = await _task(wanted, line, run, rows)
         _require_usable(configs, task)
@@ -226,14 +228,17 @@ def _task_of_file(source: TaskSource, line: int | None, rows: TaskRows) -> tuple
             task = make_task(value, _ID, 1, source.folder)
             return task, read_images(image_sources(value), source.folder)
         except BadTaskError as error:
-            raise TaskFileError(f"{source.where(item.line)}: {error}", hint="correct this line") from error
+            raise TaskFileError(f"{source.where(item)}: {error}", hint="correct this line") from error
     where = f"no task begins on line {line}" if line is not None else "it holds no tasks"
     raise TaskFileError(f"{source.path}: {where}", hint="give --line N of a task")
 
 
 def _require_usable(configs: Configs, task: Task) -> None:
     """Raise ConfigError or TaskFileError for a task that no sampler can run or score."""
-    AGENTS.get(task.agent_name or configs[AgentConfig].agent_name)
+    names = TaskNames()
+    names.agent(task.agent_name or configs[AgentConfig].agent_name)
+    for scorer in scorer_weights(task.scorer):
+        names.scorer(scorer)
     require_scorer(task.scorer)
     check_schema(task.answer_schema)
     try:

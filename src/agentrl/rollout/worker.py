@@ -15,8 +15,8 @@ from agentrl.config.schema import AgentConfig, ClaimConfig, SamplingConfig, Tool
 from agentrl.documents.record import Failure
 from agentrl.documents.sampling import SamplingParams
 from agentrl.documents.status import RecordStatus
-from agentrl.documents.task import Claim, Task, scorer_weights
-from agentrl.environments.session import EnvironmentSession, open_environment
+from agentrl.documents.task import Claim, Task
+from agentrl.environments.session import EnvironmentSession, environment_names, names_of, open_environment
 from agentrl.errors import (
     ConfigError,
     FailureError,
@@ -30,7 +30,7 @@ from agentrl.errors import (
     TrajectoryError,
 )
 from agentrl.inference.engine import Engine, Router
-from agentrl.registry import allow_imports, is_importable
+from agentrl.permissions import allow, is_allowed
 from agentrl.rollout.agent_io import Gateway, Outcome, failure_text
 from agentrl.rollout.agents import AGENTS, Agent, AgentClass, run_agent, scorer_context
 from agentrl.rollout.context import CONTEXT_MANAGERS
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_DEPENDENCIES = frozenset({"engine", "tool"})
+_DEPENDENCIES = frozenset({"engine", "tool", "session"})
 """Kinds of failure that a signal to other processes can cause."""
 
 _KEEP_SECONDS = 2.0
@@ -169,9 +169,8 @@ class Worker:
 
     async def _import(self, task: Task, agent_name: str) -> Agent | AgentClass:
         """Return the agent; check that this process can use it and the task's scorer and answer schema."""
-        named = (agent_name, task.environment or "", *scorer_weights(task.scorer))
-        if not all(map(is_importable, named)):
-            allow_imports(await self.store.imports.paths())  # loaded after this process started
+        if not all(map(is_allowed, (agent_name, *names_of(task), *environment_names(task)))):
+            allow(await self.store.imports.paths())  # loaded after this process started
         agent = contain_call(lambda: AGENTS.get(agent_name), f"agent {agent_name}", TrajectoryError)
         contain_call(lambda: require_scorer(task.scorer), f"scorer {task.scorer}", ScorerError)
         check_schema(task.answer_schema)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.documents.base import is_finite
+from agentrl.documents.base import LARGEST_SCORE, is_finite, is_score, score_problem
 from agentrl.errors import GroupError
 from agentrl.registry import Registry
 from agentrl.user_code import contain_call, describe
@@ -22,6 +22,9 @@ _NOISE_OF_SIZE = 1e-9
 """Rewards that differ by less than this share of the largest are equal."""
 
 _STD_FLOOR = 1e-6
+
+_LARGEST = 4 * LARGEST_SCORE
+"""Largest size of an advantage; the built-in ones are at most the difference of two scores."""
 
 _HINT = "return one finite number for each reward, in the same order"
 
@@ -100,10 +103,15 @@ def reward(rewards: Sequence[float]) -> list[float]:
 def estimate(name: str, rewards: Sequence[float]) -> list[float]:
     """Return the advantages that the estimator ``name`` gives to ``rewards``, checked.
 
-    Raises GroupError for an exception in the estimator and for a malformed result, ConfigError for an
-    estimator that does not exist or that this process may not import.
+    Raises GroupError for a reward that is no score, for an exception in the estimator and for a malformed
+    result, and ConfigError for an estimator that does not exist or that this process may not import.
     """
     estimator = ESTIMATORS.get(name)
+    if (wrong := next((value for value in rewards if not is_score(value)), None)) is not None:
+        raise GroupError(
+            f"a trajectory's reward {describe(wrong)} {score_problem(wrong)}",
+            hint="score the group again by a scorer with smaller scores: agentrl db rescore",
+        )
     what = f"advantage estimator {name}"
     values = contain_call(lambda: _checked(what, estimator(rewards)), what, GroupError)
     if len(values) != len(rewards):
@@ -133,6 +141,8 @@ def _checked(what: str, values: Any) -> list[float]:
     for value in values:
         if not is_finite(value):
             raise GroupError(f"{what} returned {describe(value)}, which is not a finite number", hint=_HINT)
+        if abs(value) > _LARGEST:
+            raise GroupError(f"{what} returned {describe(value)}, which is beyond ±{_LARGEST:g}", hint=_HINT)
         checked.append(float(value))
     return checked
 

@@ -20,22 +20,27 @@ from agentrl.scoring.normal_form import number, same, word_f1
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*|####")
+LINE = "Answer:"
+"""The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
+_WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
+_LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
 _HASHES = re.compile(r"####\s*(-?)\s?(?:\\?\$)?(-?[0-9][0-9.,]*)")
 
 
 def check_schema(schema: str) -> None:
-    """Raise ConfigError unless ``schema`` is ``boxed``, ``####`` or a word that can name a tag."""
+    """Raise ConfigError unless ``schema`` is ``boxed``, ``####``, ``Answer:`` or the name of a tag."""
     if not _WORD.fullmatch(schema):
         raise ConfigError(
             f"answer_schema is {schema!r}; it must be one word",
-            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, '####' for #### 72, or a tag",
+            hint="use 'answer' for <answer>…</answer>, 'boxed' for \\boxed{…}, '####' for #### 72, 'Answer:'"
+            " for a line Answer: 72, or a tag",
         )
 
 
 def extract_answer(text: str, schema: str) -> str | None:
     """Return the last marked answer outside of ``<think>…</think>``, stripped; None without one.
 
+    ``Answer:`` is what follows the last ``Answer:``, without ``$…$`` and ``\\boxed{…}`` around it.
     ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. ``####`` is the
     number behind the last ``####``, as in GSM8K. Any other word X is the last ``<X>…</X>``.
     """
@@ -47,27 +52,43 @@ def extract_answer(text: str, schema: str) -> str | None:
     if schema == "####":
         hashes = _HASHES.findall(spoken)
         return "".join(hashes[-1]).rstrip(".,") if hashes else None
+    if schema == LINE:
+        lines = _LINE.findall(spoken)
+        return _bare(lines[-1]) if lines else None
     tag = re.escape(schema)
     matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
     return matches[-1].strip() if matches else None
 
 
-def _marked(answer: str, schema: str) -> str:
+def _bare(text: str) -> str | None:
+    """Return the answer of a line as math and Markdown decorate it; None for an empty one."""
+    boxed = last_braced(text, "\\boxed")
+    inner = text.strip(" \t*_").removesuffix(".") if boxed is None else boxed
+    dollars = re.fullmatch(r"\$+([^$]+)\$+|\\[(\[](.+)\\[)\]]", inner)
+    return (inner if dollars is None else dollars[1] or dollars[2]).strip() or None
+
+
+def marked(answer: str, schema: str) -> str:
     """Return ``answer`` as a model would mark it."""
     if schema == "boxed":
         return f"\\boxed{{{answer}}}"
-    return f"#### {answer}" if schema == "####" else f"<{schema}>{answer}</{schema}>"
+    if schema in ("####", LINE):
+        return f"{schema} {answer}"
+    return f"<{schema}>{answer}</{schema}>"
 
 
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers ``exact``, ``f1`` and ``math``, which need an answer.
+    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own.
     """
-    likenesses = {"exact": same, "f1": word_f1, "math": same}
+    judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
+    likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)
     golds = [gold for gold in (*answers, *task.aug_answers) if gold is not None]
     for name in likenesses.keys() & scorer_weights(task.scorer).keys():
+        if not golds and name in judged:
+            continue
         if not golds:
             raise BadTaskError(
                 f"scorer {name} compares with an answer, and the task has none: give it one, or leave the"
@@ -81,18 +102,18 @@ def require_readable(task: Task) -> None:
 def _unreadable(gold: Any, schema: str, name: str, likeness: Callable[[str, str], float]) -> str | None:
     """Return why a reference answer does not score 1 against itself; None if it does."""
     if isinstance(gold, (dict, list)):
-        return f"it is {kind_of(gold)}, and text or a number is compared"
+        return f"it is {kind_of(gold)}, and text or a number is compared: --task_fields answer=answer.KEY"
     text = str(gold)
     if not text.strip():
         return "it is empty"
     try:
-        given = extract_answer(_marked(text, schema), schema)
+        given = extract_answer(marked(text, schema), schema)
     except ConfigError:
         return None  # the schema is refused by name
     if given is not None and likeness(given, text) == 1:
         return None
     read = "nothing" if given is None else repr(given[:80])
-    return f"of {_marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
+    return f"of {marked(text, schema)[:80]!r}, answer_schema {schema} reads {read}"
 
 
 @scorer("exact")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import ConfigError, ScorerError
+from agentrl.permissions import require_allowed
 from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
-from agentrl.tools.sandbox.limits import Execution
+from agentrl.tools.sandbox.limits import Execution, sandbox_names
 from agentrl.tools.sandbox.tool import Sandbox, open_sandbox
 
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -39,6 +40,11 @@ async def code(context: ScorerContext) -> ScoreResult:
     Each test runs in a directory of its own. Raises ScorerError for malformed tests, and ToolServerError if
     no sandbox can run.
     """
+    try:
+        for name in names_in_answer(context.answer):
+            require_allowed(name, "sandbox of the task's answer")
+    except ConfigError as error:
+        raise ScorerError(error.message, hint=error.hint) from error
     tests, config = read_tests(context.answer)
     if context.final_answer is None:
         return ScoreResult(0.0, {"passed": 0, "tests": len(tests)})
@@ -56,16 +62,17 @@ def program_of(answer: str) -> str:
     return str(blocks[-1]) if blocks else answer
 
 
+def names_in_answer(answer: Any) -> list[str]:
+    """Return what the sandbox in a task's answer has beside limits; none if it holds no tests."""
+    try:
+        return sandbox_names(_given(answer)[1])
+    except ScorerError:
+        return []
+
+
 def read_tests(answer: Any) -> tuple[list[CodeTest], Mapping[str, Any]]:
     """Return the tests of a task and the sandbox's configuration. Raises ScorerError."""
-    try:
-        value = json.loads(answer) if isinstance(answer, str) and answer.lstrip()[:1] in "[{" else answer
-    except ValueError as error:
-        raise ScorerError(f"the task's answer is not JSON: {error}") from error
-    config: Mapping[str, Any] = {}
-    if isinstance(value, Mapping):
-        config = value.get("sandbox") or {}
-        value = value["tests"] if "tests" in value else _pairs(value)
+    value, config = _given(answer)
     tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, (list, tuple)) or not tests or not isinstance(config, Mapping):
         raise ScorerError(
@@ -77,6 +84,17 @@ def read_tests(answer: Any) -> tuple[list[CodeTest], Mapping[str, Any]]:
     except ConfigError as error:
         raise ScorerError(error.message, hint=error.hint) from error
     return [_test(item) for item in tests], config
+
+
+def _given(answer: Any) -> tuple[Any, Any]:
+    """Return the tests and the sandbox's configuration as they are given. Raises ScorerError."""
+    try:
+        value = json.loads(answer) if isinstance(answer, str) and answer.lstrip()[:1] in "[{" else answer
+    except ValueError as error:
+        raise ScorerError(f"the task's answer is not JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        return value, {}
+    return value["tests"] if "tests" in value else _pairs(value), value.get("sandbox") or {}
 
 
 def _pairs(value: Mapping[str, Any]) -> list[dict[str, Any]]:

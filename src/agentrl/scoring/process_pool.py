@@ -21,8 +21,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from agentrl.concurrency import clock_stopped
 from agentrl.errors import ConfigError, FailureError, ScorerError
-from agentrl.llm.limits import clock_stopped
+from agentrl.threads import SCORER_THREADS
 from agentrl.user_code import describe
 
 _LARGEST = 8
@@ -70,9 +71,9 @@ class _Worker:
     async def run(self, call: bytes) -> Any:
         """Run one pickled call. Kills the process if the caller is cancelled."""
         try:
-            await asyncio.to_thread(self._connection.send_bytes, call)
+            await SCORER_THREADS.run(self._connection.send_bytes, call)
             await self._readable()
-            kind, value = pickle.loads(await asyncio.to_thread(self._connection.recv_bytes))
+            kind, value = pickle.loads(await SCORER_THREADS.run(self._connection.recv_bytes))
         except (EOFError, OSError) as error:
             self.kill()
             code = self._process.exitcode

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.config.groups import GroupConfig
-from agentrl.documents.base import is_finite
+from agentrl.documents.base import is_score
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS, Record
 from agentrl.errors import ScorerError
 from agentrl.scoring.advantages import ESTIMATORS, agrees, estimate
@@ -41,7 +41,7 @@ def checked_turn_rewards(name: str, given: Any, calls: int) -> list[float] | Non
             f"scorer {name} returned the turn rewards {describe(given)} for {calls} model calls", hint=_HINT
         )
     for value in given:
-        if not is_finite(value):
+        if not is_score(value):
             raise ScorerError(f"scorer {name} returned the turn reward {describe(value)}", hint=_HINT)
     return [float(value) for value in given]
 
@@ -111,7 +111,7 @@ def checked_role_rewards(
             raise ScorerError(
                 f"{what} {name} rewards the role {describe(role)}, which made no call", hint=hint
             )
-        if isinstance(value, bool) or not is_finite(value):
+        if isinstance(value, bool) or not is_score(value):
             raise ScorerError(
                 f"{what} {name} gives the role {role} the reward {describe(value)}",
                 hint="give a finite number",

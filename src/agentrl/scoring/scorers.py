@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from agentrl.concurrency import end_tasks
-from agentrl.documents.base import is_finite, sanitize_bson
+from agentrl.concurrency import end_tasks, time_limit
+from agentrl.documents.base import is_score, sanitize_bson, score_problem
 from agentrl.documents.model_call import ToolExecution
 from agentrl.documents.record import CALL_ROLES, ROLE_REWARDS, TURN_REWARDS
 from agentrl.documents.status import CallStatus
@@ -17,7 +17,6 @@ from agentrl.documents.task import scorer_weights
 from agentrl.errors import ConfigError, FailureError, OutageError, ScorerError, judge
 from agentrl.extras import require
 from agentrl.llm.agent_config import section_values
-from agentrl.llm.limits import time_limit
 from agentrl.registry import Registry
 from agentrl.scoring.process_pool import run_in_process
 from agentrl.scoring.rewards import (
@@ -321,6 +320,6 @@ def _checked(name: str, result: Result, calls: Sequence[ScoredCall], what: str =
 
 
 def _number(name: str, value: Any) -> float:
-    if is_finite(value):
+    if is_score(value):
         return float(value)
-    raise ScorerError(f"{name} returned {describe(value)}, which is not a finite number")
+    raise ScorerError(f"{name} returned {describe(value)}, which {score_problem(value)}")

@@ -34,6 +34,7 @@ from agentrl.store.labels import Labels
 from agentrl.store.mechanics.change_stream import Changes
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.mechanics.retry import PastOutage
+from agentrl.store.mechanics.run_fence import RunFence
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.policy_versions import PolicyVersions
@@ -159,6 +160,7 @@ async def open_store(run: RunConfig) -> Store:
     async with _connected(run, "preparing the database") as connection:
         await connection.call(lambda: _check_name(connection), "looking for the run")
         await connection.call(lambda: open_schema(connection.database), "preparing the database")
+        connection.fence = RunFence(connection.database)
         return Store(connection)
 
 
@@ -171,6 +173,7 @@ async def open_existing(run: RunConfig) -> Store:
         if not await _has_tasks(connection.database):
             raise await _no_run(connection)
         await holds_run(connection.database)
+        connection.fence = RunFence(connection.database)
         return Store(connection)
 
 

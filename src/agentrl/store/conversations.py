@@ -86,12 +86,20 @@ class Conversations(Repository):
         """Store the feedback for a trajectory without a score; the last one counts.
 
         A running one is scored when it ends, a sampled one now. Return None; or the status of a Record that
-        takes none, because it has a score or has failed. Raises StoreError if there is no such Record.
+        takes none, because it has a score or has failed. Raises StoreError if there is no such Record, and if
+        its task is not scored by feedback.
         """
         query = {"_id": record_id, "status": {"$in": _TAKES_FEEDBACK}}
         waits: Json = {"$and": [slots.SAMPLED, {"$eq": ["$$slot.record_id", {"$literal": record_id}]}]}
 
         async def write() -> Json | None:
+            found = await self._collection(RECORD).find_one({"_id": record_id}, {"task": 1}) or {}
+            task = await self._collection(TASK).find_one({"_id": found.get("task")}, {"scorer": 1}) or {}
+            if task.get("scorer", FEEDBACK) != FEEDBACK:
+                raise StoreError(
+                    f"{record_id[:200]} is scored by {task['scorer']}: it takes no feedback",
+                    hint="a Label with a score and `agentrl db rescore --from_labels` change a score",
+                )
             record = await self._collection(RECORD).find_one_and_update(
                 query, {"$set": {"reported_reward": plain(reward)}}, {"task": 1, "status": 1}
             )

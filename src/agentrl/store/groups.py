@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pymongo import ASCENDING, ReturnDocument, UpdateOne
 
+from agentrl.concurrency import time_limit
 from agentrl.documents.base import plain
 from agentrl.documents.column import Column, column_key
 from agentrl.documents.model_call import DispatchedSamplingTask
@@ -27,6 +27,7 @@ from agentrl.store.model_calls import read_model_calls
 from agentrl.store.names import DATA, RECORD, TASK
 from agentrl.store.records import read_records
 from agentrl.store.selection import BY_ORDER, ease_after_group
+from agentrl.threads import DECISION_THREADS
 
 DECIDE_SECONDS = 120.0
 """Time limit of ``decide`` for one group: a user's filter may hang."""
@@ -266,8 +267,9 @@ def slot_problem(task: Task, records: Sequence[Record]) -> str | None:
 async def _run_decide(group: StoredGroup, decide: Decide) -> GroupOutcome:
     """Run ``decide`` in a thread. Raises GroupError after ``DECIDE_SECONDS``; the thread continues."""
     try:
-        async with asyncio.timeout(DECIDE_SECONDS):
-            return await asyncio.to_thread(decide, group)
+        async with time_limit(DECIDE_SECONDS):
+            outcome: GroupOutcome = await DECISION_THREADS.run(decide, group)
+            return outcome
     except TimeoutError as error:
         raise GroupError(
             f"the decision on group {group.task.id} took longer than {DECIDE_SECONDS:g} s",

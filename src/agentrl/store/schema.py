@@ -27,6 +27,7 @@ from agentrl.documents.record import Label, Record
 from agentrl.documents.retraction import Retraction, Tombstone
 from agentrl.documents.run import (
     FLAGS,
+    IDENTITY,
     REMARKS,
     SCHEMA,
     EpochOpening,
@@ -155,7 +156,9 @@ _RUN = _object(Relative)["properties"] | {
         "Run.version", "the version of the database's shape", bsonType=["int", "long"], minimum=1
     ),
 }  # fmt: skip
-_SETTINGS_ID = _extra("Settings._id", "a concern or flags/ROLE", enum=[*CONCERNS, *map(flags_key, FLAGS)])
+_SETTINGS_ID = _extra(
+    "Settings._id", f"a concern, {IDENTITY} or flags/ROLE", enum=[*CONCERNS, IDENTITY, *map(flags_key, FLAGS)]
+)
 
 VALIDATORS: dict[str, Json] = {
     name: {"$jsonSchema": schema}

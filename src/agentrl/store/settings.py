@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -11,13 +12,17 @@ from pymongo import ASCENDING
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from agentrl.documents.base import excerpt, now, plain
-from agentrl.documents.run import FLAGS, ImportList, RunSettings, flags_key
+from agentrl.documents.run import FLAGS, IDENTITY, ImportList, RunSettings, flags_key
 from agentrl.errors import ConfigError
+from agentrl.folder_owner import Owner
 from agentrl.store.mechanics.connection import Repository, database_call
 from agentrl.store.names import IMPORTS, RECORD, SETTINGS
 
 FIXED: Final = frozenset({"tasks", "model"})
 """Concerns whose settings cannot change once anything has been sampled."""
+
+_OF_MODEL: Final = ("model", "files")
+"""Concerns of what a model's folder holds, not of flags."""
 
 _SHOWN = 120
 
@@ -88,8 +93,24 @@ class Settings(Repository):
         return {item.id: item for item in await self._stored("$nin")}
 
     async def _stored(self, operator: str) -> list[RunSettings]:
-        flags = [flags_key(role) for role in FLAGS]
-        return await self._all(RunSettings, SETTINGS, {"_id": {operator: flags}}, sort=[("_id", ASCENDING)])
+        others = [flags_key(role) for role in FLAGS] + ([IDENTITY] if operator == "$nin" else [])
+        return await self._all(RunSettings, SETTINGS, {"_id": {operator: others}}, sort=[("_id", ASCENDING)])
+
+    @database_call
+    async def owner(self, *, makes: bool = True) -> Owner:
+        """Return the run as the owner of folders; the first call of all makes its id.
+
+        Without ``makes`` nothing is written: the id of a run that has claimed nothing is empty. A rename and
+        an import keep the id; a fork and a what-if have their own.
+        """
+        stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+        if stored is None and makes:
+            made = RunSettings(id=IDENTITY, values={"id": secrets.token_hex(16)}, by=_by("run"), at=now())
+            with suppress(DuplicateKeyError):
+                await self._collection(SETTINGS).insert_one(made.to_document())
+            stored = await self._one(RunSettings, SETTINGS, {"_id": IDENTITY})
+        connection, id = self._connection, "" if stored is None else str(stored.values["id"])
+        return Owner(run=connection.database.name, id=id, database=connection.host)
 
     @database_call
     async def forget(self, concern: str) -> RunSettings | None:
@@ -108,14 +129,17 @@ class Settings(Repository):
 
 
 def _document(key: str, values: Mapping[str, Any], role: str, **more: Any) -> RunSettings:
-    by = f"agentrl {role} on {socket.gethostname()}"
-    return RunSettings(id=key, values=plain(dict(values)), by=by, at=now(), **more)
+    return RunSettings(id=key, values=plain(dict(values)), by=_by(role), at=now(), **more)
+
+
+def _by(role: str) -> str:
+    return f"agentrl {role} on {socket.gethostname()}"
 
 
 def _differences(concern: str, begun: RunSettings, values: Mapping[str, Any]) -> Iterator[str]:
     for name, stored in begun.values.items():
         if name in values and values[name] != stored:
-            what = f"the model's {name}" if concern == "model" else f"--{name}"
+            what = f"the model's {name}" if concern in _OF_MODEL else f"--{name}"
             yield f"{what} is {excerpt(values[name], _SHOWN)}, and the run has {excerpt(stored, _SHOWN)}"
 
 
@@ -134,7 +158,7 @@ def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collecti
 
 
 def _hint(concern: str, run: str) -> str:
-    same = "give the model that the run has" if concern == "model" else "give the flags that the run has"
+    same = "give the model that the run has" if concern in _OF_MODEL else "give the flags that the run has"
     command = f"agentrl db accept {concern} --run_name {run}"
     when = ", while nothing is sampled," if concern in FIXED else ""
     return f"{same}, or another --run_name;{when} `{command}` lets the next process set its own"

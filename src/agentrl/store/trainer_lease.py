@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.documents.base import plain
-from agentrl.documents.run import TRAINER, ProcessIdentity, TrainerLease
+from agentrl.documents.run import TRAINER, ProcessIdentity, SavedCheckpoint, TrainerLease
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError
 from agentrl.processes import has_ended
@@ -83,6 +83,16 @@ class TrainerLeases(Repository):
             return discarded
 
         return await self._connection.transaction(write)
+
+    @database_call
+    async def record_output(self, attempt: int, place: str) -> None:
+        """Store where the trainer keeps its output. Raises LeaseLostError as ``renew``."""
+        await self._lease.write(attempt, {"$set": {"output": place}})
+
+    @database_call
+    async def record_saved(self, attempt: int, saved: SavedCheckpoint) -> None:
+        """Store which checkpoint is the newest. Raises LeaseLostError as ``renew``."""
+        await self._lease.write(attempt, {"$set": {"saved": plain(saved)}})
 
     @database_call
     async def require_free(self, host: str) -> None:

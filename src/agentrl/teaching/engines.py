@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.documents.column import TopLogprobs, checked_logprobs
 from agentrl.inference.engine import EngineRefusedError, known_format, malformed
 from agentrl.inference.http import EngineHttp
 
@@ -21,8 +24,22 @@ class Scored:
 
     logprobs: NDArray[np.float32]
     """float32[n], in nats."""
-    top: Sequence[Mapping[int, float]] = ()
-    """{id: logprob} of the most likely ids at each place; empty if none were asked for."""
+    top: TopLogprobs | None = None
+    """The most likely ids at each place; None if none were asked for."""
+
+    @classmethod
+    def of(cls, logprobs: Sequence[float | None], rows: Sequence[Mapping[int, float]], top: int) -> Self:
+        """Check an answer: a logprob of each id, and ``rows`` of {id: logprob}, of which ``top`` are kept.
+
+        Raises ValueError for what no distribution has, and for more or fewer rows than ids.
+        """
+        values = checked_logprobs(logprobs)
+        if not top:
+            return cls(values)
+        if len(rows) != len(values):
+            raise ValueError(f"likeliest ids of {len(rows)} tokens, not {len(values)}")
+        likeliest = [nlargest(top, row.items(), key=itemgetter(1)) for row in rows]
+        return cls(values, TopLogprobs.of([dict(row) for row in likeliest]))
 
 
 class TeacherEngine(Protocol):
@@ -49,8 +66,8 @@ class HttpTeacher:
 
     def __init__(self, url: str, timeout: float) -> None:
         """``timeout`` limits a request, in seconds."""
-        self.name = url
         self._http = EngineHttp(url)
+        self.name = self._http.url
         self._timeout = timeout
         self._served: str | None = None
         """The model's name, of a server that has ``/v1/completions`` alone."""
@@ -81,10 +98,8 @@ class HttpTeacher:
             if [row[1] for row in rows] != list(ids[first:]):
                 raise malformed(self._http.url, f"logprobs of other ids than the {len(ids)} that it was sent")
             others = meta["input_top_logprobs"][first - len(ids) :] if top else ()
-            return Scored(
-                np.array([row[0] for row in rows], np.float32),
-                [{int(each[1]): float(each[0]) for each in row} for row in others],
-            )
+            likeliest = [{int(each[1]): float(each[0]) for each in row} for row in others]
+            return Scored.of([row[0] for row in rows], likeliest, top)
 
     async def _prompt_logprobs(self, ids: Sequence[int], first: int, top: int) -> Scored:
         body = {
@@ -96,8 +111,7 @@ class HttpTeacher:
             rows = answer["choices"][0]["prompt_logprobs"][first:]
             found = [{int(id): float(each["logprob"]) for id, each in row.items()} for row in rows]
             own = [row[id] for id, row in zip(ids[first:], found, strict=True)]
-            likeliest = [sorted(row.items(), key=lambda pair: -pair[1])[:top] for row in found]
-            return Scored(np.array(own, np.float32), [dict(row) for row in likeliest] if top else ())
+            return Scored.of(own, found, top)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -124,7 +138,8 @@ class FolderTeacher:
         """Return the logprobs of ``ids[first:]``; see ``TeacherEngine``."""
         async with self._turn:
             try:
-                return Scored(*await asyncio.to_thread(self._scorer.score, ids, first, top))
+                values, rows = await asyncio.to_thread(self._scorer.score, ids, first, top)
+                return Scored.of(values.tolist(), rows, top)
             except (RuntimeError, IndexError, ValueError) as error:
                 raise EngineRefusedError(
                     f"{self.name} cannot compute {len(ids)} tokens: {type(error).__name__}: {error}"

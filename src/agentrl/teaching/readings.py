@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,21 +42,22 @@ class Teaching:
         Calls that another model answered have NaN. ``calls`` are ordered by index.
         """
         values: list[NDArray[np.float32]] = [np.zeros(0, np.float32)]
-        rows: list[Mapping[int, float]] = []
+        tops: list[TopLogprobs] = []
         for call, prompt in self._prompts(task, calls):
             output = unpack_ids(call.output_ids).tolist()
-            nothing: list[Mapping[int, float]] = [{}] * len(output)
+            nothing = TopLogprobs.of([{}] * len(output))
             if prompt is None or not output or not len(prompt):
                 values.append(np.full(len(output), np.nan, np.float32))
-                rows += nothing
+                tops.append(nothing)
             elif self.tokenizers is None:
                 scored = await self.engine.score([*prompt, *output], len(prompt), self.top_logprobs)
                 values.append(scored.logprobs)
-                rows += scored.top or nothing
+                tops.append(scored.top or nothing)
             else:
                 values.append(await self._aligned(prompt, output))
-                rows += nothing
-        return np.concatenate(values), TopLogprobs.of(rows) if any(rows) else None
+                tops.append(nothing)
+        joined = TopLogprobs.join(tops) if tops else None
+        return np.concatenate(values), joined if joined is not None and len(joined.logprobs) else None
 
     async def _aligned(self, prompt: Sequence[int], output: Sequence[int]) -> NDArray[np.float32]:
         """Score an answer as text: its last token is the end of a turn for both."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from agentrl.concurrency import time_limit
 from agentrl.documents.images import Image
 from agentrl.documents.model_call import Condensed
 from agentrl.documents.task import Claim
 from agentrl.errors import FailureError, OutageError, ToolServerError, tool_server
+from agentrl.threads import Threads
 from agentrl.user_code import contain
 
 Schema = dict[str, Any]
@@ -176,12 +177,15 @@ class ToolError(FailureError):
     kind = "tool"
 
 
-async def run_function(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Await an async function; run any other in a thread, and await what it returns if need be."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-        return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
-    return await result if inspect.isawaitable(result) else result
+async def run_function(
+    threads: Threads, function: Callable[..., Any], /, *arguments: Any, **named: Any
+) -> Any:
+    """Await an async function; run any other in one of ``threads``, and await what it returns if need be."""
+    with threads.asyncios():
+        if inspect.iscoroutinefunction(inspect.unwrap(function)):
+            return await function(*arguments, **named)
+        result = await threads.run(function, *arguments, **named)
+        return await result if inspect.isawaitable(result) else result
 
 
 async def contain_within(
@@ -192,9 +196,12 @@ async def contain_within(
     *,
     hint: str | None = None,
 ) -> T:
-    """Return the result of ``work()``. Raises ``failure`` if it raises or takes longer than ``seconds``."""
+    """Return the result of ``work()``. Raises ``failure`` if it raises or takes longer than ``seconds``.
+
+    Waiting for a thread does not count.
+    """
     try:
-        async with asyncio.timeout(seconds):
+        async with time_limit(seconds):
             return await contain(work, what, failure)
     except TimeoutError as error:
         raise failure(f"{what} took longer than {seconds:g} s", hint=hint) from error
@@ -203,10 +210,10 @@ async def contain_within(
 async def reply_within(seconds: float, work: Callable[[], Awaitable[Reply]], tool: str) -> Reply:
     """Return the reply of a tool of this process; an exception and a timeout are errors in it.
 
-    A thread goes on after its time. Raises any FailureError of the tool.
+    Waiting for a thread does not count. A thread goes on after its time. Raises any FailureError of the tool.
     """
     try:
-        async with asyncio.timeout(seconds):
+        async with time_limit(seconds):
             return await contain(work, f"tool {tool}", ToolError)
     except TimeoutError:
         return timed_out(tool, seconds)

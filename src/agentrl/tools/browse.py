@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.batches import batches
 from agentrl.chat.parsers.reasoning import split_reasoning
+from agentrl.concurrency import Deadline
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.model_call import BrowseCall, Condensed
 from agentrl.errors import ConfigError
 from agentrl.llm.agent_config import BrowseSection, load_browse
 from agentrl.llm.ask import RULE, NoAnswerError, ask, fenced
 from agentrl.llm.client import Messages
-from agentrl.llm.limits import Deadline
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

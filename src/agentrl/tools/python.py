@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import logging
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from agentrl.errors import AgentRLError, ToolServerError
 from agentrl.registry import Registry
+from agentrl.threads import TOOL_THREADS, Threads
 from agentrl.tools.base import (
     Reply,
     Schema,
@@ -121,9 +121,19 @@ class PythonSession(ServerSession):
     """The tools of a Toolset for one trajectory. The instance of a class is made at the first call."""
 
     def __init__(
-        self, name: str, toolset: Toolset, *, call_timeout: float, instance: object | None = None
+        self,
+        name: str,
+        toolset: Toolset,
+        *,
+        call_timeout: float,
+        instance: object | None = None,
+        threads: Threads = TOOL_THREADS,
     ) -> None:
-        """``call_timeout`` bounds one tool call, in seconds. ``instance`` is used instead of a new one."""
+        """``call_timeout`` bounds one tool call, in seconds. ``instance`` is used instead of a new one.
+
+        Functions that are not async run in ``threads``.
+        """
+        self._threads = threads
         self._name = name
         self._toolset = toolset
         self._call_timeout = call_timeout
@@ -139,7 +149,7 @@ class PythonSession(ServerSession):
         """
 
         async def work() -> Reply:
-            return Reply(text=await _run(await self._function(tool), arguments))
+            return Reply(text=await _run(self._threads, await self._function(tool), arguments))
 
         return await reply_within(self._call_timeout, work, tool)
 
@@ -151,7 +161,9 @@ class PythonSession(ServerSession):
             return
         what = f"close of tool {self._name}"
         try:
-            await contain_within(self._call_timeout, lambda: run_function(close), what, ToolError)
+            await contain_within(
+                self._call_timeout, lambda: run_function(self._threads, close), what, ToolError
+            )
         except AgentRLError as error:
             logger.warning("a tool cannot be closed", extra={"tool": self._name, "why": error.message})
 
@@ -162,7 +174,7 @@ class PythonSession(ServerSession):
         if self._instance is None:
             what = f"the class of tool {self._name}"
             with unreachable_is_outage(self._name):
-                self._instance = await contain(lambda: asyncio.to_thread(target), what, ToolServerError)
+                self._instance = await contain(lambda: self._threads.run(target), what, ToolServerError)
         function: Callable[..., Any] = getattr(self._instance, tool)
         return function
 
@@ -205,14 +217,14 @@ def _schema(name: str, function: Callable[..., Any], *, bound: bool) -> Schema:
     return function_schema(name, description, TypeAdapter(call).json_schema(schema_generator=Untitled))
 
 
-async def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+async def _run(threads: Threads, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     """Call ``function`` with validated ``arguments`` and return its result as text."""
     instance = getattr(function, "__self__", None)
     if instance is None:
         validated = _validator(function)
     else:
         validated = functools.partial(_validator(function.__func__), instance)  # type: ignore[attr-defined]
-    return text_of(await run_function(validated, **arguments))
+    return text_of(await run_function(threads, validated, **arguments))
 
 
 @functools.lru_cache(maxsize=1024)

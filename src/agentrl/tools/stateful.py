@@ -14,8 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from agentrl.documents.base import is_finite
+from agentrl.documents.base import is_score
 from agentrl.errors import AgentRLError, ConfigError, ToolServerError
+from agentrl.threads import TOOL_THREADS
 from agentrl.tools.base import (
     Reply,
     Schema,
@@ -174,7 +175,9 @@ class StatefulSession(ServerSession):
         given = self._kwargs.get("execute_kwargs", {})
 
         async def work() -> Reply:
-            result = await run_function(self._target.execute, self._instance, dict(arguments), **given)
+            result = await run_function(
+                TOOL_THREADS, self._target.execute, self._instance, dict(arguments), **given
+            )
             text, reward = _result(result)
             return Reply(text=text, reward=reward)
 
@@ -207,7 +210,10 @@ class StatefulSession(ServerSession):
         what = f"{method} of tool {self._name}"
         with unreachable_is_outage(self._name):
             return await contain_within(
-                self._call_timeout, lambda: run_function(function, *args, **kwargs), what, ToolServerError
+                self._call_timeout,
+                lambda: run_function(TOOL_THREADS, function, *args, **kwargs),
+                what,
+                ToolServerError,
             )
 
 
@@ -249,7 +255,7 @@ def _text(response: Any) -> str:
 
 def _number(value: Any) -> float | None:
     """Return a finite number; None for any other value."""
-    return float(value) if is_finite(value) else None
+    return float(value) if is_score(value) else None
 
 
 def _plain_schema(target: Any) -> Schema:

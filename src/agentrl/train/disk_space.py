@@ -15,7 +15,7 @@ from pathlib import Path
 from agentrl.atomic_folder import TEMPORARY
 from agentrl.config.schema import TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.weights.folder import read_header, stored_dtype
+from agentrl.weights.folder import read_header, stored_bytes, stored_dtype, tensor_files
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +97,12 @@ def model_bytes(folder: Path, bytes_per_parameter: int) -> int:
 
     Files other than safetensors count with their size on disk. Raises ModelError for a damaged file.
     """
-    files = list(folder.glob("*.safetensors"))
+    files = tensor_files(folder)
     if files:
         entries = (entry for file in files for entry in read_header(file).values())
         parameters: int = sum(math.prod(entry["shape"]) for entry in entries)
         return parameters * bytes_per_parameter
-    return sum(path.stat().st_size for name in ("*.bin", "*.gguf") for path in folder.glob(name))
+    return stored_bytes(folder)
 
 
 def amount(count: int) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.documents.checkpoint import CheckpointState
+from agentrl.documents.run import SavedCheckpoint
 from agentrl.documents.status import TrainerEnd
 from agentrl.errors import LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.logging import describe_process_id
@@ -57,6 +59,16 @@ class TrainerLease:
         Raises LeaseLostError if another trainer has taken over.
         """
         return await self._call(self._store.trainer_lease.discard_checkpoints(self.attempt, checkpoints))
+
+    async def record_output(self, place: str) -> None:
+        """Store where the run's output is. Raises LeaseLostError if another trainer has taken over."""
+        await self._call(self._store.trainer_lease.record_output(self.attempt, place))
+
+    async def record_saved(self, place: str, state: CheckpointState) -> None:
+        """Store that the checkpoint at ``place`` is the newest one. Raises LeaseLostError as ``check``."""
+        if state.train_steps:
+            saved = SavedCheckpoint(place=place, step=state.train_steps[-1])
+            await self._call(self._store.trainer_lease.record_saved(self.attempt, saved))
 
     async def _call(self, call: Awaitable[T]) -> T:
         try:

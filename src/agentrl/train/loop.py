@@ -85,6 +85,7 @@ class Trainer:
             raise await self._nothing_trained()
         is_stopped = self.stop.is_set() and not self._has_all_steps()
         self.lease.ended = TrainerEnd.STOPPED if is_stopped else TrainerEnd.FINISHED
+        await self.saver.publisher.serve_last()
 
     async def _train_all(self) -> None:
         try:

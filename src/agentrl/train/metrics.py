@@ -98,11 +98,12 @@ def join_metrics(updates: Sequence[Mapping[str, Any]], first_pass: int) -> dict[
     """Join the metrics of a step's updates; the first ``first_pass`` make one pass over its data.
 
     Tokens, trajectories and histograms are those of the first pass. Seconds add up, and a maximum is that of
-    all updates. Every other number is the mean over updates, weighted by their trainable tokens.
+    all updates. Every other number is the mean over updates, weighted by the trainable tokens that it is of.
     """
-    weights = [float(update["trainable_tokens"]) for update in updates]
     joined: dict[str, Any] = {}
     for name, value in updates[0].items():
+        share = "taught_fraction" if name == "kl_teacher" else ""
+        weights = [float(update["trainable_tokens"]) * update.get(share, 1.0) for update in updates]
         found = [(update[name], weight) for update, weight in zip(updates, weights, strict=True)
                  if name in update]  # fmt: skip
         if isinstance(value, Mapping):

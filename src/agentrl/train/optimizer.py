@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from agentrl.config.flags import require
 from agentrl.config.schema import MemoryConfig, OptimConfig
 from agentrl.errors import ConfigError
 from agentrl.validation import Settings, read_config
@@ -37,11 +38,15 @@ from agentrl.validation import Settings, read_config
 logger = logging.getLogger(__name__)
 
 
-_ENDLESS = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
-_DECAY_FRACTION = 0.1
-"""Fraction of the steps in which ``warmup_stable_decay`` decays by default."""
+_CONSTANT = frozenset({"constant", "constant_with_warmup"})
+_ENDLESS = _CONSTANT | {"inverse_sqrt"}
+_DECAY_FRACTION, _DECAY_STEPS = 0.1, 2
+"""Fraction of the steps in which ``warmup_stable_decay`` decays by default, and the fewest: a decay of one
+step would begin, at the full rate, in the last step."""
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _WEIGHT = "weights."
+_UNDECAYED = re.compile("bias|norm|a_log", re.IGNORECASE)
+"""Found in the class of a module or in the name of its parameter; ``A_log``: decays of a recurrent state."""
 _HYPERPARAMETERS = ("initial_lr", "betas", "eps", "weight_decay")
 
 
@@ -64,7 +69,7 @@ def parse_optim_args(text: str) -> AdamArguments:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, memory: MemoryConfig | None = None
 ) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters; those of fewer than two dimensions have no weight decay.
+    """Return AdamW over the trainable parameters; ``_decayed`` ones have weight decay.
 
     A parameter group has parameters of one mesh: fused and foreach kernels take no mixture. Logs a warning
     for bfloat16 parameters, whose small updates are lost.
@@ -78,10 +83,11 @@ def build_optimizer(
             " --learning_rate %g most of them; --dtype float32, the default, keeps them",
             config.learning_rate,
         )
+    decayed = _decayed(model)
     groups = [
         {"params": members, "weight_decay": decay}
-        for is_matrix, decay in ((True, config.weight_decay), (False, 0.0))
-        for members in _by_mesh([item for item in trainable if (item.dim() >= 2) is is_matrix])
+        for is_decayed, decay in ((True, config.weight_decay), (False, 0.0))
+        for members in _by_mesh([item for item in trainable if (id(item) in decayed) is is_decayed])
     ]
     kind = OffloadedAdamW if memory.optimizer_offload else torch.optim.AdamW
     return kind(
@@ -91,6 +97,19 @@ def build_optimizer(
         eps=arguments.eps,
         fused=True if memory.fused_adamw else None,
     )
+
+
+def _decayed(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are matrices and neither biases nor of a norm.
+
+    Dimensions alone do not tell: gpt-oss stacks the biases of its experts, and Cohere the norms of its heads.
+    """
+    return {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() >= 2 and not _UNDECAYED.search(f"{type(module).__name__} {name}")
+    }
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -171,14 +190,20 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
     return frozen
 
 
+def schedule_length(items: int, per_step: int, passes: int = 1) -> int:
+    """Return how many optimizer steps train ``items`` ``passes`` times; a rest is a step too."""
+    return max(1, -(-items * passes // per_step))
+
+
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int | None
 ) -> LambdaLR:
     """Return the schedule: linear warm-up, then ``--lr_scheduler_type`` up to ``total_steps``.
 
     After warm-up it is ``transformers.get_scheduler`` with ``--lr_scheduler_kwargs``. Two things differ from
-    transformers' own warm-up: the first step already learns, and the curve begins where warm-up ends. Raises
-    ConfigError for a curve whose end is unknown, and for wrong arguments.
+    transformers' own warm-up: the first step already learns, and the curve begins where warm-up ends. Steps
+    beyond ``total_steps``, which trajectories that wait for another training can make, keep the rate of the
+    last one. Raises ConfigError for a curve whose end is unknown, and for wrong arguments.
     """
     if config.lr_scheduler_type not in _ENDLESS and total_steps is None:
         raise ConfigError(
@@ -187,7 +212,7 @@ def build_scheduler(
     warmup = _warmup_steps(config, total_steps)
     steps = None if total_steps is None else max(1, total_steps - warmup)
     curve = _curve(config, warmup, steps)
-    end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps
+    end = math.inf if steps is None or config.lr_scheduler_type in _ENDLESS else steps - 1
 
     def factor(step: int) -> float:
         return (step + 1) / (warmup + 1) if step < warmup else curve(int(min(step - warmup, end)))
@@ -212,11 +237,19 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int
 
     kind = config.lr_scheduler_type
     given = _scheduler_arguments(config.lr_scheduler_kwargs)
+    unread = given.keys() if kind in _CONSTANT else given.keys() & {"warmup_type"}
+    require(
+        not unread,
+        f"--lr_scheduler_kwargs has {', '.join(sorted(unread))}, which --lr_scheduler_type {kind} does not"
+        " read",
+        "leave it out: a constant rate has no arguments, and warm-up is linear for every schedule",
+    )
     defaults: dict[str, Any] = {}
     if kind == "inverse_sqrt" and warmup:
         defaults = {"timescale": warmup}
     elif kind == "warmup_stable_decay" and steps is not None:
-        defaults = {"num_decay_steps": max(1, math.ceil(_DECAY_FRACTION * steps))}
+        decay = max(_DECAY_STEPS, math.ceil(_DECAY_FRACTION * steps))
+        defaults = {"num_decay_steps": min(steps, decay)}
     unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     try:
         scheduler: Any = get_scheduler(kind, unused, 0, steps, scheduler_specific_kwargs=defaults | given)

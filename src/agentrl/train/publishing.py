@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from agentrl.atomic_folder import begin_folder, discard_folder
 from agentrl.concurrency import wait_for_any
 from agentrl.config.schema import TrainConfig
-from agentrl.documents.run import LiveWeights, PolicyVersion
+from agentrl.documents.run import InferenceService, LiveWeights, PolicyVersion
 from agentrl.errors import PublishError
 from agentrl.spans import tracer
 from agentrl.train.checkpoint import Unfinished
 from agentrl.train.device_turns import DeviceTurns
+from agentrl.train.folders import RunFolders
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.weights.model_folder import explain_write_errors, require_space
 from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_live
-from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,9 @@ LEAST_SHARE = 0.9
 WRITE_SECONDS = 3600.0
 """How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_SERVED_POLL_SECONDS = 1.0
+_SLOWEST_TRANSFER = 20e6
+"""Bytes per second; ``weights.weight_group`` gives up a slower transfer."""
 REPORT_SECONDS = 30.0
 """Interval of the lines about such a wait."""
 
@@ -74,9 +77,7 @@ class Publisher:
     progress: Progress
     lease: TrainerLease
     turns: DeviceTurns
-    output: Path
-    root: str
-    """Location of the versions: a folder's absolute path, or a URL."""
+    folders: RunFolders
     max_staleness: int
     """Maximum number of steps since the newest published version; sampling waits beyond it."""
     stop: asyncio.Event
@@ -170,14 +171,14 @@ class Publisher:
         engines = await self.store.services.live(LIVE_ENGINE_SECONDS)
         base = self._choose_base(lacks_link=any(engine.needs_full for engine in engines))
         step, needed = progress.step, self.controller.writer.model.bytes
-        # Beside the versions, so that it can be renamed; a URL gets a copy of it.
-        folder = self.output / "weights" if is_remote(self.root) else Path(self.root)
-        target = folder / f"step-{step:06d}"
+        name = f"step-{step:06d}"
 
         def copy() -> tuple[tuple[Path, Future[Written]] | None, Future[LiveWeights] | None]:
             live = None if sync == "disk" else self.controller.hold_version(step, sync)
             if not is_stored:
                 return None, live
+            # Beside the versions, so that it can be renamed; a URL gets a copy of it.
+            target = self.folders.confirm_versions() / name
             with explain_write_errors(target, needed):
                 require_space(target, needed)
                 temporary = begin_folder(target)
@@ -259,7 +260,7 @@ class Publisher:
             if checkpoint is not None:
                 await asyncio.to_thread(checkpoint.link_model, temporary)
             target = PublishTarget(
-                root=self.root,
+                root=self.folders.versions,
                 attempt=self.progress.attempt,
                 keep=self.config.published_versions_kept,
                 keep_every=self.config.keep_every,
@@ -291,6 +292,34 @@ class Publisher:
         await self.lease.check()
         self.progress.is_overdue, self.failure = True, error
 
+    async def serve_last(self) -> None:
+        """Hold the last version until the live engines have taken it over the network.
+
+        Its files may be on a disk that an engine of another host does not reach. Waits at most as long as a
+        slow transfer takes; an engine that is only starting is not waited for.
+        """
+        last = self.published
+        if last is None or last.live is None or last.live.kind != "distributed":
+            return
+        await self.turns.end()  # an engine of the same device cannot load during the trainer's turn
+        seconds = LIVE_ENGINE_SECONDS + last.bytes / _SLOWEST_TRANSFER
+        deadline, is_told = time.monotonic() + seconds, False
+        while not self.lease.lost.is_set():
+            engines = await self.store.services.live(LIVE_ENGINE_SECONDS)
+            behind = [item.id for item in engines if -1 < _served(item) < last.id]
+            if not behind:
+                return
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "version %d is not served by %s after %.0f s; the trainer ends: they can load its files"
+                    " alone, in %s", last.id, ", ".join(behind), seconds, last.location,
+                )  # fmt: skip
+                return
+            if not is_told:
+                is_told = True
+                logger.info("waiting until %s serve version %d", ", ".join(behind), last.id)
+            await wait_for_any(self.lease.lost, timeout=_SERVED_POLL_SECONDS)
+
     def _report_rounding(self, share: float | None, dtype: torch.dtype | None) -> None:
         """Keep ``share`` for the metrics, and warn when it falls below ``LEAST_SHARE``."""
         if share is None:
@@ -308,6 +337,11 @@ class Publisher:
     async def _sleep(self, seconds: float) -> None:
         """Wait, or return earlier when training is stopped or another trainer takes over."""
         await wait_for_any(self.stop, self.lease.lost, timeout=seconds)
+
+
+def _served(engine: InferenceService) -> int:
+    """Return the version that an engine serves; -1 while it starts."""
+    return -1 if engine.policy_version is None else engine.policy_version
 
 
 async def wait_for_write(task: asyncio.Task[PublishError | None], what: str) -> PublishError | None:

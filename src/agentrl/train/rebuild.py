@@ -6,19 +6,21 @@ The next trainer goes on from that checkpoint and trains the later steps again, 
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.atomic_folder import TEMPORARY, delete_folder, remove_leftovers
 from agentrl.documents.checkpoint import Checkpoint, read_checkpoints
 from agentrl.documents.family import Relative
 from agentrl.documents.retraction import Rebuilt
 from agentrl.documents.run import PolicyVersion
-from agentrl.documents.status import VersionStatus
+from agentrl.documents.status import StepStatus, VersionStatus
+from agentrl.documents.training import TrainStep
 from agentrl.errors import StoreError
 from agentrl.weights import storage
+from agentrl.weights.storage import is_remote
 
 if TYPE_CHECKING:
     from agentrl.store.client import Store
@@ -52,20 +54,22 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
 
     ``roots`` are the run's folders of checkpoints.
     """
-    committed = await store.steps.find()
+    every = await store.steps.find(status=None)
+    committed = [step for step in every if step.status is StepStatus.COMMITTED]
     applied = {step.id for step in committed}
     found = [item for root in roots for item in read_checkpoints(root, undone=True)]
     usable = [item for item in found if applied.issuperset(item.state.train_steps)]
     clean = [item for item in usable if steps.keys().isdisjoint(item.state.train_steps)]
     tainted = [item.folder for item in found if not steps.keys().isdisjoint(item.state.train_steps)]
-    least = min((int(key.split("/")[1]) for key in steps), default=0)
+    by_id = {step.id: step for step in every}
     versions = [
         version
         for version in await store.policy_versions.all()
-        if version.step >= max(1, least)
-        and version.is_stored
+        if version.is_stored
         and version.pruned_at is None
         and version.status is not VersionStatus.RESERVED
+        and version.train_step in by_id
+        and not steps.keys().isdisjoint(contained_steps(by_id[version.train_step], every))
     ]
     first = min((number for number in steps.values() if number is not None), default=None)
     family = await store.ancestry.living_children()
@@ -80,8 +84,23 @@ async def influence(store: Store, steps: Mapping[str, int | None], roots: Sequen
         ],
         clean=newest,
         checkpoints=tainted,
-        versions=versions if steps else [],
+        versions=versions,
     )
+
+
+def contained_steps(step: TrainStep, every: Sequence[TrainStep]) -> set[str]:
+    """Return the ``_id`` of each step that weights made by ``step`` contain, its own included.
+
+    Of each lower number that is the one of the last attempt up to its own: a later attempt that went back
+    would have repeated the number. Attempts count without a clock, unlike ``planned_at``. The steps that a
+    child copied from its parent have attempts of the parent, and nothing else has their numbers.
+    """
+    own = step.attempt
+    before: dict[int, TrainStep] = {}
+    for item in sorted(every, key=lambda item: (item.attempt <= own, item.attempt)):
+        if item.step < step.step and item.committed_at is not None:
+            before[item.step] = item
+    return {step.id, *(item.id for item in before.values())}
 
 
 def require_possible(found: Influence) -> None:
@@ -99,10 +118,11 @@ def require_possible(found: Influence) -> None:
         )
 
 
-async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuilt:
+async def go_back(store: Store, lease: TrainerLease, found: Influence, roots: Sequence[Path]) -> Rebuilt:
     """Undo the steps after the clean checkpoint, then delete checkpoints and versions. Idempotent.
 
-    Call ``require_possible`` before.
+    ``roots`` are the run's folders of checkpoints. Call ``require_possible`` before. Raises StoreError for
+    what cannot be deleted.
     """
     if found.first is not None:
         await store.policy_versions.withdraw_after(found.step, attempt=lease.attempt)
@@ -110,14 +130,35 @@ async def go_back(store: Store, lease: TrainerLease, found: Influence) -> Rebuil
     deleted = await lease.discard([folder.name for folder in found.checkpoints])
     checkpoints = [folder for folder in found.checkpoints if folder.name in deleted]
     for folder in checkpoints:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            await asyncio.to_thread(delete_folder, folder)
+        except OSError as error:
+            raise _not_deleted(folder) from error
     ids = sorted(version.id for version in found.versions)
     for version in found.versions:  # they are withdrawn: nobody loads one while it is deleted
-        await storage.delete(version.location, version.files)
+        if not await storage.delete(version.location, version.files):
+            raise _not_deleted(version.location)
+    local = {Path(version.location).parent for version in found.versions if not is_remote(version.location)}
+    await asyncio.to_thread(_delete_leftovers, {*roots, *local})
     await store.policy_versions.mark_pruned(ids, attempt=lease.attempt)
     last = await store.steps.last()
     return Rebuilt(
         step=0 if last is None else last.step,
         checkpoints=tuple(folder.name for folder in checkpoints),
         versions=(ids[0], ids[-1]) if ids else (),
+    )
+
+
+def _delete_leftovers(roots: Collection[Path]) -> None:
+    """Delete what is left of folders whose deletion, or writing, was killed. Raises StoreError."""
+    for root in sorted(roots):
+        remove_leftovers(root)
+        for left in root.glob(f"{TEMPORARY}*"):
+            raise _not_deleted(left)
+
+
+def _not_deleted(place: object) -> StoreError:
+    return StoreError(
+        f"{place} has weights with the influence of what is withdrawn, and cannot be deleted",
+        hint="see the log for the reason; call agentrl retract again when it is gone",
     )

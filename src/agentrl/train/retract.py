@@ -17,11 +17,13 @@ from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.errors import ConfigError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.observe.progress import progress
+from agentrl.permissions import allow
 from agentrl.processes import user_name
-from agentrl.registry import allow_imports
+from agentrl.registry import import_modules
 from agentrl.store.admin.retract import Retractions, Selection
 from agentrl.store.client import Store, open_existing, open_store
 from agentrl.store.views.runs import Runs
+from agentrl.train.folders import RunFolders, place_of, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.rebuild import Influence, go_back, influence, require_possible
 
@@ -47,10 +49,11 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
     """Show what would go, ask by ``confirm``, delete it, and say what to do next; return the exit code."""
     run, flags = configs[RunConfig], configs[RetractFlags]
     exports = [folder for given in flags.archive for folder in find_exports(given)]
+    import_modules(configs[TaskConfig].imported_modules)
     async with await open_existing(run):
         pass  # a misspelled run is not made
     async with await open_store(run) as store:
-        allow_imports([*configs[TaskConfig].allowed_names, *await store.imports.paths()])
+        allow([*configs[TaskConfig].allowed_names, *await store.imports.paths()])
         call = await _Call.of(store, configs)
         for line in call.preview():
             print(line)
@@ -61,19 +64,21 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
         if not flags.yes and not await asyncio.to_thread(confirm, f"this from run {run.run_name}"):
             print(f"{run.run_name} is unchanged")
             return 0
-        waiting = await call.withdraw()
+        await call.withdraw(exports)
         gone = await call.retractions.withdrawn()
         if call.family:
             await call.withdraw_from_children(run, store, list(gone.values()))
             await call.retractions.plan_family(family=False)
-            waiting = await finish_withdrawn(store.connection, is_sampled=call.is_sampled)
         await _remove_log_lines(store, run, gone)
         for folder in exports:
             held = await withdraw_from(run, folder, gone, because=flags.because, by=call.by)
+            await call.retractions.end_archive(place_of(folder))
             print(f"{folder}: {held:,} withdrawn documents are taken out")
-    for line in call.report(waiting):
+        archives = await call.left_archives()
+        waiting = await finish_withdrawn(store.connection, is_sampled=call.is_sampled)
+    for line in call.report(waiting, archives):
         print(line)
-    return 1 if waiting else 0
+    return 1 if waiting or archives else 0
 
 
 @dataclass(kw_only=True)
@@ -87,8 +92,7 @@ class _Call:
     unfinished: Sequence[Retraction]
     rebuilt: list[Retraction]
     """Those for which the run goes back to an earlier checkpoint."""
-    roots: Sequence[Path]
-    """The run's folders of checkpoints."""
+    folders: RunFolders
     influence: Influence
     family: bool
     """Whether it is withdrawn from the run's children too."""
@@ -111,7 +115,7 @@ class _Call:
         selection = await _select(retractions, flags)
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
-        roots = await _roots(store, configs[RunConfig])
+        folders = await _folders(store, configs[RunConfig])
         steps = await retractions.tainted(rebuilt, selection.steps)
         of_family = [item.because for item in unfinished if item.family]
         return cls(
@@ -121,8 +125,8 @@ class _Call:
             selection=selection,
             unfinished=unfinished,
             rebuilt=rebuilt,
-            roots=roots,
-            influence=await influence(store, steps, roots),
+            folders=folders,
+            influence=await influence(store, steps, folders.roots),
             family=flags.family or bool(of_family),
             because=flags.because or "".join(of_family[-1:]),
             by=f"{user_name()}@{socket.gethostname()}",
@@ -166,15 +170,16 @@ class _Call:
     def require_rebuild(self) -> None:
         """Raise StoreError or ConfigError if the run cannot go back to a checkpoint from here."""
         require_possible(self.influence)
-        if self.influence.first is not None and not self.roots[0].is_dir():
+        if self.influence.first is not None and not self.folders.output.is_dir():
             raise ConfigError(
-                f"the output folder of run {self.store.run_name} is not here: {self.roots[0]}",
+                f"the output folder of run {self.store.run_name} is not here: {self.folders.output}",
                 hint="--rebuild goes back to a checkpoint: give --output_dir, or call it on the trainer's"
                 " machine, in its folder",
             )
+        self.folders.require_own(self.influence.versions)
 
-    async def withdraw(self) -> int:
-        """Delete it from the run, and go back if that is asked for; return how many images must wait."""
+    async def withdraw(self, exports: Sequence[Path]) -> None:
+        """Delete it from the run, and go back if that is asked for; ``exports`` are to follow."""
         store, retractions, flags = self.store, self.retractions, self.configs[RetractFlags]
         async with self._lease(store) as lease:
             if self.rebuilds:
@@ -184,8 +189,9 @@ class _Call:
             self.selection = await _select(retractions, flags)  # a trainer may have stepped since the preview
             if self.selection.tombstones:
                 begun = await retractions.begin(
-                    self.selection, self.because, self.by, rebuilds=flags.rebuild, family=self.family
-                )
+                    self.selection, self.because, self.by, rebuilds=flags.rebuild, family=self.family,
+                    archives=[place_of(folder) for folder in exports],
+                )  # fmt: skip
                 self.rebuilt += [begun] if begun.rebuilds else []
             if self.family:
                 await retractions.plan_family(family=True)
@@ -195,16 +201,26 @@ class _Call:
             holders = await Runs(store.connection).holders(run_name, EngineConfig().alive_seconds)
             self.is_sampled = any(holder.startswith("sampler ") for holder in holders)
             with progress(f"withdrawing from run {run_name}, groups") as work:
-                return await delete_withdrawn(
-                    store.connection, attempt=lease.attempt, on_group=work.advance, is_sampled=self.is_sampled
-                )
+                await delete_withdrawn(store.connection, attempt=lease.attempt, on_group=work.advance)
+
+    async def left_archives(self) -> list[str]:
+        """Return the exports that calls named which were killed, and that this one does not name."""
+        named = {place for item in await self.retractions.unfinished() for place in item.archives}
+        for place in filter(_is_gone, sorted(named)):
+            await self.retractions.end_archive(place)
+            named.discard(place)
+        return sorted(named)
 
     async def _go_back(self, lease: TrainerLease) -> None:
         await self.retractions.plan_rebuild(self.rebuilt)
         steps = await self.retractions.tainted(self.rebuilt)
-        gone_back = await go_back(self.store, lease, await influence(self.store, steps, self.roots))
+        found = await influence(self.store, steps, self.folders.roots)
+        self.folders.require_own(found.versions)
+        gone_back = await go_back(self.store, lease, found, self.folders.roots)
         await self.retractions.set_rebuilt(self.rebuilt, gone_back)
-        self.back_at = gone_back.step
+        numbers = [int(key.split("/")[1]) for key in steps]
+        if gone_back.step < min(numbers, default=0):  # else other steps have replaced them since
+            self.back_at = gone_back.step
 
     async def withdraw_from_children(self, run: RunConfig, store: Store, stones: Sequence[Tombstone]) -> None:
         """Withdraw what ``stones`` stand for from the children of the run, and from theirs."""
@@ -217,6 +233,7 @@ class _Call:
                     if selection.tombstones:
                         await retractions.begin(selection, self.because, self.by)
                     await delete_withdrawn(other.connection, attempt=lease.attempt)
+                await finish_withdrawn(other.connection, is_sampled=False)
                 count = len(selection.tombstones)
                 print(f"{child.run}, a {child.kind} of {store.run_name}: {count:,} withdrawn")
                 await _remove_log_lines(other, named, [stone.id for stone in stones])
@@ -230,8 +247,8 @@ class _Call:
             lease.ended = ended
             yield lease
 
-    def report(self, waiting: int) -> Iterator[str]:
-        """Yield what was done and what to do next; ``waiting`` images are left."""
+    def report(self, waiting: int, archives: Sequence[str]) -> Iterator[str]:
+        """Yield what was done and what to do next; ``waiting`` images and ``archives`` are left."""
         run = self.configs[RunConfig]
         yield (
             f"{run.run_name}: withdrawn; only tombstones are left: agentrl db check --run_name {run.run_name}"
@@ -241,6 +258,8 @@ class _Call:
                 f"{waiting} images were used within the last hour and stay until then: samplers of the run"
                 f" live; finish it later: agentrl retract {run.run_name}"
             )
+        for place in archives:
+            yield f"{place} still holds it: give it by --archive, or delete it and call this again"
         earlier = [item.rebuilt.step for item in self.unfinished if item.rebuilt]
         back_at = self.back_at if self.rebuilt else next(reversed(earlier), None)
         if back_at is not None:
@@ -255,6 +274,12 @@ class _Call:
             )
 
 
+def _is_gone(place: str) -> bool:
+    """Return whether an export of this host has been deleted."""
+    host, _, path = place.partition(":")
+    return host == socket.gethostname() and not Path(path).exists()
+
+
 async def _remove_log_lines(store: Store, run: RunConfig, names: Collection[str]) -> None:
     """Remove the log records that name something withdrawn, where processes of the run wrote them."""
     stored = [each.values.get("log_dir") for each in (await store.settings.resolved()).values()]
@@ -267,9 +292,10 @@ async def _select(retractions: Retractions, flags: RetractFlags) -> Selection:
     return await retractions.select(scorers=flags.scorer, tasks=flags.task, records=flags.record)
 
 
-async def _roots(store: Store, run: RunConfig) -> list[Path]:
-    """Return the folders of checkpoints: those of the run's trainer, or --output_dir."""
+async def _folders(store: Store, run: RunConfig) -> RunFolders:
+    """Return the folders of the run's trainer; ConfigError if one is another run's."""
     trainer = (await store.settings.resolved()).get("train")
     stored: Mapping[str, Any] = {} if trainer is None else trainer.values
     own = replace(run, output_dir=run.output_dir or stored.get("output_dir"))
-    return own.checkpoint_roots(stored.get("fallback_output_dir"))
+    fallback, publish_to = stored.get("fallback_output_dir"), stored.get("publish_to")
+    return await run_folders(store, own, fallback, publish_to, makes=False)

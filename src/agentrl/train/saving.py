@@ -16,6 +16,7 @@ from agentrl.errors import AgentRLError, PublishError
 from agentrl.spans import tracer
 from agentrl.train import checkpoint
 from agentrl.train.checkpoint import Unfinished
+from agentrl.train.folders import RunFolders, place_of
 from agentrl.train.lease import TrainerLease
 from agentrl.train.progress import Progress
 from agentrl.train.publishing import Publisher, wait_for_write
@@ -32,15 +33,12 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Saves one trainer's checkpoints in the background, one at a time, beside publishing its weights."""
 
-    run_name: str
     config: TrainConfig
     controller: Controller
     progress: Progress
     lease: TrainerLease
-    output: Path
+    folders: RunFolders
     publisher: Publisher
-    fallback: Path | None = None
-    """Folder for checkpoints that cannot be written to ``output``."""
     saved: Path | None = None
     """The newest complete checkpoint."""
     saved_step: int = 0
@@ -61,7 +59,7 @@ class Saver:
         await self.publisher.begin(links=saves and self._links)
         waited = time.perf_counter() - began
         if saves:
-            self._log_unsaved(await self._begin_saving(*self._roots))
+            self._log_unsaved(await self._begin_saving(*self.folders.roots))
         await self.publisher.turns.end()  # what is written now lies in the host's memory
         began = time.perf_counter()
         await self.publisher.wait_for_bound()
@@ -114,19 +112,15 @@ class Saver:
 
     async def _save(self) -> PublishError | None:
         """Save the last step and wait for it, in the fallback folder if ``output`` cannot be written."""
-        error = await self._begin_saving(*self._roots) or await self._end_saving()
-        if error is None or self.fallback is None:
+        error = await self._begin_saving(*self.folders.roots) or await self._end_saving()
+        if error is None or self.folders.fallback is None:
             return error
-        return await self._begin_saving(self.fallback) or await self._end_saving()
+        return await self._begin_saving(self.folders.fallback) or await self._end_saving()
 
     @property
     def _links(self) -> bool:
         """Whether a checkpoint of the step is due to link the weights of its version."""
         return self.controller.policy.adapter is None and self.progress.step != self.saved_step
-
-    @property
-    def _roots(self) -> list[Path]:
-        return [self.output] if self.fallback is None else [self.output, self.fallback]
 
     async def _begin_saving(self, *roots: Path) -> PublishError | None:
         """Begin to save the last step in the first of ``roots`` that has space; return why that fails."""
@@ -149,7 +143,7 @@ class Saver:
     async def _copy_checkpoint(self, roots: Sequence[Path], links: bool) -> Unfinished:
         progress, policy = self.progress, self.controller.policy
         state = CheckpointState(
-            run_name=self.run_name,
+            run_name=self.folders.owner.run,
             step=progress.step,
             policy_version=progress.version,
             train_steps=tuple(progress.train_steps),
@@ -162,6 +156,7 @@ class Saver:
             linked = Path(version.location) if is_in_place(version) else None
 
         def begin() -> Unfinished:
+            self.folders.confirm(roots[0])
             unfinished = checkpoint.begin(
                 roots[0], state, self.controller,
                 writes_model=not links and linked is None,
@@ -186,6 +181,7 @@ class Saver:
             self.saved = await asyncio.to_thread(
                 unfinished.finish, limit=self.config.save_total_limit, fence=self.lease.fence()
             )
+            await self.lease.record_saved(place_of(self.saved), unfinished.state)
         except PublishError as error:
             return error
         self.saved_step = step

@@ -38,9 +38,11 @@ from agentrl.documents.record import Record
 from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
+from agentrl.folder_owner import require_unclaimed
 from agentrl.model.precision import Precision
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
+from agentrl.train.optimizer import schedule_length
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
 from agentrl.weights.model_folder import atomic_model_folder
@@ -100,6 +102,7 @@ def _check_output(configs: Configs) -> None:
             raise ConfigError(
                 f"--output_dir {output} would overwrite {name}, {path}", hint="give a folder of its own"
             )
+    require_unclaimed(output, "--output_dir")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"--output_dir {output} is a file", hint="give a folder")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
@@ -115,7 +118,7 @@ def _fine_tune(configs: Configs, world: World) -> None:
     data, images = _read(configs)
     steps = train.max_steps
     if steps <= 0:
-        steps = -(-len(data) * configs[TaskConfig].num_train_epochs // settings.batch_size)
+        steps = schedule_length(len(data), settings.batch_size, configs[TaskConfig].num_train_epochs)
     max_tokens = train.max_tokens
     if not torch.accelerator.is_available():
         max_tokens = min(max_tokens, max(CPU_MICRO_BATCH_TOKENS, *(item.tokens for item in data)))

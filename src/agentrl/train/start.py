@@ -37,13 +37,15 @@ from agentrl.distributed.world import World, launched_world
 from agentrl.documents.checkpoint import Checkpoint
 from agentrl.documents.family import Relative
 from agentrl.documents.status import TrainerEnd
+from agentrl.documents.training import TrainStep
 from agentrl.losses.settings import LossSettings
 from agentrl.model.load import resolve_dtype
 from agentrl.model.precision import Precision
-from agentrl.observe.begin_run import begin_model, begin_run
+from agentrl.observe.begin_run import begin_files, begin_model, begin_run
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracing import tracing
 from agentrl.observe.tracker_threads import open_trackers
+from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
 from agentrl.store.mechanics.retry import retry_outages
 from agentrl.train import checkpoint
@@ -51,15 +53,17 @@ from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import Controller, follow, lead
 from agentrl.train.device_turns import DeviceTurns
 from agentrl.train.disk_space import check_output, retention
+from agentrl.train.folders import RunFolders, run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.loop import Trainer
+from agentrl.train.optimizer import schedule_length
 from agentrl.train.progress import Progress, roll_back
 from agentrl.train.publishing import Publisher
 from agentrl.train.saving import Saver
 from agentrl.train.source import max_staleness, open_source
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.folder import base_folder
-from agentrl.weights.storage import is_remote, require_storage
+from agentrl.weights.storage import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +107,20 @@ def _follow(configs: Configs, world: World) -> None:
 async def _train(configs: Configs, world: World, lead_in: int | None) -> bool:
     """Train on all ranks; return False if a signal ended it."""
     stop, run = _stop_on_signals(), configs[RunConfig]
-    roots = run.checkpoint_roots(configs[TrainConfig].fallback_output_dir)
     precision = await asyncio.to_thread(step_precision, configs[ModelConfig], configs[TrainConfig], world)
     with retry_outages(run.db_wait_seconds, stop):
-        async with (
-            await _join(configs, precision, is_agreed=lead_in is None) as store,
-            hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease,
-        ):
-            await asyncio.to_thread(_prepare_folders, configs, roots)
+        store, folders = await _join(configs, precision, is_agreed=lead_in is None)
+        async with store, hold_lease(store, configs[ClaimConfig].lease_seconds, stop) as lease:
+            await Retractions(store.connection).require_deleted()
+            resumed = await _choose_checkpoint(store, configs, folders)
+            await asyncio.to_thread(_prepare_folders, configs, folders)
+            await lease.record_output(folders.place)
             device = await _take_device(configs)
-            controller, found, progress = await _resume(store, lease, configs, world, precision, roots)
+            controller, progress = await _resume(store, lease, configs, world, precision, folders, resumed)
             turns = DeviceTurns(lease=device, controller=controller)
-            trainer = await _trainer(store, lease, configs, turns, found, progress, stop, lead_in)
+            trainer = await _trainer(
+                store, lease, configs, turns, folders, resumed.checkpoint, progress, stop, lead_in
+            )
             try:
                 await trainer.run()
             finally:
@@ -139,25 +145,50 @@ async def _take_device(configs: Configs) -> DeviceLease | None:
     return lease
 
 
-def _versions_root(configs: Configs) -> str:
-    """Return the location of the run's versions. Raises ConfigError if --publish_to cannot be used."""
-    run, given = configs[RunConfig], configs[TrainConfig].publish_to
-    if given is None:
-        return str((Path(run.output) / "weights").resolve())
-    require_storage(given)
-    root = given.rstrip("/") if is_remote(given) else str(Path(given).resolve())
-    return f"{root}/{run.run_name}"
-
-
-def _prepare_folders(configs: Configs, roots: Sequence[Path]) -> None:
+def _prepare_folders(configs: Configs, folders: RunFolders) -> None:
     """Check that what the run keeps fits the disk, and remove what killed processes left."""
     model = configs[ModelConfig]
     is_adapter = configs[AdapterConfig].lora_rank > 0
     kept = retention(base_folder(model), _dtype(model), configs[TrainConfig], is_adapter=is_adapter)
-    check_output(roots[0], kept, roots[1:])
-    root = _versions_root(configs)
-    for folder in (*roots, roots[0] / "weights", *([] if is_remote(root) else [Path(root)])):
+    output, *others = folders.roots
+    check_output(output, kept, others)
+    local = [] if is_remote(folders.versions) else [Path(folders.versions)]
+    for folder in (output, *others, output / "weights", *local):
         remove_leftovers(folder)
+
+
+@dataclass(frozen=True)
+class _Resumed:
+    """The checkpoint that a trainer begins with, None for the base model, and all steps of the run."""
+
+    checkpoint: Checkpoint | None
+    steps: Sequence[TrainStep]
+
+
+async def _choose_checkpoint(store: Store, configs: Configs, folders: RunFolders) -> _Resumed:
+    """Choose the checkpoint to resume from, and claim the folders. Raises ConfigError if they lack steps."""
+    choice = configs[TrainConfig].resume_from_checkpoint
+    steps, lease = await store.steps.find(status=None), await store.trainer_lease.read()
+    parent, base = await store.ancestry.parent(), base_folder(configs[ModelConfig])
+
+    def choose() -> Checkpoint | None:
+        candidates = [
+            checkpoint.find(
+                root, choice, steps, run_name=folders.owner.run, base=base, discarded=lease.discarded
+            )
+            for root in folders.roots
+        ]
+        complete = [candidate for candidate in candidates if candidate is not None]
+        first = None
+        if parent is not None and parent.checkpoint:
+            first = checkpoint.of_parent(Path(parent.checkpoint), base)
+        return max(complete, key=lambda candidate: candidate.state.step, default=first)
+
+    found = await asyncio.to_thread(choose)
+    if choice == "auto":  # the other choices name what to go back to
+        await folders.require_committed(store, lease, found, steps)
+    await folders.claim()
+    return _Resumed(found, steps)
 
 
 async def _resume(
@@ -166,41 +197,27 @@ async def _resume(
     configs: Configs,
     world: World,
     precision: Precision,
-    roots: Sequence[Path],
-) -> tuple[Controller, Checkpoint | None, Progress]:
-    """Build the trainer from the newest checkpoint, and roll the database and the folders back to it."""
-    choice = configs[TrainConfig].resume_from_checkpoint
-    steps = await store.steps.find(status=None)
-    parent = await store.ancestry.parent()
-    total_steps = await _total_steps(store, configs, parent)
-    discarded = (await store.trainer_lease.read()).discarded
-
-    def build() -> tuple[Controller, Checkpoint | None]:
-        run_name, base = configs[RunConfig].run_name, base_folder(configs[ModelConfig])
-        candidates = [
-            checkpoint.find(root, choice, steps, run_name=run_name, base=base, discarded=discarded)
-            for root in roots
-        ]
-        complete = [candidate for candidate in candidates if candidate is not None]
-        first = None
-        if parent is not None and parent.checkpoint:
-            first = checkpoint.of_parent(Path(parent.checkpoint), base)
-        found = max(complete, key=lambda candidate: candidate.state.step, default=first)
-        return lead(world, partial(_build, configs, world), found, total_steps, precision), found
-
-    controller, found = await asyncio.to_thread(build)
+    folders: RunFolders,
+    resumed: _Resumed,
+) -> tuple[Controller, Progress]:
+    """Build the trainer from the chosen checkpoint, and roll the database and the folders back to it."""
+    found, choice = resumed.checkpoint, configs[TrainConfig].resume_from_checkpoint
+    total_steps = await _total_steps(store, configs, await store.ancestry.parent())
+    controller = await asyncio.to_thread(
+        lead, world, partial(_build, configs, world), found, total_steps, precision
+    )
     progress = await roll_back(
-        store, controller.policy.base, found, steps, attempt=lease.attempt, replays=choice == "auto"
+        store, controller.policy.base, found, resumed.steps, attempt=lease.attempt, replays=choice == "auto"
     )
     await lease.check()
     needed = {Path(child.checkpoint).name for child in await store.ancestry.children()}
-    for root in roots:
+    for root in folders.roots:
         await asyncio.to_thread(checkpoint.rename_reverted, root, progress.train_steps, lease.attempt, needed)
     logger.info(
         "training from step %d, policy version %d%s",
         progress.step, progress.version, f" ({found.folder})" if found else "",
     )  # fmt: skip
-    return controller, found, progress
+    return controller, progress
 
 
 async def _trainer(
@@ -208,13 +225,13 @@ async def _trainer(
     lease: TrainerLease,
     configs: Configs,
     turns: DeviceTurns,
+    folders: RunFolders,
     found: Checkpoint | None,
     progress: Progress,
     stop: asyncio.Event,
     lead_in: int | None,
 ) -> Trainer:
     run, config, controller = configs[RunConfig], configs[TrainConfig], turns.controller
-    output, *fallback = run.checkpoint_roots(config.fallback_output_dir)
     source = await open_source(store, configs, controller, progress, lead_in)
     publisher = Publisher(
         store=store,
@@ -223,20 +240,17 @@ async def _trainer(
         progress=progress,
         lease=lease,
         turns=turns,
-        output=output,
-        root=_versions_root(configs),
+        folders=folders,
         max_staleness=sys.maxsize if isinstance(source, RecordedStream) else max_staleness(configs),
         stop=stop,
     )
     saver = Saver(
-        run_name=run.run_name,
         config=config,
         controller=controller,
         progress=progress,
         lease=lease,
-        output=output,
+        folders=folders,
         publisher=publisher,
-        fallback=fallback[0] if fallback else None,
         saved=found.folder if found else None,
         saved_step=progress.step,
     )
@@ -252,14 +266,16 @@ async def _trainer(
         turns=turns,
         stop=stop,
         view=StepView(max_steps=config.max_steps),
-        tracker=open_trackers(config.report_to, run, output, _parameters(configs)),
+        tracker=open_trackers(config.report_to, run, folders.output, _parameters(configs)),
     )
 
 
-async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> Store:
-    """Open the run's store; ConfigError if these flags contradict those that the run was begun with.
+async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> tuple[Store, RunFolders]:
+    """Open the run's store and find its folders.
 
-    Without ``is_agreed`` they are neither compared nor stored: they are those of the parent.
+    Raises ConfigError if a folder is another run's, if the files of a model changed since the run began, or
+    if these flags contradict those that the run was begun with. Without ``is_agreed`` the flags are neither
+    compared nor stored: they are those of the parent.
     """
     base_folder(configs[ModelConfig])
     loss = LossSettings.of_run(configs)
@@ -271,9 +287,14 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> S
         )  # fmt: skip
     settings = trainer_settings(configs, loss)
     store = await open_store(configs[RunConfig])
-    if not is_agreed:
-        return store
     try:
+        train = configs[TrainConfig]
+        folders = await run_folders(store, configs[RunConfig], train.fallback_output_dir, train.publish_to)
+        if not await store.steps.find(status=None):  # else it is claimed once it is known to hold the steps
+            await folders.claim()
+        await begin_files(store, configs[ModelConfig])
+        if not is_agreed:
+            return store, folders
         resolved = {
             "dtype": _dtype(configs[ModelConfig]),
             "autocast_bf16": precision.autocast_bf16,
@@ -284,7 +305,7 @@ async def _join(configs: Configs, precision: Precision, *, is_agreed: bool) -> S
     except BaseException:
         await store.close()
         raise
-    return store
+    return store, folders
 
 
 def _build(
@@ -317,7 +338,8 @@ async def _total_steps(store: Store, configs: Configs, parent: Relative | None) 
     per_epoch = await store.epochs.size("train")
     if per_epoch == 0:
         return None
-    return max(1, per_epoch * tasks.num_train_epochs // train.groups_per_step)
+    passes = tasks.num_train_epochs * train.max_trained_count
+    return schedule_length(per_epoch, train.groups_per_step, passes)
 
 
 def _parameters(configs: Configs) -> dict[str, Any]:

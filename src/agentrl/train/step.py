@@ -308,11 +308,9 @@ def forward_backward(
     ``TokenMetrics.report``. Raises ForestError if no token is trainable, ConfigError for a loss or correction
     that does not exist, ModelError for a model that is not exact on the forests.
     """
-    layout = model.mesh.layout
-    is_whole = not model.is_sharded and layout.tp == layout.cp == layout.pp == 1
     options = replace(
         options or ForwardOptions(), entropy_gradient=settings.entropy_coef > 0,
-        divergence=is_whole and bool(settings.distill_coef),
+        divergence=bool(settings.distill_coef),
     )  # fmt: skip
     loss = StepLoss.start(model, forests, settings, options, recorder, data)
     model.forward_backward(forests, options, loss.add, watch or Stopwatch(model.model.device))

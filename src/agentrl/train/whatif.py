@@ -25,7 +25,7 @@ from agentrl.documents.task import scorer_weights
 from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, TrainingError
 from agentrl.losses.settings import LossSettings, check_loss
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
 from agentrl.scoring.advantages import ESTIMATORS
 from agentrl.scoring.groups import GROUP_FILTERS
 from agentrl.scoring.scorers import require_scorer
@@ -118,7 +118,7 @@ def _wanted(
     )
     changed = changes(parent, child, LossSettings.of_run(child))
     if flags.scorer is not None:
-        allow_imports(scorer_weights(flags.scorer))
+        allow(scorer_weights(flags.scorer))
         require_scorer(flags.scorer)
         changed[SCORER] = [None, flags.scorer]
     if flags.order_seed:

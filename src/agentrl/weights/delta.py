@@ -48,7 +48,8 @@ WORDS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Elements are compared and copied as integers: NaN and −0.0 are values too."""
 _EncodedChunk = tuple[int, int, int, list[bytes]]
 """Number, stored elements, width of a gap, frames."""
-_MAX_INDEX_BYTES = 1 << 30
+_MAX_INDEX_BYTES = 1 << 27
+"""A chunk takes some 80 bytes of it; as Python's objects the index is twenty times as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class DeltaFile:
 
     def __init__(self, stream: BinaryIO, path: Path) -> None:
         self._path, self._descriptor = path, stream.fileno()
-        size = os.fstat(self._descriptor).st_size
+        self._size = size = os.fstat(self._descriptor).st_size
         try:
             (length,) = LENGTH.unpack(self._read(size - LENGTH.size, LENGTH.size))
             if self._read(0, len(MAGIC)) != MAGIC or length > size:
@@ -180,7 +181,7 @@ class DeltaFile:
                 raise ValueError(f"its index has more than {_MAX_INDEX_BYTES:,} bytes")
             self.index: dict[str, Any] = json.loads(zstandard.decompress(packed))
             self.index.keys()
-        except (ValueError, AttributeError, OSError, struct.error, zstandard.ZstdError) as error:
+        except (ValueError, AttributeError, RecursionError, OSError, zstandard.ZstdError) as error:
             raise self._damaged(str(error)) from error
 
     def changes(self, name: str, like: StoredShape) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -202,13 +203,14 @@ class DeltaFile:
             entry = self.index[name]
             if (entry["dtype"], tuple(entry["shape"])) != (like.dtype, like.shape):
                 raise ValueError(f"{name} is not {like.dtype} {list(like.shape)}")
-            chunks = {
-                int(number): Chunk(
-                    int(changed), int(width), int(offset), tuple(map(int, sizes)),
-                    like.word, min(CHUNK, like.elements - int(number) * CHUNK),
-                )
-                for number, changed, width, offset, sizes in entry["chunks"]
-            }  # fmt: skip
+            chunks: dict[int, Chunk] = {}
+            for number, changed, width, offset, sizes in entry["chunks"]:
+                if any(type(value) is not int for value in (number, changed, width, offset, *sizes)):
+                    raise ValueError(f"a number of {name} is no integer")
+                length = min(CHUNK, like.elements - number * CHUNK)
+                chunks[number] = Chunk(changed, width, offset, tuple(sizes), like.word, length)
+            if not chunks:
+                raise ValueError(f"{name} has no chunks")
         except (ValueError, KeyError, TypeError) as error:
             raise self._damaged(str(error)) from error
         for number, chunk in chunks.items():
@@ -243,9 +245,10 @@ class DeltaFile:
         return positions, values
 
     def _read(self, offset: int, size: int) -> bytes:
-        found = os.pread(self._descriptor, size, offset)
-        if len(found) != size:
-            raise ValueError(f"it ends before byte {offset + size}")
+        is_inside = 0 <= offset <= offset + size <= self._size  # before memory is allocated for it
+        found = os.pread(self._descriptor, size, offset) if is_inside else b""
+        if not is_inside or len(found) != size:
+            raise ValueError(f"it does not hold the bytes {offset} to {offset + size}")
         return found
 
     def _damaged(self, why: str) -> PublishError:

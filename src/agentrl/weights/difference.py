@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from agentrl.errors import ModelError
+from agentrl.weights.folder import tensor_files
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -60,7 +61,7 @@ def layer_differences(first: Path, second: Path) -> list[LayerDifference]:
 
 def _names(folder: Path) -> dict[str, Path]:
     """Return {tensor: file}, layers in order of their number."""
-    found = {name: file for file in sorted(folder.glob("*.safetensors")) for name in _keys(file)}
+    found = {name: file for file in tensor_files(folder) for name in _keys(file)}
     if not found:
         raise ModelError(f"{folder} holds no weights: no file *.safetensors")
     return dict(sorted(found.items(), key=lambda item: _place(item[0])))

@@ -22,6 +22,7 @@ _ARCHITECTURE_KEYS = (
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which peft's folder of an adapter is recognized."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_WHOLE_WEIGHTS = ("model.safetensors", ADAPTER_WEIGHTS, "pytorch_model.bin")
 PEFT_PREFIX = "base_model.model."
 """What peft's files put before the name of each module of the model."""
 _IN_FILES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -75,7 +76,7 @@ def stored_dtype(folder: Path) -> str:
             if named in _IN_FILES.values():
                 return named
     counts: Counter[str] = Counter()
-    for file in folder.glob("*.safetensors"):
+    for file in tensor_files(folder):
         for entry in read_header(file).values():
             counts[entry["dtype"]] += math.prod(entry["shape"])
     found = [_IN_FILES[kind] for kind, _ in counts.most_common() if kind in _IN_FILES]
@@ -111,19 +112,36 @@ def expert_shape(config: Mapping[str, Any]) -> ExpertShape | None:
     return ExpertShape(layers=layers, top_k=top_k, experts=experts)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights that loading ``folder`` reads, by name.
+
+    These are the one file of the whole weights, else those that the index lists, as transformers chooses
+    them: Mistral's ``consolidated.safetensors`` beside them is a second copy. Without either they are all
+    files of weights. Raises ModelError for an index that cannot be read.
+    """
+    for name in _WHOLE_WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            try:
+                listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+                return sorted(folder / file for file in listed)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index} cannot be read: {error}", hint="download the model again"
+                ) from error
+    return sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
+
+
+def tensor_files(folder: Path) -> list[Path]:
+    """Return the safetensors files among ``weight_files``."""
+    return [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+
+
 def stored_bytes(folder: Path) -> int:
-    """Return the bytes of the files of weights in ``folder``. Raises OSError if it cannot be read."""
-    return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-
-
-def write_dtype(folder: Path, dtype: str) -> None:
-    """Write ``dtype`` into config.json, also into the configurations of the model's parts."""
-    config = read_config(folder)
-    config["dtype"] = dtype
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        part.update(dict.fromkeys(part.keys() & set(_DTYPE_KEYS), dtype))
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    """Return the bytes of the ``weight_files``. Raises OSError if one cannot be read, and ModelError."""
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def read_header(file: Path) -> dict[str, dict[str, Any]]:

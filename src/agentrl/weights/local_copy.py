@@ -9,6 +9,7 @@ complete it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import logging
@@ -24,6 +25,7 @@ from agentrl.atomic_folder import replace_file
 from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
+from agentrl.folder_owner import hold_cache
 from agentrl.weights import storage
 from agentrl.weights.apply_delta import apply
 from agentrl.weights.copy_state import CopyState, identity_of
@@ -45,9 +47,17 @@ _KEPT_ADAPTERS = 8
 _NAME_LENGTH = 8
 
 
-def weights_dir(run_name: str, given: str | None) -> Path:
-    """Return the folder of a host's copies of a run: ``--weights_dir``, or ``.agentrl/weights/RUN``."""
-    return Path(".agentrl/weights" if given is None else given) / run_name
+async def weights_dir(store: Store, given: str | None) -> Path:
+    """Return the folder of a host's copies of a run, held as its cache while this process lives.
+
+    It is ``--weights_dir``/RUN, or ``.agentrl/weights/RUN``. Raises ConfigError if another run of the name
+    uses it.
+    """
+    folder = Path(".agentrl/weights" if given is None else given) / store.run_name
+    owner = await store.settings.owner()
+    with contextlib.suppress(OSError):  # whole weights are loaded in place: a read-only folder may do
+        await asyncio.to_thread(hold_cache, folder, owner, "--weights_dir")
+    return folder
 
 
 async def chain_to(store: Store, version: PolicyVersion) -> list[PolicyVersion]:

@@ -18,8 +18,8 @@ from agentrl.errors import PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import SUFFIX
 from agentrl.weights.folder import ADAPTER_WEIGHTS
+from agentrl.weights.model_files import known_checksums
 from agentrl.weights.model_folder import (
-    checksums,
     explain_write_errors,
     verify,
     write_manifest,
@@ -190,7 +190,7 @@ async def publish_base(store: Store, folder: Path, attempt: int | None = None) -
     known = await store.policy_versions.get(0)
     if known is not None:
         return known
-    files, resolved = await asyncio.to_thread(lambda: (checksums(folder), folder.resolve()))
+    files, resolved = await asyncio.to_thread(lambda: (known_checksums(folder), folder.resolve()))
     document = PolicyVersion(id=0, step=0, location=str(resolved), files=files, train_step=None)
     await store.policy_versions.publish(document, attempt=attempt)
     return document

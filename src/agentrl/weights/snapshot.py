@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from agentrl.weights.folder import write_dtype
+from agentrl.weights.published_config import write_config
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ class PublishedModel:
     source: Callable[[], Iterator[Part]]
     dtype: torch.dtype | None
     """None: the tensors keep their dtype."""
+    base: Path | None = None
+    """The folder whose config.json keeps its spelling, and whose other files ``complete_folder`` copies."""
 
     def parts(self) -> Iterator[Part]:
         """Yield the tensors, converted where they are; those that the model keeps in float32 stay so."""
@@ -99,12 +101,16 @@ class PublishedModel:
         return converted
 
     def configuration(self) -> dict[str, bytes]:
-        """Return config.json, generation_config.json and the model's code, as transformers saves them."""
+        """Return config.json, and those of generation_config.json and the model's code that no base has."""
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
         with tempfile.TemporaryDirectory() as scratch:
             self.model.save_pretrained(scratch, state_dict={})
-            if self.dtype is not None:
-                write_dtype(Path(scratch), str(self.dtype).removeprefix("torch."))
-            return {path.name: path.read_bytes() for path in Path(scratch).iterdir() if path.is_file()}
+            write_config(Path(scratch), self.base, dtype, self.model.config)
+            found = {path.name: path for path in Path(scratch).iterdir() if path.is_file()}
+            if self.base is not None:  # ``complete_folder`` copies them as they are
+                copied = {name for name in found if (self.base / name).is_file()} - {"config.json"}
+                found = {name: path for name, path in found.items() if name not in copied}
+            return {name: path.read_bytes() for name, path in found.items()}
 
 
 def _converted(part: Part, dtype: torch.dtype) -> Tensor:

@@ -10,14 +10,16 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from agentrl.atomic_folder import delete_folder
 from agentrl.batches import batches
 from agentrl.documents.run import FileChecksum
 from agentrl.errors import ConfigError, PublishError
@@ -35,6 +37,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 _CALL_SECONDS = 60.0
 _LEAST_BYTES_PER_SECOND = 1 << 20
 _PART_BYTES = 16 << 20
+_MANIFEST_BYTES = 256 << 20
+"""Most bytes of a manifest: some 150 for each tensor of a model."""
+_NAME_BYTES = 200
 _PARALLEL = 4
 """Files at a time, and parts of a file at a time."""
 
@@ -74,17 +79,26 @@ async def upload(folder: Path, location: str, files: Sequence[FileChecksum]) -> 
 
     Raises PublishError if a file cannot be written, after ``OUTAGE_SECONDS`` where that may be temporary.
     """
-    options = {"method": "put"} if location.startswith("http") else {}
+    await _parallel(lambda file: _put(folder / file.name, f"{location}/{file.name}"), files)
+    await _put(folder / MANIFEST, f"{location}/{MANIFEST}")
 
-    async def put(name: str) -> None:
-        source, target = folder / name, f"{location}/{name}"
+
+async def _put(source: Path, target: str) -> None:
+    options = {"method": "put"} if target.startswith("http") else {}
+
+    def put() -> None:
         seconds = _CALL_SECONDS + source.stat().st_size / _LEAST_BYTES_PER_SECOND
-        await _retried(
-            target, lambda: _call(target, "_put_file", str(source), target, seconds=seconds, **options)
-        )
+        _call(target, "_put_file", str(source), target, seconds=seconds, **options)
 
-    await _parallel(lambda file: put(file.name), files)
-    await put(MANIFEST)
+    await _retried(target, put)
+
+
+async def write(location: str, content: bytes) -> None:
+    """Write a small file at a URL. Raises as ``upload``."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        await _put(Path(file.name), location)
 
 
 async def download(location: str, files: Sequence[FileChecksum], folder: Path) -> None:
@@ -97,9 +111,7 @@ async def download(location: str, files: Sequence[FileChecksum], folder: Path) -
 
 
 async def _download(location: str, file: FileChecksum, folder: Path) -> None:
-    if Path(file.name).name != file.name:
-        raise PublishError(f"{location} lists a file {file.name!r}, which is no plain name")
-    source, partial = f"{location}/{file.name}", folder / f".{file.name}.{os.getpid()}.part"
+    source, partial = _file_url(location, file.name), folder / f".{file.name}.{os.getpid()}.part"
     digest = hashlib.sha256()
     parts = [(start, min(start + _PART_BYTES, file.bytes)) for start in range(0, file.bytes, _PART_BYTES)]
     with partial.open("wb") as stream:
@@ -109,32 +121,85 @@ async def _download(location: str, file: FileChecksum, folder: Path) -> None:
             stream.write(data)
 
         for batch in batches(parts, _PARALLEL):
-            for data in await asyncio.gather(*(read(source, start, end) for start, end in batch)):
+            for data in await asyncio.gather(*(_read_part(source, start, end) for start, end in batch)):
                 await asyncio.to_thread(keep, data)
     if digest.hexdigest() != file.sha256:
         raise PublishError(f"{source} has the sha256 {digest.hexdigest()} instead of {file.sha256}")
     partial.replace(folder / file.name)
 
 
-async def read(location: str, start: int | None = None, end: int | None = None) -> bytes:
-    """Return the bytes from ``start`` to ``end`` of the file at ``location``; all of them without both."""
-    if not is_remote(location):
-        return await _retried(location, lambda: _read_local(Path(location), start or 0, end))
-    data: bytes = await _retried(
-        location, lambda: _call(location, "_cat_file", location, start=start, end=end)
-    )
-    if start is not None and end is not None and len(data) != end - start:
+async def read(location: str) -> bytes:
+    """Return the manifest at ``location``. Raises PublishError if it cannot be read, or is too large."""
+    data = await _read(location, 0, _MANIFEST_BYTES + 1)
+    if len(data) > _MANIFEST_BYTES:
+        raise PublishError(f"{location} has more than {_MANIFEST_BYTES:,} bytes: it is no manifest")
+    return data
+
+
+async def _read_part(location: str, start: int, end: int) -> bytes:
+    data = await _read(location, start, end)
+    if len(data) != end - start:
         raise PublishError(
             f"{location} has {len(data)} bytes from byte {start} on instead of {end - start}",
-            hint="a server of weights has to answer Range requests",
+            hint="the file ends too early: was it uploaded completely?",
         )
     return data
 
 
-def _read_local(path: Path, start: int, end: int | None) -> bytes:
+async def _read(location: str, start: int, end: int) -> bytes:
+    """Return the bytes from ``start`` to ``end`` of a file, or fewer if it ends before."""
+    if not is_remote(location):
+        return await _retried(location, lambda: _read_local(Path(location), start, end))
+    if location.startswith("http"):
+        return await _retried(location, lambda: _on_server(location, _get, location, start, end))
+    data: bytes = await _retried(
+        location, lambda: _call(location, "_cat_file", location, start=start, end=end)
+    )
+    return data
+
+
+async def _get(system: Any, session: Any, url: str, start: int, end: int) -> bytes:
+    """Return a part of a file of a web server, and read no more than that, whatever the server sends.
+
+    fsspec's own request follows redirects to any host, and holds all that comes in memory.
+    """
+    options = {**system.kwargs, "allow_redirects": False}
+    options["headers"] = {**options.get("headers", {}), "Range": f"bytes={start}-{end - 1}"}
+    data = bytearray()
+    async with session.get(system.encode_url(url), **options) as response:
+        if response.status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return b""
+        system._raise_not_found_for_status(response, url)
+        if target := response.headers.get("Location"):
+            raise PublishError(f"{url} redirects to {target}", hint="publish to the URL that holds the files")
+        if start and response.status != HTTPStatus.PARTIAL_CONTENT:
+            raise _ignores_range(url, start, end)
+        async for block in response.content.iter_any():
+            data += block
+            if len(data) > end - start:
+                raise _ignores_range(url, start, end)
+    return bytes(data)
+
+
+def _ignores_range(url: str, start: int, end: int) -> PublishError:
+    return PublishError(
+        f"{url}: the server sends more than the bytes {start} to {end}",
+        hint="a server of weights has to answer Range requests",
+    )
+
+
+def _read_local(path: Path, start: int, end: int) -> bytes:
     with path.open("rb") as stream:
         stream.seek(start)
-        return stream.read(-1 if end is None else end - start)
+        return stream.read(end - start)
+
+
+def _file_url(location: str, name: str) -> str:
+    """Return where the file ``name`` of a version is. Raises PublishError for one that leaves the folder."""
+    is_plain = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+    if not is_plain or len(name.encode()) > _NAME_BYTES:
+        raise PublishError(f"{location} lists a file {name[:_NAME_BYTES]!r}, which is no plain name")
+    return f"{location}/{name}"
 
 
 async def folder_names(root: str) -> list[str]:
@@ -152,24 +217,25 @@ async def folder_names(root: str) -> list[str]:
     return [name_of(path) for path in found]
 
 
-async def delete(location: str, files: Sequence[FileChecksum]) -> None:
+async def delete(location: str, files: Sequence[FileChecksum]) -> bool:
     """Delete the folder of a version; ``files`` are those that a web server is told to delete.
 
-    What is left is logged: the version counts as deleted already.
+    Returns whether nothing is left. Otherwise logs why.
     """
-    if not is_remote(location):
-        await asyncio.to_thread(shutil.rmtree, location, ignore_errors=True)
-        return
     try:
-        if location.startswith("http"):
+        if not is_remote(location):
+            await asyncio.to_thread(delete_folder, Path(location))
+        elif location.startswith("http"):
             for name in (MANIFEST, *(file.name for file in files)):
-                await asyncio.to_thread(_delete_from_server, f"{location}/{name}")
+                await asyncio.to_thread(_on_server, location, _delete, _file_url(location, name))
         else:
             await asyncio.to_thread(_call, location, "_rm", location, recursive=True)
     except FileNotFoundError:
-        return
+        return True
     except Exception as error:  # noqa: BLE001 - see _retried
         log.warning("%s is not deleted: %s", location, error)
+        return False
+    return True
 
 
 async def _parallel(call: Callable[[FileChecksum], Awaitable[None]], files: Sequence[FileChecksum]) -> None:
@@ -192,8 +258,8 @@ async def _retried(location: str, work: Callable[[], T]) -> T:
             raise PublishError(
                 f"{location}: {error}", hint="does the URL exist, and may this user?"
             ) from error
-        except (TypeError, AttributeError, NotImplementedError):
-            raise  # a defect here or in the package, not an outage
+        except (PublishError, TypeError, AttributeError, NotImplementedError):
+            raise  # a wrong answer, or a defect here or in the package: no outage
         except Exception as error:  # packages of storages have no common error
             reason = str(error) or type(error).__name__
             if time.monotonic() + pause > deadline:
@@ -222,15 +288,20 @@ def _file_system(scheme: str) -> Any:
     return fsspec.filesystem(scheme, use_listings_cache=False)
 
 
-def _delete_from_server(url: str) -> None:
+def _on_server(location: str, call: Callable[..., Awaitable[T]], /, *args: Any) -> T:
+    """Return ``call(system, session, *args)`` of the web server of ``location``; cancel it in the end."""
     from fsspec.asyn import sync
 
-    system = _file_system(urlsplit(url).scheme)
+    system = _file_system(urlsplit(location).scheme)
 
-    async def remove() -> None:
-        session = await system.set_session()
-        async with session.delete(system.encode_url(url)) as response:
-            if response.status not in (404, 410):
-                response.raise_for_status()
+    async def work() -> T:
+        return await call(system, await system.set_session(), *args)
 
-    sync(system.loop, remove, timeout=_CALL_SECONDS)
+    result: T = sync(system.loop, work, timeout=_CALL_SECONDS)
+    return result
+
+
+async def _delete(system: Any, session: Any, url: str) -> None:
+    async with session.delete(system.encode_url(url)) as response:
+        if response.status not in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
+            response.raise_for_status()

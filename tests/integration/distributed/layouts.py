@@ -161,7 +161,11 @@ def build_trainer(
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         settings=LossSettings(
-            importance_weight_cap_ratio=math.inf, entropy_coef=0.1, dual_clip=math.inf, **cast("Any", loss)
+            importance_weight_cap_ratio=math.inf,
+            entropy_coef=0.1,
+            distill_coef=0.2,
+            dual_clip=math.inf,
+            **cast("Any", loss),
         ),
         options=ForwardOptions(),
         max_tokens=1 << 20 if is_single else MAX_TOKENS,

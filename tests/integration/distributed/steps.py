@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from tiny_models import VOCABULARY, trajectory
 
+from agentrl.documents.column import TokenColumns, TopLogprobs
 from agentrl.documents.model_call import pack_ids, unpack_ids
 from agentrl.documents.routing import pack_routing
 from agentrl.documents.sampling_mask import SamplingMask
@@ -51,7 +52,8 @@ def _reset(rng: np.random.Generator, name: str) -> DBRecordData:
 def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
     """Return ``item`` as a trajectory of ``task`` that begins with the ids of ``prompt``.
 
-    Those with an even number were sampled with top-k: each token is one of the 20 ids around it.
+    Those with an even number were sampled with top-k: each token is one of the 20 ids around it. A teacher
+    has a logprob of each token, and the likeliest ids of all but every fifth.
     """
     ids = unpack_ids(item.input_ids).copy()
     ids[: len(prompt)] = prompt
@@ -62,9 +64,16 @@ def _behind(prompt: np.ndarray, item: DBRecordData, task: str) -> DBRecordData:
         else trained[:, None][:, :0]
     )
     mask = SamplingMask.of(kept.reshape(len(trained), -1).tolist()).pack()
+    likeliest = [
+        {} if place % 5 == 4 else {(id + shift) % VOCABULARY: -1.5 - shift / 4 for shift in range(6)}
+        for place, id in enumerate(trained.tolist())
+    ]
+    values = np.linspace(-3.0, -0.5, len(trained), dtype=np.float32)
+    columns = TokenColumns({"teacher": values}, {"teacher": TopLogprobs.of(likeliest)}).pack()
     return replace(
-        item, task=task, input_ids=pack_ids(ids.tolist()), sampling_mask=mask, routing=_routing(ids)
-    )
+        item, task=task, input_ids=pack_ids(ids.tolist()), sampling_mask=mask, routing=_routing(ids),
+        columns=columns,
+    )  # fmt: skip
 
 
 def _routing(ids: np.ndarray) -> bytes:

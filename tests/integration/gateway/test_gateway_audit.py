@@ -33,7 +33,7 @@ async def test_the_page_of_a_client_shows_its_branches_and_its_reward(store: Sto
     async with (
         run.open(train="main") as end,
         openai.AsyncOpenAI(base_url=end.base_url, api_key=end.api_key) as api,
-        httpx2.AsyncClient(timeout=60) as client,
+        httpx2.AsyncClient(timeout=60, headers={"authorization": f"Bearer {end.reward_key}"}) as client,
     ):
 
         async def ask(*messages: Any) -> Any:

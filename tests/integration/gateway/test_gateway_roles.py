@@ -40,13 +40,15 @@ async def both(rollout: Rollout) -> Outcome:
         await ask(solver, [user("a title")])
         mine = await ask(solver, [*mine, user("sure?")])
         await ask(critic, [*theirs, user("why?")])
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(headers={"authorization": f"Bearer {endpoint.reward_key}"}) as client:
             reward = {"score": 1.0, "role_rewards": {"solver": 1.0, "the critic": 0.25}}
             url = f"{endpoint.root_url}/reward"
             bad = await client.post(url, json={"score": 1.0, "role_rewards": {"a.b": 1.0}})
             assert (bad.status_code, "a role is named" in bad.text) == (400, True)
             assert (await client.post(url, json=reward)).status_code == 200
-            bad = await client.post(f"{endpoint.root_url}/role/a.b/v1/chat/completions", json={})
+            key = {"authorization": f"Bearer {endpoint.api_key}"}
+            url = f"{endpoint.root_url}/role/a.b/v1/chat/completions"
+            bad = await client.post(url, json={}, headers=key)
             assert (bad.status_code, "a role is named" in bad.text) == (400, True)
     return Outcome(StopReason.ANSWERED, mine[-1]["content"])
 

@@ -66,6 +66,10 @@ async def rewarded(rollout: Rollout) -> Outcome:
         reward = {"score": 0.75, "call_rewards": {first.id: 0.5}, "details": {"judge": "me"}}
         async with httpx2.AsyncClient(timeout=60) as client:
             url = f"{endpoint.root_url}/reward"
+            for key in ({}, {"authorization": f"Bearer {endpoint.api_key}"}, {"x-api-key": "guess"}):
+                refused = await client.post(url, json={"score": 9.0}, headers=key)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_key")
+            client.headers["authorization"] = f"Bearer {endpoint.reward_key}"
             bad = await client.post(url, json={"score": "high"})
             assert (bad.status_code, bad.json()["error"]["param"]) == (400, "score")
             unknown = await client.post(url, json={"score": 1, "call_rewards": {"chatcmpl-no": 1}})

@@ -16,7 +16,7 @@ from loaded_tasks import load_tasks
 from agentrl.cli.tasks import main
 from agentrl.config.load import Configs
 from agentrl.config.schema import AgentConfig, GroupConfig, RunConfig, TaskConfig, ToolConfig
-from agentrl.registry import is_importable
+from agentrl.permissions import is_allowed
 from agentrl.rollout.setup import allow_configured_imports
 from agentrl.store.client import open_existing, open_store
 
@@ -48,7 +48,7 @@ def allowed_by(run: RunConfig, *names: str, train_file: str | None = None, modul
             if train_file is not None:
                 await load_tasks(store, run, tasks, train_file, split="train", num_generations=8)
             await allow_configured_imports(store, configs)
-        return [is_importable(name) for name in names]
+        return [is_allowed(name) for name in names]
 
     return contextvars.copy_context().run(lambda: asyncio.run(start()))
 

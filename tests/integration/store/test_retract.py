@@ -12,11 +12,13 @@ import pytest
 import small_run as run
 from db_command import agentrl_db, violations
 
+from agentrl import atomic_folder
 from agentrl.cli import retract
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.retract import delete_withdrawn
 from agentrl.documents.family import PARENT, Kinship, Relative
 from agentrl.documents.status import RecordStatus, TaskStatus
+from agentrl.documents.training import TrainStep
 from agentrl.errors import ConfigError, LeaseHeldError, LeaseLostError, StoreError
 from agentrl.observe.log_lines import remove_lines
 from agentrl.rollout.finalizer import GroupFinalizer
@@ -25,6 +27,7 @@ from agentrl.store.admin.dataset import FILE
 from agentrl.store.admin.regroup import decide_anew
 from agentrl.store.admin.retract import Retractions
 from agentrl.store.client import Store, open_store
+from agentrl.train import retract as of_trainer
 from agentrl.train.lease import hold_lease
 from agentrl.weights import storage
 
@@ -212,7 +215,10 @@ async def test_a_call_that_is_killed_is_finished_by_the_next(
         await delete_withdrawn(store.connection, on_group=die)
     assert len(await retractions.unfinished()) == 1
     assert any("an unfinished one" in problem for problem in await violations(store))
+    with pytest.raises(StoreError, match="still holds what ann withdrew"):
+        await retractions.require_deleted()
     assert await agentrl_retract(run_config) == 0
+    await retractions.require_deleted()
     for key in (FIRST, TRAINED):
         assert await mentions(store, key) == {"Tombstone": 1}
     assert await violations(store) == []
@@ -256,6 +262,68 @@ async def test_exports_lose_it_and_an_old_one_is_not_imported(
     async with await open_store(copy) as imported:
         assert await violations(imported) == []
         await imported.connection.client.drop_database(copy.run_name)
+
+
+async def test_logs_and_exports_of_a_killed_call_are_left_for_the_next(
+    store: Store,
+    run_config: RunConfig,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await run.build(store, tmp_path / "weights")
+    archive = tmp_path / "archive"
+    assert await agentrl_db(run_config, "export", str(archive)) == 0
+
+    async def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(of_trainer, "_remove_log_lines", die)
+        with pytest.raises(KeyboardInterrupt):
+            await agentrl_retract(run_config, "--record", FIRST, "--archive", str(archive))
+    assert any("an unfinished one" in problem for problem in await violations(store))
+    await Retractions(store.connection).require_deleted()  # a trainer may go on
+    assert await agentrl_retract(run_config) == 1
+    assert f"{archive} still holds it: give it by --archive" in capsys.readouterr().out
+    assert await agentrl_retract(run_config, "--archive", str(archive)) == 0
+    assert await violations(store) == []
+
+
+async def test_only_weights_that_hold_it_are_deleted(
+    store: Store, run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has gone back since, and trained the step again without it."""
+    weights = tmp_path / "weights"
+    await run.build(store, weights)
+    assert await agentrl_retract(run_config, "--record", TRAINED) == 0
+    attempt = await store.trainer_lease.acquire("t", "h", 1, 60.0)
+    await store.policy_versions.withdraw_after(0, attempt=attempt)
+    await store.steps.revert_after(0, attempt=attempt)
+    again = TrainStep(id=f"{attempt}/1", step=1, policy_version=0, data=(), owner="t")
+    await store.steps.plan(again, attempt=attempt)
+    await store.steps.commit(again.id, {}, [], attempt=attempt)
+    await run.publish(store, weights, 2, step=1, train_step=again.id)
+    await store.trainer_lease.release(attempt)
+    kills = iter([True])
+
+    def killed(folder: Path, **_: object) -> None:
+        """Leave a part of the first folder, as a kill does."""
+        if next(kills, False):
+            raise KeyboardInterrupt
+        remove(folder)
+
+    remove = shutil.rmtree
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic_folder.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
+    with pytest.raises(StoreError, match="still holds what"):
+        await Retractions(store.connection).require_deleted()
+    assert await agentrl_retract(run_config, "--output_dir", str(tmp_path)) == 0
+    assert sorted(path.name for path in weights.iterdir()) == ["v000000", "v000002"]
+    assert [step.id for step in await store.steps.find()] == [again.id]
+    assert await violations(store) == []
 
 
 def test_log_records_that_name_it_go(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ def test_what_would_stop_a_load_gives_exit_code_1(tmp_path: Path, capsys: pytest
     assert f"bad row       {source}:2: scorer math cannot read the answer" in printed
     assert f"{source}:3: id 'y' is used above" in printed
     assert printed.endswith("→ this would not load\n")
-    assert main(["tasks", "check", write(tmp_path / "tasks.jsonl", {**good, "scorer": "exakt"})]) == 1
-    assert "unusable      unknown scorer 'exakt'" in capsys.readouterr().out
+    unknown = {**good, "id": "z", "scorer": "exakt"}
+    assert main(["tasks", "check", write(tmp_path / "tasks.jsonl", good, unknown)]) == 1
+    assert "tasks.jsonl:2: unknown scorer 'exakt'" in capsys.readouterr().out
     assert main(["tasks", "check", source, "--task_fields", "answer=nope"]) == 2
     assert "no row has 'nope' of --task_fields" in capsys.readouterr().err
 

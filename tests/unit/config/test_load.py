@@ -236,8 +236,8 @@ def test_a_wrong_section_or_key_is_named(tmp_path: Path, text: str, parts: list[
 
 
 def test_a_flag_without_effect_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    load("--gradient_accumulation_steps", "4")
-    assert "--gradient_accumulation_steps has no effect: use --groups_per_step" in caplog.text
+    load("--pad_to_multiple_of", "4")
+    assert "--pad_to_multiple_of has no effect: forests are packed" in caplog.text
     caplog.clear()
     load("--groups_per_step", "4")
     assert not caplog.text
@@ -295,7 +295,7 @@ def test_every_flag_has_a_help_line_and_one_owner() -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    without = {"seed", "min_turns", "pad_to_multiple_of", "gradient_accumulation_steps"}
+    without = {"seed", "min_turns", "pad_to_multiple_of"}
     for group in GROUPS:
         hints = get_type_hints(group)
         for field in fields(group):

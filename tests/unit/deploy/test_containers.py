@@ -213,3 +213,14 @@ def test_the_example_of_variables_names_only_those_that_are_used() -> None:
     used = set(re.findall(r"\$\{(\w+)", (DEPLOY / "compose.yml").read_text(encoding="utf-8")))
     lines = (DEPLOY / "compose/example.env").read_text(encoding="utf-8").splitlines()
     assert {line.partition("=")[0] for line in lines if line and not line.startswith("#")} <= used
+
+
+def test_the_judges_server_is_the_one_of_the_example() -> None:
+    (service,) = load("sglang/docker-compose.yml")["services"].values()
+    example = yaml.safe_load((ROOT / "assets/agent_config_example.yml").read_text(encoding="utf-8"))
+    models = [*example["scorer_agent"]["models"], *example["browse_agent"]["models"]]
+    local = {model["model"] for model in models if model["base_url"] == "http://localhost:38889/v1"}
+    assert local == {"local-model"}
+    assert "--served-model-name=local-model" in service["command"]
+    assert "--port=38889" in service["command"]
+    assert service["ports"] == ["127.0.0.1:38889:38889"]

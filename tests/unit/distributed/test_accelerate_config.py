@@ -70,6 +70,23 @@ def test_without_a_launcher_nothing_changes() -> None:
     assert with_launch_settings(given) is given
 
 
+def test_settings_that_change_no_result_are_taken_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The original's fsdp2_dst.yml has the first two."""
+    caplog.set_level(logging.INFO)
+    settings = {
+        "fsdp_forward_prefetch": True, "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_backward_prefetch": "BACKWARD_POST", "fsdp_sync_module_states": False,
+        "fsdp_use_orig_params": False,
+    }  # fmt: skip
+    found = launch(monkeypatch, tmp_path, fsdp_config=FSDP2 | settings)
+    assert list(found) == list(configs())
+    assert "fsdp_forward_prefetch true, " in caplog.text
+    assert "fsdp_cpu_ram_efficient_loading false changes no result here" in caplog.text
+    assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in os.environ
+
+
 def test_the_shipped_file_sets_no_flag(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = launch(monkeypatch, tmp_path)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
@@ -191,16 +208,6 @@ def test_a_contradiction_names_both(
             {"fsdp_config": FSDP2 | {"fsdp_sharding_strategy": "HYBRID_SHARD"}},
             "fsdp_sharding_strategy",
             "--dp_replicate_size",
-        ),
-        (
-            {"fsdp_config": FSDP2 | {"fsdp_forward_prefetch": True}},
-            "fsdp_forward_prefetch",
-            "leave it out",
-        ),
-        (
-            {"fsdp_config": FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}},
-            "fsdp_cpu_ram_efficient_loading",
-            "leave it out",
         ),
         (
             {"fsdp_config": FSDP2 | {"fsdp_min_num_params": 1000}},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -19,6 +21,7 @@ from agentrl.distributed.fsdp import choose_reduction
 from agentrl.distributed.mesh import Layout, build_mesh
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import join_alone, leave_processes
+from agentrl.documents.column import TokenColumns, TopLogprobs
 from agentrl.losses.settings import LossSettings
 from agentrl.model.lora import add_adapter
 from agentrl.model.precision import Precision
@@ -70,6 +73,22 @@ def test_a_step_equals_the_float32_step_within_the_rounding_of_bfloat16(kind: st
         assert gradient.dtype == local(found).dtype == torch.float32
         if ".gate.weight" not in name:  # rounding may send a token to another expert
             assert torch.cosine_similarity(gradient.flatten(), expected.grad.flatten(), 0) > 0.97, name
+
+
+def test_a_teachers_likeliest_ids_count_as_in_float32() -> None:
+    """One process that computes in bfloat16 is the default on one GPU, and FSDP2 holds its weights."""
+    model = tiny_model("qwen3")
+    plain, parallel = ParallelModel(copy.deepcopy(model)), mixed(model)
+    settings = LossSettings(loss_calculater="OPD", old_logprobs="recompute")
+    taught, count = forest(), forest().trainable_tokens
+    likeliest = TopLogprobs.of([{place % 40: -0.2, (place + 7) % 40: -2.5} for place in range(count)])
+    values = np.full(count, -9.0, np.float32)
+    losses = []
+    for top in ({}, {"teacher": likeliest}):
+        given = replace(taught, columns=TokenColumns({"teacher": values}, top))
+        losses.append([forward_backward(item, [given], settings)["loss"] for item in (parallel, plain)])
+        assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
+    assert abs(losses[1][1] - losses[0][1]) > 1.0
 
 
 def test_fifty_small_steps_make_the_update_of_float32_weights() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,29 @@ def test_columns_are_unpacked_as_they_were_packed() -> None:
     assert read.pack() == packed
     assert TokenColumns({}).pack() == b""
     assert TokenColumns.unpack(b"", 3) is None
+
+
+@pytest.mark.parametrize("nothing", [-math.inf, -1e5, -9999.0, -3.4e38])
+def test_an_id_without_probability_is_left_out(nothing: float) -> None:
+    top = TopLogprobs.of([{3: nothing, 7: -0.5, 9: -99.0}, {1: nothing}, {}])
+    assert rows(TopLogprobs.unpack(top.pack(), 3)) == [{7: -0.5, 9: -99.0}, {}, {}]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({3: math.nan}, "a logprob of nan"),
+        ({3: 1e300}, r"a logprob of 1e\+300"),
+        ({3: 0.7}, "a logprob of 0.7"),
+        ({-3: -1.0}, "a token id of -3"),
+        ({2**31: -1.0}, "a token id of 2147483648"),
+        ({2**63: -math.inf}, "a token id of 9223372036854775808"),
+    ],
+)
+def test_what_no_distribution_has_is_refused(row: dict[int, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TopLogprobs.of([{}, row])
 
 
 @pytest.mark.parametrize("data", [b"no json\n", b'{"a": 0}\n\0\0', COLUMNS.pack() + b"\0", b"[]\n"])

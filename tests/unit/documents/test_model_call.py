@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import bson
+import pytest
+
 from agentrl.documents.model_call import (
     DispatchedSamplingTask,
     ToolExecution,
     full_messages,
+    read_message,
+    storable_message,
     strip_tool_results,
 )  # fmt: skip
 from agentrl.documents.status import CallStatus
@@ -42,3 +47,34 @@ def test_results_are_named_and_put_back() -> None:
 def test_messages_without_executions_stay_as_they_are() -> None:
     assert strip_tool_results(READ, ()) == READ
     assert full_messages(make_call(0, messages=READ), None) == READ
+
+
+def nested(levels: int) -> list[object]:
+    value: list[object] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"n": 2**63}, {"n": -(2**70)}, {"deep": nested(150)}, {"a\0b": 1}, {"x": {"y": [10**30]}}]
+)
+def test_arguments_that_bson_cannot_hold_come_back_as_they_were(arguments: dict[str, object]) -> None:
+    response = {"content": "", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+    stored = storable_message(response)
+    assert isinstance(stored["tool_calls"][0]["function"]["arguments"], str)
+    bson.encode(stored)
+    call = make_call(0, response=stored, messages=(storable_message({"role": "assistant", **response}),))
+    assert call.message == {"role": "assistant", **response}
+    assert full_messages(call, None) == (call.message,)
+
+
+def test_arguments_that_bson_holds_are_stored_as_they_are() -> None:
+    own = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"n": 1.5}}}],
+    }
+    assert storable_message(own) == own
+    odd = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{not JSON"}}, 5]}
+    assert read_message(storable_message(odd)) == odd

@@ -11,7 +11,7 @@ import pytest
 from agentrl.documents.task import Task
 from agentrl.documents.task_file import read_tasks
 from agentrl.documents.task_json import make_task
-from agentrl.documents.task_messages import BadTaskError
+from agentrl.documents.task_messages import BadTaskError, read_examples
 from agentrl.errors import TaskFileError
 
 SYSTEM = {"role": "system", "content": "S"}
@@ -131,3 +131,13 @@ def test_a_bad_message_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"tasks.jsonl:2: messages\[0\]: the role is 'x'"):
         read_tasks(file)
     assert read_tasks(file, skip_bad_lines=True).tasks[0].messages == (USER, ANSWER)
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_what_a_client_writes_for_nothing_is_nothing(empty: object) -> None:
+    given = [
+        {"role": "user", "content": "u", "tool_calls": empty, "refusal": empty},
+        {"role": "assistant", "content": "a", "tool_calls": empty, "annotations": empty},
+    ]
+    read = read_examples("messages", given, "q")
+    assert [*read.messages] == [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]

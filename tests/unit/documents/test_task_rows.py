@@ -21,6 +21,8 @@ VERL = {
     "data_source": "openai/gsm8k", "prompt": [USER], "ability": "math", "agent_name": "react",
     "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"split": "train", "index": 7},
 }  # fmt: skip
+DAPO = "1+1?\n\nThe last line of your response should be of the form Answer: $Answer (without quotes)."
+TESTS = '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'
 
 
 def task_of(row: dict[str, Any], number: int = 3, *, preset: str = "auto", fields: str = "") -> Task:
@@ -77,6 +79,27 @@ def test_a_row_of_verl_or_chatlearn_says_how_answers_are_marked(
         ("task", {"id": 1, "prompt": [USER], "answer": "2"}, ("1", "1+1?", "2", "agentcpm", "answer")),
         ("task", {"id": 1, **GSM8K}, ("1", "How many?", "72", "agentcpm", "answer")),
         ("task", {"query": "?"}, ("3", "?", None, "agentcpm", "answer")),
+        ("verl", {**VERL, "prompt": [{"role": "user", "content": DAPO}]},
+         ("openai/gsm8k/7", DAPO, "2", "math", "Answer:")),
+        ("verl", {**VERL, "reward_model": {"ground_truth": {"target": ["Bell", "A. Bell"]}}},
+         ("openai/gsm8k/7", "1+1?", ["Bell", "A. Bell"], "agentcpm", "answer")),
+        ("verl", {**VERL, "reward_model": {"ground_truth": TESTS}},
+         ("openai/gsm8k/7", "1+1?", TESTS, "code", "answer")),
+        ("choices", {"question": "1+1?", "choices": ["1", "2", "3"], "answer": 1, "subject": "maths"},
+         ("3", "1+1?\n\nA. 1\nB. 2\nC. 3", "B", "exact", "answer")),
+        ("choices", {"id": "arc", "question": "1+1?", "answerKey": "2",
+                     "choices": {"text": ["two", "one"], "label": ["2", "1"]}},
+         ("arc", "1+1?\n\n2. two\n1. one", "2", "exact", "answer")),
+        ("choices", {"question": "1+1?", "options": ["1", "2"], "answer": "B", "answer_index": 1},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("choices", {"question": "1+1?", "options": {"A": "1", "B": "2"}, "answer": "2"},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("conversations", [{"from": "human", "value": "1+1?"},
+                           {"from": "assistant", "ground_truth": {"value": "2"}}],
+         ("3", "1+1?", "2", "math", "boxed")),
+        ("conversations",
+         {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]},
+         ("3", "1+1?", None, "agentcpm", "answer")),
     ],
 )  # fmt: skip
 def test_a_preset_is_known_by_the_fields_of_a_row(
@@ -138,3 +161,46 @@ def test_a_file_says_how_its_rows_are_read(tmp_path: Path) -> None:
     assert caught.value.hint == "the columns of the first row are question, answer"
     file.write_text(json.dumps({"id": 1, "query": "?"}))
     assert read_tasks(file).reading is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 72", "72"),
+        ("#### $72", "72"),
+        ("#### -$5", "-5"),
+        ("#### $-5.50", "-5.50"),
+        ("#### 1,234.", "1,234"),
+        ("#### 15%", "15"),
+        ("#### 72 dollars", "72"),
+        ("#### € 3", "3"),
+        ("#### 1/2", None),
+        ("#### 3x", None),
+        ("#### 10:30", None),
+    ],
+)
+def test_the_number_behind_the_last_hashes_is_the_answer(text: str, answer: str | None) -> None:
+    solution = f"so it is\n{text}"
+    assert task_of({"question": "?", "answer": solution}).answer == (answer or solution)
+
+
+def test_a_constant_null_leaves_a_field_out() -> None:
+    row = {"id": 1, "query": "?", "answers": '[{"name": "f"}]', "tools": '[{"name": "f", "parameters": {}}]'}
+    with pytest.raises(BadTaskError, match="describes functions, and a task's tools are the names of MCP"):
+        task_of(row)
+    task = task_of(row, fields="tools:=null,answer=answers,scorer:=exact")
+    assert (task.tools, task.answer, task.meta["tools"]) == (None, row["answers"], row["tools"])
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({**VERL, "reward_model": {"ground_truth": {"inputs": [[1]], "outputs": [2], "fn_name": "f"}}},
+         "its tests call the function 'f'"),
+        ({"question": "?", "choices": ["1", "2"], "answer": 2}, "its answer 2 is none of its 2 choices"),
+        ({"question": "?", "choices": ["1", "2"], "answer": True}, "its answer True is none of its 2"),
+    ],
+)  # fmt: skip
+def test_rows_that_no_scorer_can_read_are_refused(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadTaskError, match=reason):
+        task_of(row)

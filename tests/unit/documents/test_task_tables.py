@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.feather
 import pyarrow.ipc
@@ -43,6 +44,12 @@ def verl_rows(count: int, split: str = "train") -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+ALIASES = "\n".join([
+    "---", "configs:", "- config_name: default", "  data_files:", "  - split: train", "    path:",
+    "    - &a [x, x, x, x, x, x, x, x, x, x]",
+    *(f"    - &{chr(98 + at)} [{', '.join([f'*{chr(97 + at)}'] * 10)}]" for at in range(12)), "---", "",
+])  # fmt: skip
+"""Twelve lines whose text would be 10 TB."""
 PLAIN = [
     {"id": "a", "query": "Ünï, \"quoted\"\nand 漢字?", "answer": "007", "scorer": "exact", "max_turns": 2},
     {"id": "b", "query": "1.10?", "answer": "1.10", "scorer": "exact", "tools": ["calc", "web"]},
@@ -219,3 +226,72 @@ def test_an_answer_that_its_scorer_cannot_read_is_a_bad_line(
     assert "1 of 6 tasks" in caught.value.message
     assert f"{path}:6: " in caught.value.message
     assert reason in caught.value.message
+
+
+def test_narrow_floats_are_read_as_json_has_them(tmp_path: Path) -> None:
+    narrow, half = pyarrow.float32(), pyarrow.float16()
+    values = [0.1, 2.5, -1e-7, 16777217.0]
+    columns = {
+        "query": pyarrow.array(["?"] * 4),
+        "answer": pyarrow.array(values, narrow),
+        "half": pyarrow.array(np.array([0.1, 2.5, -0.3, 7], np.float16), half),
+        "list": pyarrow.array([[value] for value in values], pyarrow.list_(narrow)),
+        "struct": pyarrow.array([{"a": {"b": 0.1}}, {"a": None}, None, {"a": {"b": None}}],
+                                pyarrow.struct({"a": pyarrow.struct({"b": narrow})})),
+        "map": pyarrow.array([[("k", 0.1)], None, [], [("k", None)]], pyarrow.map_(pyarrow.string(), narrow)),
+        "fixed": pyarrow.array([[0.1, 0.2]] * 4, pyarrow.list_(narrow, 2)),
+        "encoded": pyarrow.array(["a", "b", "a", "b"]).dictionary_encode(),
+        "wide": pyarrow.array([0.10000000149011612] * 4),
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    tasks = read(tmp_path / "rows.parquet").tasks
+    assert [task.answer for task in tasks] == [0.1, 2.5, -1e-07, 16777216.0]
+    first = tasks[0].meta
+    assert (first["half"], first["list"], first["struct"]) == (0.1, [0.1], {"a": {"b": 0.1}})
+    assert (first["map"], first["fixed"], first["wide"]) == ({"k": 0.1}, [0.1, 0.2], 0.10000000149011612)
+    assert tasks[3].meta["encoded"] == "b"
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.parquet"])
+def test_a_file_that_unpacks_to_far_more_than_it_is_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.documents.task_source._UNPACKED_BYTES", 2**20)
+    if name.endswith(".parquet"):
+        table = pyarrow.table({"query": pyarrow.array(["x" * 2**16] * 1000)})
+        pyarrow.parquet.write_table(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(b"query\n" + b" " * (64 * 2**20)))
+    with pytest.raises(TaskFileError, match="unpacks to more than"):
+        read(tmp_path / name)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("file", "text", "problem"),
+    [
+        ("state.json", '{"_data_files": [{"filename": "../rows.jsonl"}]}', "which is nothing beside it"),
+        ("state.json", '{"_data_files": [{"filename": "/etc/passwd"}]}', "which is nothing beside it"),
+        ("state.json", '{"_data_files": [5]}', "which is nothing beside it"),
+        ("state.json", "[" * 100_000, "cannot be read"),
+        ("dataset_dict.json", '{"splits": ["."]}', "which is nothing beside it"),
+        ("dataset_dict.json", '{"splits": [{"a": 1}]}', "which is nothing beside it"),
+        ("dataset_dict.json", '{"splits": 3}', "has no split 'train'"),
+        ("README.md", "---\n" + "[" * 5000 + "\n---\n", None),
+        ("README.md", "\xff\xfe", None),
+        ("README.md", ALIASES, None),
+    ],
+)
+def test_a_hostile_folder_is_refused_or_read(
+    tmp_path: Path, file: str, text: str, problem: str | None
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text('{"query": "?", "answer": "1"}')
+    (folder / file).write_text(text, encoding="latin-1")
+    if problem is None:
+        assert len(read(folder).tasks) == 1
+        return
+    with pytest.raises(TaskFileError, match=problem):
+        read(folder)

@@ -11,11 +11,12 @@ import fake_llm
 import pytest
 import pytest_asyncio
 
+from agentrl.concurrency import Deadline
 from agentrl.llm import ask as ask_module
 from agentrl.llm.agent_config import AgentSection, ModelEndpoint
 from agentrl.llm.ask import Answer, NoAnswerError, ask
 from agentrl.llm.client import endpoint_client
-from agentrl.llm.limits import Deadline, Window, retry_after
+from agentrl.llm.limits import Window, retry_after
 
 QUESTION = [{"role": "user", "content": "?"}]
 

@@ -7,12 +7,12 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from token_batches import random_batch, three_tokens
+from token_batches import random_batch, three_tokens, token_metrics
 from torch import Tensor
 
 from agentrl.config.loss import Correction, parse_corrections
 from agentrl.errors import ConfigError
-from agentrl.losses.compute import divergence, out_of_bound, weigh
+from agentrl.losses.compute import divergence, out_of_bound, token_losses, weigh
 from agentrl.losses.settings import LossSettings
 from agentrl.losses.trajectories import TrajectoryMeans
 
@@ -89,6 +89,27 @@ def test_where_the_old_policy_is_the_sampler_masks_look_at_the_whole_ratio() -> 
     assert weights("seq_kl:1", w, old="behavior") == (ones, [True] * 3)
 
 
+@pytest.mark.parametrize("old", ["behavior", "recompute"])
+@pytest.mark.parametrize("size", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+def test_a_limit_of_the_kl_keeps_every_trajectory_below_it_also_next_to_the_policy(
+    size: float, old: str
+) -> None:
+    """In float32 e^x − 1 − x is noise of either sign here, and a lower bound of 0 dropped half of it."""
+    noise = size * torch.randn(400, generator=torch.Generator().manual_seed(0))
+    batch = three_tokens(
+        (-1.0,) * 400, (1.0,) * 400, behavior=tuple((-1.0 + noise).tolist()), old=(-1.0,) * 400
+    )
+    if old == "behavior":
+        batch = replace(batch, old_logprobs=batch.behavior_logprobs)
+    batch = replace(batch, row=torch.arange(400), trajectories=400)
+    settings = LossSettings(importance_correction="seq_kl:1e-3", old_logprobs=old)
+    assert not weigh(batch, settings).masked.any()
+    exact = [math.expm1(x) - x for x in batch.log_rho.double().tolist()]
+    assert divergence(batch, settings).tolist() == pytest.approx(exact, rel=1e-3, abs=1e-22)
+    report = token_metrics(batch, token_losses(batch, settings), batch.logprobs).report()
+    assert report["kl_k3"] == pytest.approx(sum(exact) / 400, rel=1e-6)
+
+
 def test_minirl_contains_the_ratio_that_a_cap_bounds() -> None:
     w = (0.25, 1.0, 8.0)
     assert weights("", w, loss="MINIRL", old="behavior")[0] == [1.0, 1.0, 1.0]
@@ -125,7 +146,8 @@ def test_means_of_whole_trajectories_replace_those_of_the_micro_batch() -> None:
     first = torch.arange(len(batch.row)) % 2 == 0
 
     def mean(values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(batch.trajectories).index_add(0, batch.row, values) / lengths
+        zeros = torch.zeros(batch.trajectories, dtype=torch.float64)
+        return (zeros.index_add(0, batch.row, values.double()) / lengths).float()
 
     for text in ("seq_mask", "seq_kl:0.1", "seq_tis:1.2"):
         settings = LossSettings(importance_correction=text, old_logprobs="recompute")

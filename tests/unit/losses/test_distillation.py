@@ -75,7 +75,14 @@ def test_a_known_divergence_takes_the_place_of_the_sampled_tokens_judgement() ->
 def test_the_divergence_from_the_teacher_is_reported_and_needs_its_column() -> None:
     batch, settings = distilled(loss_calculater="OPD")
     report = token_metrics(batch, token_losses(batch, settings), batch.logprobs).report()
-    assert report["kl_teacher"] == pytest.approx((-1.0 + 1.0 + 0.0) / 3, abs=1e-4)
+    assert report["kl_teacher"] == pytest.approx((-1.0 + 1.0) / 2, abs=1e-4)
+    assert report["taught_fraction"] == pytest.approx(2 / 3)
+    untaught = dataclasses.replace(batch, columns={"teacher": torch.tensor([-0.69315, math.nan, math.nan])})
+    one = token_metrics(untaught, token_losses(untaught, settings), batch.logprobs)
+    assert one.report()["kl_teacher"] == pytest.approx(-1.0, abs=1e-4)
+    assert (one + token_metrics(batch, token_losses(batch, settings), batch.logprobs)).report()[
+        "kl_teacher"
+    ] == pytest.approx((-1.0 - 1.0 + 1.0) / 3, abs=1e-4)
     alone = batch_of(VECTOR, settings)
     plain = token_metrics(alone, token_losses(alone, LossSettings()), batch.logprobs)
     assert "kl_teacher" not in plain.report()

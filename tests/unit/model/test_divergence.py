@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from agentrl.documents.column import TopLogprobs
+from agentrl.documents.sampling_mask import SamplingMask
 from agentrl.model.divergence import reverse_kl
+from agentrl.model.kept_ids import KeptIds
 from agentrl.model.logprobs import token_logprobs
 from agentrl.model.output_head import OutputHead
 
@@ -61,6 +63,29 @@ def test_with_some_ids_it_is_a_lower_bound(count: int) -> None:
     found = ours(hidden, head, teacher, count)
     assert bool((found >= -1e-5).all())
     assert bool((found <= kl_of(hidden, head, teacher) + 1e-3).all())
+
+
+def test_a_token_that_was_sampled_from_some_ids_is_compared_over_them() -> None:
+    """Of each token by itself: the others' terms stay as they are."""
+    hidden, head, teacher = setting()
+    ids = [[3, 5], [], [12, 0, 1], [], [5, 6, 7]]
+    kept = SamplingMask.of(ids)
+    logprobs, _ = token_logprobs(
+        hidden, head, PARENT, TARGET, temperature=TEMPERATURE, kept=KeptIds.of(kept, hidden.device)
+    )
+    logits = (hidden[PARENT] @ head.weight.T + head.bias) * head.scale
+    logits = 9.0 * (logits / 9.0).tanh() / TEMPERATURE[:, None]
+    excluded = torch.tensor([[bool(row) and id not in row for id in range(VOCABULARY)] for row in ids])
+    policy = logits.masked_fill(excluded, -1e30).log_softmax(-1)
+    expected = (policy.exp() * (policy - teacher)).sum(-1)
+    everything = TopLogprobs.of([dict(enumerate(row)) for row in teacher.tolist()])
+    found = reverse_kl(hidden, head, PARENT, TARGET, TEMPERATURE, logprobs, everything, kept)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)
+    inputs = [hidden, head.weight, head.bias]
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), inputs), torch.autograd.grad(expected.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3)
 
 
 def test_a_token_without_ids_has_none() -> None:

@@ -26,9 +26,10 @@ def test_each_name_is_defined_once() -> None:
 def test_the_metrics_of_tokens_are_defined_and_those_with_keys_say_so() -> None:
     report = TokenMetrics(
         tokens=2,
-        weight=2.0,
-        weight_squared=2.0,
+        ratio=2.0,
+        ratio_squared=2.0,
         kl_reference=0.1,
+        taught=1.0,
         kl_teacher=0.1,
         staleness=_counter(),
         versions=_counter(),

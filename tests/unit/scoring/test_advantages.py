@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.errors import ConfigError, GroupError
@@ -70,3 +71,12 @@ def test_an_unknown_estimator_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"unknown advantage estimator 'drgrpo' \(--advantage\)") as refused:
         estimate("drgrpo", [0.0, 1.0])
     assert "did you mean 'dr_grpo'?" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("huge", [1e308, 1e39, 1.1e18, -1e200])
+def test_rewards_that_training_cannot_square_are_refused(name: str, huge: float) -> None:
+    with pytest.raises(GroupError, match="is beyond"):
+        estimate(name, [huge, 0.0, 0.0, 1.0])
+    values = np.array(estimate(name, [1e18, -1e18, 0.0, 1.0]), np.float32)
+    assert np.isfinite(values * values).all()

@@ -15,7 +15,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import StopReason
 from agentrl.documents.task import Task
 from agentrl.errors import ConfigError, GroupError
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
 from agentrl.scoring.groups import (
     GROUP_FILTERS,
     ScoredGroup,
@@ -140,7 +140,7 @@ def test_a_filter_is_found_by_its_name_or_an_allowed_path() -> None:
     assert GROUP_FILTERS.get("json:dumps")
 
     def refused() -> None:
-        allow_imports({"json.decoder"})
+        allow({"json.decoder"})
         with pytest.raises(ConfigError, match="may not import"):
             dropped_by_filter("json:dumps", TASK, records())
 

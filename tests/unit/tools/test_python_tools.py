@@ -13,7 +13,7 @@ from pydantic import Field
 
 from agentrl.config.schema import ToolConfig
 from agentrl.errors import ConfigError, ScorerError, ToolServerError
-from agentrl.registry import allow_imports
+from agentrl.permissions import allow
 from agentrl.tools.base import Trajectory
 from agentrl.tools.pool import ToolPool
 from agentrl.tools.python import TOOLS, Toolset, tool
@@ -180,7 +180,7 @@ def test_what_cannot_be_a_tool_is_refused() -> None:
 
 def test_a_tool_is_imported_only_where_that_is_allowed() -> None:
     def use() -> None:
-        allow_imports({"json"})
+        allow({"json"})
         with pytest.raises(ConfigError, match="may not import"):
             ToolPool(names("os:getcwd"))
 

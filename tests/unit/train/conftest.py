@@ -19,12 +19,14 @@ from agentrl.data.freshness import Freshness
 from agentrl.data.stream import DataStream, StreamSettings
 from agentrl.device_lease import DeviceLease
 from agentrl.distributed.world import single_process
+from agentrl.folder_owner import Owner
 from agentrl.observe.progress import StepView
 from agentrl.observe.tracker_threads import open_trackers
 from agentrl.train import checkpoint
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import lead
 from agentrl.train.device_turns import DeviceTurns
+from agentrl.train.folders import RunFolders
 from agentrl.train.lease import TrainerLease
 from agentrl.train.loop import Trainer
 from agentrl.train.progress import roll_back
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from agentrl.store.client import Store
 
 FRESH = Freshness(max_staleness=9)
+OWNER = Owner(run="run", id="1f", database="memory")
 
 
 @pytest.fixture
@@ -77,13 +80,15 @@ def start(tmp_path: Path, store: FakeStore) -> Callable[..., Any]:
         )  # fmt: skip
         stop = asyncio.Event()
         turns = DeviceTurns(lease=device, controller=controller)
+        folders = RunFolders(owner=OWNER, output=output, versions=str(output / "weights"))
+        await folders.claim()
         publisher = Publisher(
             store=cast("Store", store), config=config, controller=controller, progress=progress, lease=lease,
-            turns=turns, output=output, root=str(output / "weights"), max_staleness=max_staleness, stop=stop,
+            turns=turns, folders=folders, max_staleness=max_staleness, stop=stop,
         )  # fmt: skip
         saver = Saver(
-            run_name="run", config=config, controller=controller, progress=progress, lease=lease,
-            output=output, publisher=publisher,
+            config=config, controller=controller, progress=progress, lease=lease, folders=folders,
+            publisher=publisher,
             saved_step=progress.step, saved=found.folder if found else None,
         )  # fmt: skip
         return Trainer(

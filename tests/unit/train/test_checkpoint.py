@@ -28,7 +28,8 @@ from agentrl.train.controller import Controller
 from agentrl.train.lease import ThreadFence
 from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.step import PolicyTrainer
-from agentrl.weights.folder import architecture, stored_dtype, write_dtype
+from agentrl.weights.folder import architecture, stored_dtype
+from agentrl.weights.published_config import write_config
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -193,7 +194,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, base: Path) -
 
 
 def test_weights_that_publication_rounds_are_restored_exactly(tmp_path: Path, base: Path) -> None:
-    write_dtype(base, "bfloat16")
+    write_config(base, None, "bfloat16")
     trained = Trained.load(base)
     trained.step()
     folder = save(tmp_path, state(base), trained, limit=2)
@@ -216,7 +217,7 @@ def test_a_checkpoint_of_a_model_folder_in_the_trained_dtype_is_restored(tmp_pat
     trained = Trained.load(base)
     trained.step()
     folder = save(tmp_path, state(base), trained, limit=2)
-    write_dtype(base, "bfloat16")
+    write_config(base, None, "bfloat16")
     found = find(tmp_path, "auto", run_name="run", base=base)
     assert found is not None
     assert found.folder == folder

@@ -12,7 +12,7 @@ from agentrl.config.schema import ModelConfig, TrainConfig
 from agentrl.errors import ConfigError
 from agentrl.model.load import load_policy
 from agentrl.train.disk_space import Retention, amount, check_output, model_bytes, retention
-from agentrl.weights.folder import write_dtype
+from agentrl.weights.published_config import write_config
 
 Usage = namedtuple("Usage", "total used free")
 KEPT = Retention(versions=4, version_bytes=10_000_000, checkpoints=2, checkpoint_bytes=30_000_000)
@@ -29,7 +29,7 @@ def test_bytes_are_those_that_the_model_has(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_rounded_weights_holds_them_too(tmp_path: Path) -> None:
     base = write_tiny_policy(tmp_path)
-    write_dtype(base, "bfloat16")
+    write_config(base, None, "bfloat16")
     count = model_bytes(base, 1)
     for trained, copies in (("float32", 12), ("bfloat16", 4)):
         kept = retention(base, trained, TrainConfig(), is_adapter=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from fake_store import FakeStore
 from safetensors.torch import load_file
 
-from agentrl.documents.run import PolicyVersion
+from agentrl.documents.run import InferenceService, PolicyVersion
 from agentrl.documents.status import VersionStatus
 from agentrl.errors import PublishError
+from agentrl.train import publishing
 from agentrl.weights.memory_file import open_memory_file
 
 Start = Callable[..., Any]
@@ -64,6 +66,48 @@ async def test_memory_that_is_short_is_an_overdue_version(
     with pytest.raises(PublishError, match="do not fit into memory"):
         await trainer.run()
     assert not stored(store)
+    trainer.controller.end()
+
+
+def engine(version: int | None) -> InferenceService:
+    return InferenceService(
+        id="e", url="u", engine="local", model="m", policy_version=version, host="h", pid=1
+    )
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("distributed", True), ("tensor", False)])
+async def test_the_trainer_ends_when_engines_have_taken_its_last_version_from_the_network(
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, kind: str, waits: bool
+) -> None:
+    trainer = await start(weight_sync=kind, full_every=9, max_steps=2)
+    store.engines, seen = [engine(1), engine(None)], []
+
+    async def follow(*events: Any, timeout: float) -> None:
+        seen.append(open_for_engines(store))
+        store.engines[0] = engine(max(store.versions))
+
+    monkeypatch.setattr(publishing, "wait_for_any", follow)
+    await trainer.run()
+    assert seen == ([True] if waits else [])
+    trainer.controller.end()
+
+
+def open_for_engines(store: FakeStore) -> bool:
+    """Whether the trainer still answers requests for its last version."""
+    live = store.versions[max(store.versions)].live
+    assert live is not None
+    with socket.create_connection(("127.0.0.1", int(live.shares[0].port or 0)), 5.0):
+        return True
+
+
+async def test_an_engine_that_never_takes_the_last_version_ends_the_wait(
+    store: FakeStore, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publishing, "LIVE_ENGINE_SECONDS", 0.05)
+    trainer = await start(weight_sync="distributed", full_every=9, max_steps=1)
+    store.engines = [engine(0)]
+    await trainer.run()
+    assert "is not served by e after" in caplog.text
     trainer.controller.end()
 
 

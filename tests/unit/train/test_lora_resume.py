@@ -85,7 +85,7 @@ def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFi
     lease: Any = None
     publisher = Publisher(
         store=lease, config=TrainConfig(), controller=lease, progress=lease, lease=lease, turns=lease,
-        output=Path(), root="", max_staleness=1, stop=asyncio.Event(),
+        folders=lease, max_staleness=1, stop=asyncio.Event(),
     )  # fmt: skip
     warned = []
     for share in (None, 0.33, 0.5, 0.95, 0.8):

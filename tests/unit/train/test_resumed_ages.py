@@ -84,14 +84,14 @@ async def test_ages_are_those_of_a_run_left_in_peace(
     assert sorted(peace) == [1, 2, 3, 4, 5, 6]
     assert peace[5][1][1] == ([lag, 0] if policy != "mask" else [0])
 
-    shutil.rmtree(trainer.saver.output)
+    shutil.rmtree(trainer.saver.folders.output)
     vars(store).update({key: type(value)() for key, value in fresh.items()})
     store.policy_versions.publish = publish
     store.policy_versions.publish = Sampler(store, lag)
     trainer = await start("none", max_steps=STEPS, **flags)
     await trainer.run()
     seen.clear()
-    output = trainer.saver.output
+    output = trainer.saver.folders.output
     for step in range(KEPT + 1, STEPS + 1) if replays else ():
         shutil.rmtree(output / f"checkpoint-{step:06d}")
     choice = "auto" if replays else str(output / f"checkpoint-{KEPT:06d}")

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -121,6 +122,35 @@ def test_a_damaged_file_is_refused_and_writes_nothing_outside(tmp_path: Path) ->
         else:
             assert _bits(tmp_path) == good.tensors
         assert not load_file(tmp_path / "model-2.safetensors")["b"].any()
+
+
+_ONE = "[0, 1, 1, 16, [1, 1, 1]]"
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        *(f"[{_ONE.replace('16, [1', f'16, [{size}')}]" for size in (2**70, 2**62, -5, 1.5, "null", '"1"')),
+        *(f"[{_ONE.replace('16', str(offset))}]" for offset in (2**70, 2**62, -16, "1e400", "NaN", "true")),
+        *(f"[{_ONE.replace('[0', f'[{number}')}]" for number in (2**70, -1, "1e400", "NaN", "[]", "{}")),
+        *(f"[{_ONE.replace('0, 1', f'0, {changed}')}]" for changed in (0, 2**70, -1, 401)),
+        "[]", "5", "{}", "null", "[5]", '{"abcde": 1}', "[[]]", "[" * 100_000, "[" * 100_000 + "]" * 100_000,
+        f"[1{'0' * 5000}]",
+    ],
+)  # fmt: skip
+def test_an_index_that_somebody_wrote_is_refused_as_damaged(chunks: str, tmp_path: Path) -> None:
+    before = {"a": torch.zeros(400, dtype=torch.int16)}
+    index = f'{{"a": {{"dtype": "I16", "shape": [400], "chunks": {chunks}}}}}'
+    packed = zstandard.compress(index.encode())
+    file = tmp_path / "x.delta"
+    file.write_bytes(delta.MAGIC + bytes(64) + packed + delta.LENGTH.pack(len(packed)))
+    _write(tmp_path, before)
+    with pytest.raises(PublishError, match="is damaged or does not fit"):
+        apply([file], tmp_path, {})
+    with file.open("rb") as stream, pytest.raises(PublishError, match="is damaged or does not fit"):
+        delta.DeltaFile(stream, file).changes("a", delta.StoredShape("I16", (400,), delta.WORDS[2]))
+    assert not load_file(tmp_path / "model-1.safetensors")["a"].any()
 
 
 def test_a_delta_of_another_model_is_refused(tmp_path: Path) -> None:

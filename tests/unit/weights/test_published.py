@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from agentrl.errors import ModelError
-from agentrl.weights.folder import stored_dtype, write_dtype
+from agentrl.weights.folder import stored_dtype
+from agentrl.weights.published_config import write_config
 from agentrl.weights.sharded_writer import write_alone
 from agentrl.weights.snapshot import PublishedModel, model_parts
 
@@ -66,13 +67,48 @@ def test_a_folder_without_safetensors_or_a_named_dtype_counts_as_float32(tmp_pat
     assert stored_dtype(tmp_path) == "float32"
 
 
-def test_the_dtype_is_written_for_each_part_of_the_model(tmp_path: Path) -> None:
-    parts = {"dtype": "float32", "text_config": {"dtype": "float32"}, "vision_config": {"depth": 2}}
-    (tmp_path / "config.json").write_text(json.dumps(parts))
-    write_dtype(tmp_path, "bfloat16")
-    assert json.loads((tmp_path / "config.json").read_text()) == {
-        "dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "vision_config": {"depth": 2},
-    }  # fmt: skip
+FLAT = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("base", "written", "expected"),
+    [
+        pytest.param(
+            {"torch_dtype": "float32", "rope_theta": 1000000, "rope_scaling": None},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"rope_theta": 1000000, "rope_scaling": None,
+             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, id="older"),
+        pytest.param(
+            {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}}, {"rope_parameters": FLAT},
+            {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8.0}, "rope_parameters": FLAT},
+            id="older, scaled"),
+        pytest.param(
+            {"dtype": "float32", "rope_parameters": FLAT}, {"rope_parameters": FLAT, "head_dim": 8},
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+             "rope_parameters": FLAT, "head_dim": 8}, id="newer"),
+        pytest.param(
+            {}, {"rope_parameters": PARTIAL},
+            {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5,
+             "rope_parameters": PARTIAL}, id="partial"),
+        pytest.param({"quantization_config": {"bits": 8}, "architectures": ["Qwen3Model"], "made_by": "us"},
+                     {"architectures": ["Qwen3ForCausalLM"]},
+                     {"architectures": ["Qwen3ForCausalLM"], "made_by": "us"}, id="what the base alone has"),
+        pytest.param({"text_config": {"dtype": "float32", "rope_theta": 1e6}, "vision_config": {"depth": 2}},
+                     {"text_config": {"dtype": "float32", "head_dim": 8}, "vision_config": {"depth": 2}},
+                     {"text_config": {"dtype": "bfloat16", "torch_dtype": "bfloat16", "rope_theta": 1e6,
+                                      "head_dim": 8}, "vision_config": {"depth": 2}}, id="parts"),
+    ],
+)  # fmt: skip
+def test_a_configuration_keeps_the_bases_spelling_and_has_the_other_beside_it(
+    base: dict[str, object], written: dict[str, object], expected: dict[str, object], tmp_path: Path
+) -> None:
+    for name, content in {"base": base, "written": {"dtype": "float32", **written}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    write_config(tmp_path / "written", tmp_path / "base", "bfloat16")
+    found = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert found == {"dtype": "bfloat16", "torch_dtype": "bfloat16", **expected}
 
 
 def test_a_dtype_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fake_store import FakeStore
 from safetensors.torch import load_file, save_file
 
 from agentrl.atomic_folder import begin_folder
-from agentrl.documents.run import PolicyVersion
+from agentrl.documents.run import FileChecksum, PolicyVersion
 from agentrl.errors import ConfigError, PublishError
 from agentrl.weights import storage
 from agentrl.weights.delta import encode
@@ -205,6 +205,58 @@ async def test_an_outage_is_bridged_and_its_end_bounded(
     async with asyncio.timeout(5):
         with pytest.raises(PublishError, match=r"did not answer for 0\.2 s: refused"):
             await read("s3://weights/x")
+
+
+class _Careless(_Handler):
+    """A server that ignores Range, redirects, or never ends."""
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        self.send_response({"moved.bin": 302, "late.bin": 206}.get(name, 200))
+        if name == "moved.bin":
+            self.send_header("Location", "http://127.0.0.1:1/secret")
+        self.end_headers()
+        while name in ("endless.bin", MANIFEST):
+            self.wfile.write(bytes(1 << 16))
+        self.wfile.write(b"x" * 10)
+
+
+@pytest.fixture
+def careless_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(storage, "_MANIFEST_BYTES", 1 << 20)
+    monkeypatch.setattr(storage, "_PART_BYTES", 8)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Careless)
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]  # the client hangs up
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/run"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("name", "size", "says"),
+    [
+        ("endless.bin", 8, "the server sends more than the bytes 0 to 8"),
+        ("whole.bin", 10, "the server sends more than the bytes"),
+        ("late.bin", 4, "the server sends more than the bytes 0 to 4"),
+        ("moved.bin", 8, "redirects to http://127.0.0.1:1/secret"),
+        *((name, 8, "no plain name") for name in ("..", "", "a/b", "..\\x", "a\0b", "\ud800", "x" * 300)),
+    ],
+)
+async def test_what_a_server_of_weights_sends_is_bounded(
+    name: str, size: int, says: str, careless_root: str, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(PublishError, match=says):
+            await download(careless_root, [FileChecksum(name=name, bytes=size, sha256="0" * 64)], tmp_path)
+
+
+@pytest.mark.attack
+async def test_a_manifest_without_end_is_not_read(careless_root: str) -> None:
+    async with asyncio.timeout(10):
+        with pytest.raises(PublishError, match="sends more than the bytes"):
+            await read(f"{careless_root}/{MANIFEST}")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def parameters_of(name: str, tools: Tools) -> Mapping[str, Any] | None:
 def convert_arguments(name: str, texts: Mapping[str, str], tools: Tools) -> dict[str, Any]:
     """Return the arguments of the tool ``name`` with each text converted by the tool's schema."""
     root = parameters_of(name, tools) or {}
-    schemas = list(_object_schemas(root, root, texts, _DEPTH))
+    schemas = _object_schemas(root, root, texts)
     return {key: convert_text(text, _property(key, schemas), root) for key, text in texts.items()}
 
 
@@ -45,7 +45,7 @@ def property_names(name: str, tools: Tools) -> frozenset[str] | None:
     root = parameters_of(name, tools)
     if root is None:
         return None
-    schemas = list(_object_schemas(root, root, {}, _DEPTH))
+    schemas = _object_schemas(root, root, {})
     names = frozenset(key for schema in schemas for key in schema.get("properties") or ())
     is_open = any(schema.get("additionalProperties") for schema in schemas)
     return None if is_open or not names else names
@@ -55,9 +55,10 @@ def convert_text(text: str, spec: Any, root: Mapping[str, Any] | None = None) ->
     """Return the value that ``text`` stands for under the schema ``spec``; ``text`` itself if none fits.
 
     A value of an enumeration is that value. Else the first type wins, in the order null, integer, number,
-    boolean, object, array, string; without a known type, JSON is decoded. ``root`` resolves ``$ref``.
+    boolean, object, array, string. Where the schema allows a string too, or names no known type, a value
+    wins only if it is written as ``text`` is: ``02134`` stays text. ``root`` resolves ``$ref``.
     """
-    parts = list(_alternatives(spec, root or {}, _DEPTH))
+    parts = _alternatives(spec, root or {})
     choices = [choice for part in parts for choice in _choices(part)]
     if text in choices:
         return text
@@ -72,7 +73,7 @@ def convert_text(text: str, spec: Any, root: Mapping[str, Any] | None = None) ->
     types = {kind for part in parts for kind in _types(part)} or {_type_of(choice) for choice in choices}
     known = types & _TYPES
     if not known:
-        return decoded if not isinstance(decoded, str) else text
+        return decoded if not isinstance(decoded, str) and _is_written(decoded, text) else text
     if known == {"string"}:
         return text
     return _first_conversion(text, decoded, known)
@@ -85,39 +86,63 @@ def _first_conversion(text: str, decoded: Any, types: set[str]) -> Any:
     for kind, convert in _CONVERSIONS.items():
         if kind in types:
             try:
-                return convert(bare)
+                value = convert(bare)
             except ValueError:
                 continue
+            if "string" not in types or _is_written(value, text):
+                return value
     return text
 
 
-def _alternatives(spec: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
-    schema = _resolve(spec, root)
-    if not isinstance(schema, Mapping) or depth == 0:
-        return
-    yield schema
-    for word in ("anyOf", "oneOf", "allOf"):
-        inner = schema.get(word)
-        for item in inner if isinstance(inner, list) else ():
-            yield from _alternatives(item, root, depth - 1)
+def _is_written(value: Any, text: str) -> bool:
+    """Return whether ``text`` is how JSON or Python writes ``value``; of a list or object, up to its spaces.
+
+    If not, the conversion loses something, such as the leading zero of a postal code.
+    """
+    if isinstance(value, (list, dict)):
+        return text.lstrip()[:1] in ("[", "{")
+    return text in (json.dumps(value), repr(value))
 
 
-def _object_schemas(
-    spec: Any, root: Mapping[str, Any], texts: Mapping[str, str], depth: int
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the schemas that describe an object with ``texts``: no branch whose constants contradict them."""
-    found = _resolve(spec, root)
-    if not isinstance(found, Mapping) or depth == 0:
-        return
-    yield found
-    for item in found.get("allOf") or ():
-        yield from _object_schemas(item, root, texts, depth - 1)
-    for word in ("anyOf", "oneOf"):
-        for item in found.get(word) or ():
-            branch = list(_object_schemas(item, root, texts, depth - 1))
-            if not any(_contradicts(schema, root, texts) for schema in branch):
-                yield from branch
+def _alternatives(spec: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a schema and all its ``anyOf``, ``oneOf`` and ``allOf`` parts, references resolved."""
+    return _Walk(root, lambda branch: True).parts(spec)
+
+
+def _object_schemas(spec: Any, root: Mapping[str, Any], texts: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """Return the schemas of an object with ``texts``: no branch whose constants contradict them."""
+    return _Walk(root, lambda branch: not any(_contradicts(schema, root, texts) for schema in branch)).parts(
+        spec
+    )
+
+
+class _Walk:
+    """Collects the parts of a schema, each once: schemas refer to themselves, and share their parts."""
+
+    def __init__(
+        self, root: Mapping[str, Any], is_possible: Callable[[Sequence[Mapping[str, Any]]], bool]
+    ) -> None:
+        self._root = root
+        self._is_possible = is_possible
+        self._known: dict[int, list[Mapping[str, Any]]] = {}
+        """The parts of each schema by its ``id``; empty while they are collected, which ends a cycle."""
+
+    def parts(self, spec: Any, depth: int = _DEPTH) -> list[Mapping[str, Any]]:
+        """Return a schema, then its parts, without impossible branches of ``anyOf`` and ``oneOf``."""
+        schema = _resolve(spec, self._root)
+        if not isinstance(schema, Mapping) or depth == 0:
+            return []
+        if id(schema) not in self._known:
+            self._known[id(schema)] = []
+            found = [schema]
+            for word in ("allOf", "anyOf", "oneOf"):
+                inner = schema.get(word)
+                for item in inner if isinstance(inner, list) else ():
+                    branch = self.parts(item, depth - 1)
+                    if word == "allOf" or self._is_possible(branch):
+                        found += branch
+            self._known[id(schema)] = list({id(part): part for part in found}.values())
+        return self._known[id(schema)]
 
 
 def _contradicts(schema: Mapping[str, Any], root: Mapping[str, Any], texts: Mapping[str, str]) -> bool:
@@ -276,7 +301,10 @@ def validate_call(call: ToolCall, tools: Tools) -> str | None:
     parameters = parameters_of(call.name, tools)
     if parameters is None:
         return _unknown_tool(call.name, tools)
-    problem = _check(json.dumps(parameters, default=str))(call.arguments)
+    try:
+        problem = _check(json.dumps(parameters, default=str))(call.arguments)
+    except (RecursionError, ValueError):  # a schema that is too deep, or in Python contains itself
+        return None
     if problem is None:
         return None
     expected = ", ".join(_signature(parameters)) or "none"
@@ -315,7 +343,7 @@ def _check(parameters: str) -> Check:
     def check(arguments: Mapping[str, Any]) -> str | None:
         try:
             error = best_match(validator.iter_errors(arguments))
-        except (UnknownType, Unresolvable, re.error):
+        except (UnknownType, Unresolvable, RecursionError, re.error):  # also a cycle of ``$ref``
             return None
         if error is None:
             return None
@@ -335,9 +363,15 @@ def _unknown_tool(name: str, tools: Tools) -> str:
 
 
 def _signature(parameters: Mapping[str, Any]) -> list[str]:
-    required = parameters.get("required", ())
+    """Return each argument with ``?`` unless it is required, and its types."""
+    always = _Walk(parameters, lambda branch: False).parts(parameters)
+    required = {name for schema in always for name in schema.get("required") or ()}
+    specs: dict[str, Any] = {}
+    for schema in _object_schemas(parameters, parameters, {}):
+        for name, spec in (schema.get("properties") or {}).items():
+            specs.setdefault(name, spec)
     rows = []
-    for name, spec in parameters.get("properties", {}).items():
-        kind = spec.get("type", "any") if isinstance(spec, Mapping) else "any"
-        rows.append(f"{name}{'' if name in required else '?'} ({kind})")
+    for name, spec in specs.items():
+        kinds = dict.fromkeys(kind for part in _alternatives(spec, parameters) for kind in _types(part))
+        rows.append(f"{name}{'' if name in required else '?'} ({' or '.join(kinds) or 'any'})")
     return rows

@@ -17,6 +17,9 @@ SHOWN = 120
 MOST_FAILURES = 16
 """Number of malformed calls after which a parser stops, so that a repetitive text costs linear time."""
 
+MAX_NESTING = 200
+"""Deepest nesting of a tool call's JSON: a validator that walks it recurses several times a level."""
+
 Tools = Sequence[Mapping[str, Any]]
 """The function schemas of the tools offered, as in an OpenAI request."""
 
@@ -140,12 +143,27 @@ def decode_json(text: str, at: int = 0) -> tuple[Any, int]:
     """Decode the JSON value that starts at ``at``; return it and the position behind it.
 
     Raw line breaks inside strings are accepted. Raises CallSyntaxError for anything else that is not JSON,
-    numbers that overflow included.
+    numbers that overflow and nesting beyond ``MAX_NESTING`` included.
     """
     try:
-        return _DECODER.raw_decode(text, skip_space(text, at))
+        value, end = _DECODER.raw_decode(text, skip_space(text, at))
     except (ValueError, RecursionError) as error:
         raise CallSyntaxError(f"the tool call is not JSON ({error}): {shown(text[at:])}") from error
+    if isinstance(value, (list, dict)) and _is_deeper(value, MAX_NESTING):
+        deep = f"the tool call is nested more than {MAX_NESTING} levels deep"
+        raise CallSyntaxError(f"{deep}: {shown(text[at:])}")
+    return value, end
+
+
+def _is_deeper(value: list[Any] | dict[str, Any], levels: int) -> bool:
+    """Return whether lists and objects are nested more than ``levels`` deep."""
+    row = [value]
+    for _ in range(levels):
+        inner = (each.values() if isinstance(each, dict) else each for each in row)
+        row = [item for items in inner for item in items if isinstance(item, (list, dict))]
+        if not row:
+            return False
+    return True
 
 
 def load_json(text: str) -> Any:

@@ -14,9 +14,8 @@ from agentrl.cli.doctor.services import (
     check_context,
     check_mongod,
     check_tools,
-    database_checks,
     model_checks,
-    service_checks,
+    run_checks,
 )
 from agentrl.config.load import Configs, parse
 from agentrl.config.schema import (
@@ -60,11 +59,11 @@ def main(argv: list[str]) -> int:
 
 
 async def _run_checks(configs: Configs) -> list[Check]:
+    run = configs[RunConfig]
     return [
         *limit_checks(),
-        check_mongod(configs[RunConfig]),
-        *await database_checks(configs[RunConfig]),
-        *await service_checks(configs[RunConfig], configs[EngineConfig].alive_seconds),
+        check_mongod(run),
+        *await run_checks(run, configs[EngineConfig].alive_seconds),
         *model_checks(configs[ModelConfig], configs[AgentConfig].tool_call_parser),
         check_context(configs),
         await check_agent_config(configs[SamplingConfig]),

@@ -197,7 +197,9 @@ def check_port(engine: EngineConfig) -> Check:
 
 def _probe(command: list[str]) -> subprocess.CompletedProcess[str] | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_PROBE_SECONDS, check=False
+        )
     except (subprocess.TimeoutExpired, OSError):
         return None
 

@@ -41,6 +41,13 @@ def check_mongod(run: RunConfig) -> Check:
         return Check(name, "fail", error.message, error.hint or "")
 
 
+async def run_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
+    """Check the database server and, if it answers, the run: a stopped server is one row."""
+    checks = await database_checks(run)
+    is_reached = len(checks) > 1
+    return checks + (await service_checks(run, alive_seconds) if is_reached else [])
+
+
 async def service_checks(run: RunConfig, alive_seconds: float) -> list[Check]:
     """Check the run and each of its live engines; empty if the database cannot be reached."""
     from agentrl.store.client import open_existing, run_exists

@@ -72,13 +72,14 @@ class AttachedEngine:
 
 def _difference(served: Path, wanted: Path) -> str | None:
     """Return how the model in ``served`` differs from that in ``wanted``; None if they are the same."""
+    from agentrl.weights.folder import tensor_files
     from agentrl.weights.model_folder import checksums
 
     if served.resolve() == wanted.resolve():
         return None
     if not served.is_dir():
         return "its folder is not on this machine, so that it cannot be compared"
-    names = {"config.json", *(path.name for path in wanted.glob("*.safetensors"))}
+    names = {"config.json", *(path.name for path in tensor_files(wanted))}
     ours, theirs = (
         {file.name: file.sha256 for file in checksums(folder) if file.name in names}
         for folder in (wanted, served)

@@ -27,7 +27,7 @@ from agentrl.inference.control import (
     vocab_size_of,
 )
 from agentrl.inference.engine import EngineRefusedError, known_format
-from agentrl.weights.folder import read_header
+from agentrl.weights.folder import read_header, tensor_files
 
 _FLUSH_TRIES, _FLUSH_SECONDS = 10, 0.2
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
@@ -223,7 +223,7 @@ def _check_same_tensors(served: Path, offered: Path) -> None:
 def _tensors(folder: Path) -> dict[str, list[int]]:
     """Return {name: shape} of every tensor, from the headers of the safetensors files."""
     shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in tensor_files(folder):
         try:
             header = read_header(file)
         except ModelError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.config.training import AdapterConfig
-from agentrl.weights.folder import read_config, read_header
+from agentrl.weights.folder import read_config, read_header, tensor_files
 
 _SGLANG_LAYERS = frozenset(
     ("q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj",
@@ -55,6 +55,6 @@ def _target_layers(folder: str, adapter: AdapterConfig) -> set[str]:
     targets = adapter.target_modules
     if isinstance(targets, list):
         return {name.rpartition(".")[2] for name in targets}
-    headers: list[dict[str, Any]] = [read_header(file) for file in Path(folder).glob("*.safetensors")]
+    headers: list[dict[str, Any]] = [read_header(file) for file in tensor_files(Path(folder))]
     names = (name for header in headers for name, entry in header.items() if len(entry["shape"]) == 2)
     return {name.split(".")[-2] for name in names if ".layers." in name and name.endswith(".weight")}

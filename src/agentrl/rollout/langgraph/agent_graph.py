@@ -27,6 +27,7 @@ from agentrl.rollout.agent_io import Outcome
 from agentrl.rollout.langgraph.chat_model import PolicyChatModel, from_messages, text_of
 from agentrl.rollout.rollout import Rollout, current_rollout
 from agentrl.scoring.answers import extract_answer
+from agentrl.threads import GRAPH_THREADS, own_code
 from agentrl.user_code import describe
 
 _built: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
@@ -68,7 +69,8 @@ async def run_graph(rollout: Rollout, graph: Any, **state: Any) -> Outcome:
         "configurable": {"thread_id": rollout.record_id, "cfg": rollout.cfg},
     }
     try:
-        final = await graph.ainvoke(start, config)
+        with GRAPH_THREADS.asyncios():
+            final = await graph.ainvoke(start, config)
     except GraphRecursionError:
         return Outcome(StopReason.TURNS_LIMIT)
     return outcome_of(final, task.answer_schema, start["messages"])
@@ -198,7 +200,8 @@ async def run_agent_graph(extension: type, rollout: Rollout) -> Outcome:
     fields = {"ground_truth": rollout.task.answer, **rollout.task.meta}
     messages = from_messages(rollout.first_messages)
     try:
-        output = await instances[path].run(**{**fields, "messages": messages, "sampling_params": {}})
+        with GRAPH_THREADS.asyncios():
+            output = await instances[path].run(**{**fields, "messages": messages, "sampling_params": {}})
     except GraphRecursionError:
         return Outcome(StopReason.TURNS_LIMIT)
     if not isinstance(output, AgentGraphOutput):
@@ -234,7 +237,8 @@ class PolicyTool(BaseTool):
         call_id = str(input.get("id") or "") if is_call else ""  # type: ignore[union-attr]
         rollout = current_rollout()
         role = rollout if self.role is None else rollout.role(self.role)
-        text, failed = await role.call_tool(call_id, self.name, arguments)
+        with own_code():
+            text, failed = await role.call_tool(call_id, self.name, arguments)
         if not is_call:
             return text
         return ToolMessage(

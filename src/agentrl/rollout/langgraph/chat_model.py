@@ -25,6 +25,7 @@ from agentrl.rollout.histories import MakeProgress
 from agentrl.rollout.model_call import Turn, with_text_arguments
 from agentrl.rollout.role import Role
 from agentrl.rollout.rollout import Rollout, current_rollout
+from agentrl.threads import own_code
 
 _CHANGES = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_new_tokens"}
 """Parameters of a call, by their names in LangChain."""
@@ -154,7 +155,8 @@ class PolicyChatModel(BaseChatModel):
             )
         changes = {_CHANGES[name]: value for name, value in given.items()}
         role = self._role()
-        return await role.complete(to_messages(messages), tools, progress=progress, **changes)
+        with own_code():
+            return await role.complete(to_messages(messages), tools, progress=progress, **changes)
 
     def _rollout(self) -> Rollout:
         rollout: Rollout = self.rollout or current_rollout()

@@ -39,7 +39,7 @@ from agentrl.store.selection import ease_after_group
 
 _PAGE = 1000
 _SPLIT = "train"
-_KEPT_SETTINGS = ["tasks", "model", "adapter"]
+_KEPT_SETTINGS = ["tasks", "model", "files", "adapter"]
 """Concerns in which a child is like its parent: its tasks, and what its checkpoint can be loaded into."""
 
 

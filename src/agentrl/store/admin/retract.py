@@ -180,7 +180,14 @@ class Retractions(Repository):
 
     @database_call
     async def begin(
-        self, selection: Selection, because: str, by: str, *, rebuilds: bool = False, family: bool = False
+        self,
+        selection: Selection,
+        because: str,
+        by: str,
+        *,
+        rebuilds: bool = False,
+        family: bool = False,
+        archives: Sequence[str] = (),
     ) -> Retraction:
         """Store the retraction with its tombstones, in one transaction."""
 
@@ -190,7 +197,7 @@ class Retractions(Repository):
                 id=1 if newest is None else newest["_id"] + 1, because=because, by=by,
                 records=len(selection.of(Withdrawn.RECORD)), tasks=len(selection.of(Withdrawn.TASK)),
                 first_step=selection.first_step, rebuilds=rebuilds and selection.first_step is not None,
-                family=family,
+                family=family, archives=tuple(archives),
             )  # fmt: skip
             await self._collection(RETRACTION).insert_one(retraction.to_document())
             stones = [replace(stone, retraction=retraction.id) for stone in selection.tombstones]
@@ -203,6 +210,27 @@ class Retractions(Repository):
     async def unfinished(self) -> list[Retraction]:
         """Return the retractions that a call began and did not finish, oldest first."""
         return await self._all(Retraction, RETRACTION, {"finished_at": None}, sort=[("_id", 1)])
+
+    @database_call
+    async def require_deleted(self) -> None:
+        """Raise StoreError if a call was interrupted whose data, or whose weights, are still to be deleted.
+
+        A trainer calls it before it reads a checkpoint or data: what it trains now, nobody finds later.
+        """
+        query = {"finished_at": None, "$or": [{"deleted_at": None}, {"rebuilds": True, "rebuilt": None}]}
+        for item in await self._all(Retraction, RETRACTION, query, sort=[("_id", 1)], limit=1):
+            run = self._connection.database.name
+            raise StoreError(
+                f"run {run} still holds what {item.by} withdrew on {item.at:%Y-%m-%d %H:%M} UTC: that call of"
+                " `agentrl retract` was interrupted",
+                hint=f"finish it first: agentrl retract {run}",
+            )
+
+    @database_call
+    async def set_deleted(self) -> None:
+        """Store that the run holds nothing any more of what is withdrawn, images apart."""
+        query = {"deleted_at": None}
+        await self._collection(RETRACTION).update_many(query, {"$currentDate": {"deleted_at": True}})
 
     @database_call
     async def unrebuilt(self) -> list[Retraction]:
@@ -255,6 +283,11 @@ class Retractions(Repository):
         """Store that the run went back for ``retractions``."""
         for retraction in retractions:
             await self._set(retraction, {"rebuilt": plain(rebuilt)})
+
+    @database_call
+    async def end_archive(self, archive: str) -> None:
+        """Store that everything withdrawn is taken out of the export ``archive``, or that it is gone."""
+        await self._collection(RETRACTION).update_many({}, {"$pull": {"archives": archive}})
 
     @database_call
     async def finish(self, retraction: Retraction) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +13,22 @@ from typing import Final
 
 from pymongo.asynchronous.database import AsyncDatabase
 
-from agentrl.atomic_folder import replace_file
+from agentrl.atomic_folder import delete_folder, remove_leftovers, replace_file
 from agentrl.config.schema import RunConfig
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.checkpoint import state_files
 from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
+from agentrl.folder_owner import hand_over, require_alone
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
+from agentrl.store.mechanics.run_fence import SETTLE_SECONDS
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
+from agentrl.store.settings import Settings
 from agentrl.store.views.runs import Runs
 
 _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}")
@@ -35,7 +37,10 @@ _MAX_NOTE: Final = 500
 
 
 class RunAdmin(Repository):
-    """The calls on a run as a whole. They need the rights of an administrator."""
+    """The calls on a run as a whole, also on one that is marked. They need the rights of an administrator."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.beside(connection.database.name))
 
     @database_call
     async def tag(self, add: Collection[str], remove: Collection[str]) -> tuple[str, ...]:
@@ -94,7 +99,10 @@ class RunAdmin(Repository):
                 f"{given} cannot be read: {error.strerror}", hint=f"{verb} it by hand"
             ) from error
         if folder is None:
+            await asyncio.to_thread(remove_leftovers, Path(given).parent)  # of a deletion that was killed
             return None
+        owner = await Settings(self._connection).owner(makes=False)
+        await asyncio.to_thread(require_alone, folder, owner, verb)
         same = {"_id": flags_key("train"), "values.output_dir": given}
         for name in set(await self._connection.databases()) - {database.name}:
             if await database.client[name][SETTINGS].find_one(same, {"_id": 1}) is not None:
@@ -103,8 +111,9 @@ class RunAdmin(Repository):
 
     @database_call
     async def delete(self, folder: Path | None, alive_seconds: float) -> None:
-        """Delete the run's database, and then its output folder if it is given.
+        """Delete the run's output folder if it is given, and then its database.
 
+        The database goes last: it names the folder, so that the same call finishes one that was killed.
         Raises StoreError for a live run and one that has children, AgentRLError for a folder that cannot be
         deleted.
         """
@@ -112,17 +121,25 @@ class RunAdmin(Repository):
         ancestry, name = Ancestry(self._connection), self._connection.database.name
         await ancestry.require_childless("deleted")
         parent = await ancestry.parent()
+        facts = self._collection(RUN)
+        await facts.update_one({"_id": SCHEMA}, {"$set": {"deleting": True}})
+        await asyncio.sleep(SETTLE_SECONDS)
+        try:
+            await self.require_ended(alive_seconds)  # a process may have begun to work before the mark
+        except StoreError:
+            await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
+            raise
+        if folder is not None:
+            try:
+                await asyncio.to_thread(delete_folder, folder)
+            except OSError as error:
+                raise AgentRLError(
+                    f"{folder} cannot be deleted: {error.strerror}; the database is kept",
+                    hint="delete the folder by hand, and repeat this command",
+                ) from error
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
-        if folder is None:
-            return
-        try:
-            await asyncio.to_thread(shutil.rmtree, folder)
-        except OSError as error:
-            raise AgentRLError(
-                f"the database is deleted, and {folder} cannot be: {error.strerror}", hint="delete it by hand"
-            ) from error
 
     @database_call
     async def remarks(self) -> RunFact:
@@ -149,7 +166,7 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
     if not path.is_dir():
         return None
     folder = path.resolve()
-    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), Path.home().resolve())):
+    if any(other.is_relative_to(folder) for other in (Path.cwd().resolve(), *_home())):
         raise ConfigError(f"{folder} holds more than a run's output", hint=f"{verb} its content by hand")
     if not (folder / "weights").is_dir() and not any(state_files(folder)):
         raise ConfigError(f"{folder} has neither weights nor checkpoints", hint=f"{verb} it by hand")
@@ -159,6 +176,14 @@ def _output_at(path: Path, published: str | None, verb: str) -> Path | None:
             hint=f"start this command in the trainer's working folder, or {verb} the folder by hand",
         )
     return folder
+
+
+def _home() -> list[Path]:
+    """Return the home folder, if the user has one: a number without a name, as in containers, has none."""
+    try:
+        return [Path.home().resolve()]
+    except RuntimeError:
+        return []
 
 
 Moves = Sequence[tuple[Path, Path]]
@@ -233,6 +258,7 @@ class Rename(Repository):
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
         """Make the new database whole; without success both databases and folders are as before."""
         old, new = self._old, self._new
+        owner = await Settings(self._connection).owner(makes=False)
         await old.client.drop_database(new.name)
         schema = await self._mark(old)
         mark = {**schema, "importing": True, "renaming": self._names}
@@ -240,15 +266,16 @@ class Rename(Repository):
         await prepare(old)  # an older build of this schema version may not know the mark
         await old[RUN].update_one({"_id": SCHEMA}, {"$set": {"renaming": self._names}})
         try:
+            await asyncio.sleep(SETTLE_SECONDS)
             await RunAdmin(self._connection).require_ended(alive_seconds)
             await prepare(new)
             await new[GATE].delete_many({})  # the run brings its own
             await Transfer(self._connection, on_documents=self._on_documents).copy(new)
             await self._rewrite_paths(moves)
-            _move(moves, self._names[1])
+            _move(moves, self._names[1], owner.id)
         except Exception:
             with contextlib.suppress(StoreError, OSError):
-                _move([(after, before) for before, after in moves], old.name)
+                _move([(after, before) for before, after in moves], old.name, owner.id)
             await old.client.drop_database(new.name)
             await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
             raise
@@ -303,8 +330,8 @@ def _renamed(folder: Path, old: str, new: str) -> Path:
     return folder.with_name(new) if folder.name == old else folder
 
 
-def _move(moves: Moves, run_name: str) -> None:
-    """Rename the folders that exist, and name the run in their checkpoints. Raises StoreError."""
+def _move(moves: Moves, run_name: str, id: str) -> None:
+    """Rename the folders that exist; name the run in their checkpoints and owner files. Raises StoreError."""
     try:
         for before, after in moves:
             if before.exists() and before != after:
@@ -312,6 +339,7 @@ def _move(moves: Moves, run_name: str) -> None:
             for state in state_files(after, undone=True):
                 content = {**json.loads(state.read_text(encoding="utf-8")), "run_name": run_name}
                 replace_file(state, json.dumps(content, indent=1).encode() + b"\n")
+            hand_over(after, id, run_name)
     except (OSError, ValueError) as error:
         raise StoreError(
             f"a folder of the run cannot be renamed: {error}",

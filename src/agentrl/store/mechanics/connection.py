@@ -29,11 +29,13 @@ from pymongo.write_concern import WriteConcern
 
 from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.base import Document, follow_clock
-from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
 from agentrl.store.mechanics.driver_errors import ENCODING_ERRORS, store_error
 from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
+from agentrl.store.mechanics.run_fence import RunFence
 from agentrl.store.mechanics.transaction import Collection, use_session
+from agentrl.store.mechanics.turns import Turns
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -43,6 +45,7 @@ D = TypeVar("D", bound=Document)
 CONNECTIONS = 32
 """Maximum size of a process's connection pool; operations wait for a free connection. Two more connections
 monitor the server."""
+_TURNS = 4 * CONNECTIONS
 _BEFORE_CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _IDLE_MS = 300_000
 _MIN_VERSION = (6, 0)
@@ -65,6 +68,9 @@ class Connection:
         self.timeout = timeout
         self.outage = OutageLog()
         self.opened_at = time.monotonic()
+        self.fence: RunFence | None = None
+        """Checked before each call of a process that works on an existing run."""
+        self._turns = Turns(_TURNS)
         self.host = _host(uri)
         self._folder = folder
         milliseconds = max(1, int(timeout * 1000))
@@ -86,7 +92,7 @@ class Connection:
     def beside(self, database: str) -> Self:
         """Return a connection to another run of the same server. It shares the client: do not close it."""
         other = copy.copy(self)
-        other.database = self.client[database]
+        other.database, other.fence = self.client[database], None
         return other
 
     def collection(self, name: str) -> AsyncCollection[Json]:
@@ -151,7 +157,7 @@ class Connection:
         """Call ``operation``; retry it during an outage as ``retry_outages`` allows. Raises StoreErrors."""
 
         def to_store_error(error: Exception) -> StoreError:
-            if isinstance(error, StoreUnavailableError):
+            if isinstance(error, (StoreUnavailableError, RunMissingError)):
                 return error
             if isinstance(error, PyMongoError):
                 return self.error(doing, error)
@@ -160,7 +166,11 @@ class Connection:
                 return StoreError(f"{doing}: no document can hold this: {text}")
             raise error
 
-        return await retry_while_unavailable(operation, to_store_error, self.outage)
+        return await retry_while_unavailable(
+            lambda: self._turns.take(operation, None if self.fence is None else self.fence.check),
+            to_store_error,
+            self.outage,
+        )
 
     async def close(self) -> None:
         """Close the client."""

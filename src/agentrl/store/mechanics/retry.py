@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeVar
 
-from agentrl.errors import StoreError, StoreUnavailableError
+from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +56,13 @@ def retry_outages(seconds: float, stop: asyncio.Event | None = None) -> Iterator
 def log_store_errors(log: logging.Logger, message: str, *, outages: bool = False) -> Iterator[None]:
     """Log a StoreError of a periodic task as a warning, so that the next round tries again.
 
-    Without ``outages``, a StoreUnavailableError is raised: ``retry_outages`` has already retried the call.
+    A RunMissingError is raised: the process has nothing left to work on. Without ``outages``, so is a
+    StoreUnavailableError: ``retry_outages`` has already retried the call.
     """
     try:
         yield
+    except RunMissingError:
+        raise
     except StoreError as error:
         if isinstance(error, StoreUnavailableError) and not outages:
             raise

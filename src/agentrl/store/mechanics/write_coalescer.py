@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from contextvars import Context
 from typing import Any, Generic, TypeVar
 
 from agentrl.store.mechanics.driver_errors import is_outage
+from agentrl.store.mechanics.turns import context_with_turn
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class WriteCoalescer(Generic[Item, Result]):
         self._waiting.append((item, future))
         if self._writer is None:
             self._writer = asyncio.create_task(
-                self._write_waiting(), name="agentrl-coalesced-writes", context=Context()
+                self._write_waiting(), name="agentrl-coalesced-writes", context=context_with_turn()
             )
         return await future
 

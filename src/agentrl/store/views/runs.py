@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pymongo.errors import OperationFailure, PyMongoError
 
@@ -13,6 +14,7 @@ from agentrl.config.schema import RunConfig
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, TRAINER, RunFact, TrainerLease, flags_key
 from agentrl.documents.status import APPLIED_STEPS, ServiceStatus, TrainerEnd, values
+from agentrl.errors import StoreError, StoreUnavailableError
 from agentrl.store.claims import live_claims
 from agentrl.store.client import open_connection
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
@@ -23,6 +25,7 @@ from agentrl.store.views.counts import read_disk
 _AT_A_TIME = 8
 """Databases that are read at the same time."""
 _ANY_DATABASE = "agentrl"
+_NOT_ALLOWED = 13
 
 Activity = Literal["training", "sampling", "finished", "serving", "idle"]
 
@@ -88,7 +91,10 @@ class RunSummary:
 
 
 class Runs(Repository):
-    """Reads the summaries of every run; never writes."""
+    """Reads the summaries of every run, also of marked ones; never writes."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.beside(connection.database.name))
 
     @database_call
     async def all(self, alive_seconds: float) -> list[RunSummary]:
@@ -121,9 +127,18 @@ class Runs(Repository):
                 return replace(
                     empty, problem=f"schema version {version}; this AgentRL reads {SCHEMA_VERSION}"
                 )
-            return await self._read(empty, alive_seconds)
+            summary = await self._read(empty, alive_seconds)
+            if not _is_a(summary, RunSummary):
+                raise ValueError("a field has another type")
+            return summary
         except OperationFailure as error:
-            return replace(empty, problem=f"this user may not read it (code {error.code})")
+            what = "this user may not read it" if error.code == _NOT_ALLOWED else "it cannot be read"
+            return replace(empty, problem=f"{what} (code {error.code})")
+        except StoreUnavailableError:
+            raise
+        except (StoreError, AttributeError, TypeError, ValueError) as error:
+            # an import may hold anything, and one such run must not hide the others
+            return replace(empty, problem=f"its documents are damaged: {error}")
         except PyMongoError as error:
             raise self._connection.error(f"reading run {name!r}", error) from error
 
@@ -175,6 +190,23 @@ class Runs(Repository):
         holders += [f"sampler {owner}" for owner in await live_claims(self._connection.beside(name))]
         engines = database[SERVICE].find(_alive(at, alive_seconds), {"url": 1, "host": 1})
         return holders + [f"engine {engine['url']} on {engine['host']}" async for engine in engines]
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type ``hint``, and its fields and items have theirs."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if kind is Literal:
+        return value in inner
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_is_a(item, inner[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_dataclass(hint):
+        return isinstance(value, hint)
+    hints = get_type_hints(hint)
+    return type(value) is hint and all(_is_a(getattr(value, name), hints[name]) for name in hints)
 
 
 def _alive(at: datetime, alive_seconds: float) -> Json:

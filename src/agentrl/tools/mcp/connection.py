@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from agentrl.documents.base import shortened
 from agentrl.tools.base import Reply, Schema, timed_out
 from agentrl.tools.mcp.content import (
     LOST,
     MAX_MESSAGE_BYTES,
     NOT_SENT,
     NOT_VALID,
+    OWN_ERROR,
     REFUSED,
+    REJECTED,
+    SESSION_LOST,
     TIMED_OUT,
     NormalizedStream,
     images_in,
@@ -25,7 +30,7 @@ from agentrl.tools.specs import Limits, McpSpec, StdioSpec, redact_secrets
 
 if TYPE_CHECKING:
     import httpx2
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp_types import CallToolResult
 
 logger = logging.getLogger(__name__)
@@ -42,6 +47,8 @@ _GRACE_SECONDS = 5.0
 _TOTAL_FACTOR = 10.0
 """Longest call with progress, in timeouts, unless ``max_seconds`` is set."""
 _EXCERPT = 500
+_NO_SESSION = re.compile(r"session|initializ|invalid request parameters", re.IGNORECASE)
+"""Words of servers that have lost the session of a request, in errors of any code."""
 _SDK_LOGGERS = ("mcp.client.streamable_http", "mcp.client.sse", "client", "mcp.shared.jsonrpc_dispatcher")
 """Loggers of the SDK that are silenced: they log tracebacks of errors that the call already reports."""
 
@@ -51,12 +58,16 @@ class UnusableError(ConnectionError):
 
 
 class LostError(Exception):
-    """A call was lost. ``sent``: the server may have received it. ``whole``: so was the connection."""
+    """A call was lost. ``sent``: the server may have received it. ``whole``: so was the connection.
 
-    def __init__(self, reason: str, *, sent: bool, whole: bool) -> None:
+    ``session``: the server is up and does not know the session any more, with what it held.
+    """
+
+    def __init__(self, reason: str, *, sent: bool, whole: bool, session: bool = False) -> None:
         super().__init__(reason)
         self.sent = sent
         self.whole = whole
+        self.session = session
 
 
 class RefusedError(Exception):
@@ -80,11 +91,17 @@ class Connection:
         self._owner: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._listing: Listing | None = None
+        self._has_ended = False
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def alive(self) -> bool:
         """Return whether calls can be made: the transport works and, for stdio, the process runs."""
-        if self._owner is None or self._owner.done() or self._stop.is_set() or not self._ready.done():
+        if self._owner is None or self._owner.done() or not self._ready.done():
+            return False
+        if self._stop.is_set() or self._has_ended:
             return False
         return self._process is None or self._process.is_running
 
@@ -124,6 +141,11 @@ class Connection:
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()
 
+    async def retire(self) -> None:
+        """Close the connection when its running calls have ended: each learns by itself that it is lost."""
+        await self._idle.wait()
+        await self.close()
+
     async def settled(self) -> None:
         """Wait, within a time limit, until a change of the tools that the server announced is listed."""
         if self._listing is not None:
@@ -151,6 +173,8 @@ class Connection:
         except ValueError as error:  # the SDK's writer ends with it, and the connection with the writer
             return Reply(text=f"{tool} was not called: its arguments cannot be sent: {error}", error=True)
         silence = limits.timeout_seconds or CONNECT_SECONDS
+        self._running += 1
+        self._idle.clear()
         try:
             if self._listing is not None and tool in self._listing.listed.extras:
                 async with asyncio.timeout(silence):
@@ -158,20 +182,24 @@ class Connection:
             longest = limits.max_seconds or silence * _TOTAL_FACTOR
             result = await _call_tool(client, tool, arguments, meta, silence, longest)
         except MCPError as error:
-            return self._failed(error, tool, silence)
+            return await self._failed(error, tool, silence)
         except TimeoutError:
             raise
         except (OSError, ExceptionGroup) as error:
             raise LostError(self._words(reasons(error)), sent=True, whole=True) from error
         except (ValueError, RuntimeError) as error:
             return self._not_valid(tool, reasons(error))
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._idle.set()
         return await self._reply(result, tool)
 
     async def _reply(self, result: CallToolResult, tool: str) -> Reply:
         """Return what the model reads of a result. Raises RefusedError if it says that the tool is down."""
         text = "\n".join(item.text for item in result.content if hasattr(item, "text"))
         if result.is_error and (result.meta or {}).get(OUTAGE_KEY):
-            raise RefusedError(f"{tool}: {redact_secrets(text[:_EXCERPT], self._spec)}")
+            raise RefusedError(f"{tool}: {shortened(redact_secrets(text, self._spec), _EXCERPT)}")
         encoded = [item.data for item in result.content if item.type == "image"]
         images = await asyncio.to_thread(images_in, encoded) if encoded else ()
         return Reply(text=text, error=bool(result.is_error), images=images)
@@ -187,25 +215,35 @@ class Connection:
             return False
         return True
 
-    def _failed(self, error: Any, tool: str, seconds: float) -> Reply:
-        """Return the reply to a call that the server or the transport answered with an error."""
+    async def _failed(self, error: MCPError, tool: str, seconds: float) -> Reply:
+        """Return the reply to a call that the server or the transport answered with an error.
+
+        Servers choose their codes freely, so that codes count only in errors that are not the server's own.
+        """
         text = redact_secrets(str(error), self._spec)
-        if error.code == TIMED_OUT:
+        data = error.error.data if isinstance(error.error.data, dict) else {}
+        is_own = OWN_ERROR in data
+        code = None if is_own else error.code
+        is_doubtful = code == REJECTED or (is_own and _NO_SESSION.search(text) is not None)
+        # The words may be about another session, such as a browser's; then the server still lists its tools.
+        if code == SESSION_LOST or (is_doubtful and not await self.answers()):
+            raise LostError(text, sent=False, whole=True, session=True) from error
+        if is_own or is_doubtful:
+            return Reply(text=text, error=True)
+        if code == TIMED_OUT:
             return timed_out(tool, seconds)
-        if error.code == NOT_VALID:
+        if code == NOT_VALID:
             return self._not_valid(tool, str(error))
-        if error.code == REFUSED:
-            raise RefusedError(text, retry_after=(error.error.data or {}).get("retry_after")) from error
-        if text.endswith("Session terminated"):
-            raise LostError(text, sent=False, whole=True) from error
-        if error.code == NOT_SENT:
+        if code == REFUSED:
+            raise RefusedError(text, retry_after=data.get("retry_after")) from error
+        if code == NOT_SENT:
             raise LostError(text, sent=False, whole=False) from error
-        if error.code == LOST:
+        if code == LOST:
             raise LostError(self._words(text), sent=True, whole=not self.alive) from error
-        return Reply(text=text[:_EXCERPT], error=True)
+        return Reply(text=text, error=True)
 
     def _not_valid(self, tool: str, why: str) -> Reply:
-        text = redact_secrets(why[:_EXCERPT], self._spec)
+        text = shortened(redact_secrets(why, self._spec), _EXCERPT)
         return Reply(text=f"{tool} gave a result that is not valid: {text}", error=True)
 
     async def _own(self) -> None:
@@ -252,13 +290,21 @@ class Connection:
         if isinstance(self._spec, StdioSpec):
             opened = self._process.transport()  # type: ignore[union-attr]
         elif self._spec.sse:
-            opened = sse_client(self._spec.url, dict(self._spec.headers))
+            from agentrl.tools.mcp.http import sse_http_client
+
+            opened = sse_client(
+                self._spec.url, dict(self._spec.headers), httpx_client_factory=sse_http_client
+            )
         else:
             opened = streamable_http_client(
                 self._spec.url, http_client=self._http, max_sse_event_size=MAX_MESSAGE_BYTES
             )
         async with opened as (read, write):
-            yield NormalizedStream(read), write
+            yield NormalizedStream(read, self._end), write
+
+    def _end(self) -> None:
+        """Note that the server's stream has ended, as that of HTTP+SSE does with the server."""
+        self._has_ended = True
 
     def _words(self, reason: str) -> str:
         """Return ``reason`` and the last words of the process, without secrets."""
@@ -299,7 +345,8 @@ def _is_unusable(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_unusable, error.exceptions))
     if isinstance(error, MCPError):
-        return isinstance(error.error.data, dict) and bool(error.error.data.get("login"))
+        data = error.error.data
+        return isinstance(data, dict) and OWN_ERROR not in data and bool(data.get("login"))
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status in (401, 403) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
 

@@ -6,7 +6,8 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -30,8 +31,20 @@ REFUSED = -32091
 """The server refuses all calls now: it asks for a login, is overloaded, or does not speak MCP."""
 TOO_LARGE = -32092
 """The answer is longer than MAX_MESSAGE_BYTES."""
+SESSION_LOST = -32093
+"""The server does not know the session of the request: it did nothing."""
+REJECTED = -32094
+"""The server rejected a request of a session by an HTTP status alone: it may have lost the session."""
 NOT_VALID = -32700
 """The answer cannot be decoded. The SDK's code."""
+INTERNAL = -32603
+"""JSON-RPC's code of an error that has none."""
+OWN_ERROR = "agentrl/own"
+"""The key in the ``data`` of a JSON-RPC error that says: the server made it, not the transport or the SDK."""
+_SURROGATE = re.compile(
+    rb"(\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+)
+"""A surrogate of JSON: alone, or, as the group, in its pair. An escaped backslash is passed over."""
 _SHOWN = 300
 _TEXT_KEYS = ("text", "content")
 """Keys of a text item; AgentDock's nodes decode JSON in them."""
@@ -41,11 +54,41 @@ MAX_IMAGES = 8
 """Images of one tool result that a model reads."""
 
 
+def read_message(message: bytes, answers: Any = None) -> bytes:
+    """Return one JSON message of a server as the SDK can read it: bytes that are not UTF-8 and surrogates
+    without their pair, such as half an emoji, become U+FFFD. An error is marked as the server's own, so that
+    its code is not taken for one of the transport's, and is given the fields that it lacks, and the id of
+    the request that it ``answers``: servers write null, and the SDK would wait on.
+    """
+    text = message.decode("utf-8-sig", "replace").encode()
+    if b"\\u" in text:
+        text = _SURROGATE.sub(lambda found: found[1] or rb"\ufffd", text)
+    if b'"error"' not in text:
+        return text
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(content, dict) or content.get("error") is None:
+        return text
+    content["id"] = content.get("id") if answers is None else answers
+    error = content["error"] if isinstance(content["error"], Mapping) else {"message": content["error"]}
+    code, said, data = error.get("code"), error.get("message"), error.get("data")
+    content["error"] = {
+        "code": code if isinstance(code, int) else INTERNAL,
+        "message": said if isinstance(said, str) else json_text(error if said is None else said),
+        "data": {**(data if isinstance(data, Mapping) else {"data": data}), OWN_ERROR: True},
+    }
+    return json.dumps(content).encode()
+
+
 class NormalizedStream:
     """A read stream of a transport whose results are normalized before the SDK validates them."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
+        """``on_end`` is called when the stream ends: no answer can come any more."""
         self._stream = stream
+        self._on_end = on_end
 
     @property
     def last_context(self) -> Any:
@@ -62,7 +105,11 @@ class NormalizedStream:
         return self
 
     async def __anext__(self) -> SessionMessage | Exception:
-        return _normalized(await self._stream.__anext__())
+        try:
+            return _normalized(await self._stream.__anext__())
+        except StopAsyncIteration:
+            self._on_end()
+            raise
 
     async def __aenter__(self) -> Self:
         await self._stream.__aenter__()

@@ -113,6 +113,8 @@ class DedicatedSession(McpSession):
         super().__init__(server, trajectory)
         self._server = server
         self._connection: Connection | None = None
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds state of the trajectory."""
         self._taking = asyncio.Lock()
         self._was_lost = False
         self._running = 0
@@ -133,12 +135,17 @@ class DedicatedSession(McpSession):
             await self._connection.settled()
 
     async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
-        """Call one tool. A call that the server may have received is never repeated: its state is gone."""
+        """Call one tool. A call that the server may have received is never repeated: its state is gone.
+
+        Raises SessionLostError if the server is up and has forgotten the session with the trajectory's state.
+        """
         for is_last in (False, True):
             connection = await self._own()
             self._running += 1
             try:
-                return self._noted(await connection.call(tool, arguments, limits, self.meta))
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return self._noted(reply)
             except asyncio.CancelledError:
                 self._has_abandoned = True
                 raise
@@ -151,7 +158,9 @@ class DedicatedSession(McpSession):
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
                 if lost.whole or not await connection.answers():
-                    self._lose(connection, str(lost))
+                    self._lose(connection, str(lost), session=lost.session)
+                if lost.session and connection is self._used:
+                    raise self._server.session_lost(str(lost)) from lost
                 if lost.sent:
                     return self._noted(Reply(text=lost_text(tool, self._server.name), error=True))
                 if is_last:
@@ -174,10 +183,17 @@ class DedicatedSession(McpSession):
             self._server.discard(connection, "it ended before its trajectory")
 
     async def _own(self) -> Connection:
-        """Return the trajectory's connection; take one, and run the setup hooks, if it has none."""
+        """Return the trajectory's connection; take one, and run the setup hooks, if it has none.
+
+        Raises SessionLostError if a server behind HTTP has ended it, with the trajectory's state. That a
+        process has ended is told to the model instead: the trajectory's own calls may be the reason.
+        """
         async with self._taking:
             if self._connection is not None and not self._connection.alive:
-                self._lose(self._connection, "it ended between two calls")
+                ended, why = self._connection, "it ended between two calls"
+                self._lose(ended, why)
+                if self._server.is_remote and ended is self._used:
+                    raise self._server.session_lost(why)
             if self._connection is None:
                 connection = await self._server.take()
                 try:
@@ -201,11 +217,11 @@ class DedicatedSession(McpSession):
 
         return request
 
-    def _lose(self, connection: Connection, why: str) -> None:
+    def _lose(self, connection: Connection, why: str, *, session: bool = False) -> None:
         if self._connection is connection:
             self._connection = None
-            self._was_lost = True
-            self._server.discard(connection, why)
+            self._was_lost = self._was_lost or connection is self._used
+            self._server.discard(connection, why, session=session)
 
     def _noted(self, reply: Reply) -> Reply:
         """Tell the model once that the server was restarted."""

@@ -12,9 +12,19 @@ from typing import Any
 
 import httpx2
 
+from agentrl.documents.base import shortened
 from agentrl.llm.limits import retry_after
 from agentrl.tools.mcp.connection import reasons
-from agentrl.tools.mcp.content import LOST, MAX_MESSAGE_BYTES, NOT_SENT, REFUSED
+from agentrl.tools.mcp.content import (
+    LOST,
+    MAX_MESSAGE_BYTES,
+    NOT_SENT,
+    REFUSED,
+    REJECTED,
+    SESSION_LOST,
+    TOO_LARGE,
+    read_message,
+)
 from agentrl.tools.specs import HttpSpec
 
 _CONNECT_SECONDS = 30.0
@@ -36,86 +46,132 @@ def open_client(spec: HttpSpec, *, connections: int, read_seconds: float) -> htt
     )
 
 
-class GuardedTransport(httpx2.AsyncBaseTransport):
-    """Answer a failed POST with a JSON-RPC error, and bound the length of JSON answers."""
+def sse_http_client(
+    headers: dict[str, str] | None = None,
+    timeout: httpx2.Timeout | None = None,
+    auth: httpx2.Auth | None = None,
+) -> httpx2.AsyncClient:
+    """Return the client of a server behind HTTP+SSE, as the SDK asks for it."""
+    transport = ReadableTransport(httpx2.AsyncHTTPTransport())
+    return httpx2.AsyncClient(headers=headers, timeout=timeout, auth=auth, transport=transport)
+
+
+class ReadableTransport(httpx2.AsyncBaseTransport):
+    """Make each message in a stream of events readable, and wait for events without a time limit."""
 
     def __init__(self, inner: httpx2.AsyncBaseTransport) -> None:
         self._inner = inner
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send ``request``; a POST raises no TransportError."""
         if request.method == "GET" or request.headers.get("mcp-method") == "subscriptions/listen":
             request.extensions["timeout"]["read"] = None  # a stream of events, silent until one happens
-        if request.method != "POST":
-            return await self._inner.handle_async_request(request)
-        try:
-            response = await self._inner.handle_async_request(request)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            return _error(request, NOT_SENT, reasons(error))
-        except httpx2.TransportError as error:
-            return _error(request, LOST, reasons(error))
-        kind = response.headers.get("content-type", "").lower()
-        refusal = _refusal(response, kind)
-        if refusal is not None:
-            excerpt = await _excerpt(response)
-            await response.aclose()
-            code, text, data = refusal
-            return _error(request, code, f"{text}{': ' if excerpt else ''}{excerpt}", data)
-        if kind.startswith("application/json") and isinstance(response.stream, httpx2.AsyncByteStream):
-            response.stream = _BoundedStream(response.stream)
+        response = await self._inner.handle_async_request(request)
+        response.request = request
+        if response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+            return _with_content(response, stream=_ReadableEvents(response))
         return response
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class _BoundedStream(httpx2.AsyncByteStream):
-    """A body that ends with StreamError when it is too long or breaks; the SDK makes it that call's error."""
+class GuardedTransport(ReadableTransport):
+    """Answer a failed POST with a JSON-RPC error, bound JSON answers, and make each message readable."""
 
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send ``request``; a POST raises no TransportError before the first event of its answer."""
+        if request.method != "POST":
+            return await super().handle_async_request(request)
+        try:
+            response = await super().handle_async_request(request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+            return _error(request, NOT_SENT, reasons(error))
+        except httpx2.TransportError as error:
+            return _error(request, LOST, reasons(error))
+        kind = response.headers.get("content-type", "").lower()
+        if kind.startswith("text/event-stream") or (response.status_code < 400 and not response.is_success):
+            return response
+        try:
+            body = await _body(response)
+        except httpx2.TransportError as error:
+            return _error(request, LOST, f"the answer broke off: {reasons(error)}")
+        if body is None:
+            return _error(request, TOO_LARGE, f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB")
+        refusal = _refusal(response, kind, body)
+        if refusal is not None:
+            code, text, data = refusal
+            excerpt = shortened(" ".join(body.decode("utf-8", "replace").split()), _EXCERPT)
+            return _error(request, code, f"{text}{': ' if excerpt else ''}{excerpt}", data)
+        return _with_content(response, content=read_message(body, json.loads(request.content).get("id")))
+
+
+def _with_content(response: httpx2.Response, **content: Any) -> httpx2.Response:
+    """Return ``response`` with another body, which is neither compressed nor of the announced length."""
+    headers = [
+        (name, value)
+        for name, value in response.headers.multi_items()
+        if name.lower() not in ("content-encoding", "content-length", "transfer-encoding")
+    ]
+    return httpx2.Response(
+        response.status_code,
+        headers=headers,
+        request=response.request,
+        extensions=response.extensions,
+        **content,
+    )
+
+
+class _ReadableEvents(httpx2.AsyncByteStream):
+    """The events of a response, of bounded length, whose data are read as messages."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        self._response = response
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
-        try:
-            async for chunk in self._stream:
-                size += len(chunk)
-                if size > MAX_MESSAGE_BYTES:
-                    raise httpx2.StreamError(f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB")
-                yield chunk
-        except httpx2.TransportError as error:
-            raise httpx2.StreamError(f"the answer broke off: {reasons(error)}") from error
+        async for event in httpx2.EventSource(self._response, max_event_size=MAX_MESSAGE_BYTES):
+            lines = [b"event: " + event.event.encode(), b"id: " + event.id.encode()]
+            if event.retry is not None:
+                lines.append(b"retry: %d" % event.retry)
+            lines += [b"data: " + line for line in read_message(event.data.encode()).split(b"\n")]
+            yield b"\n".join(lines) + b"\n\n"
 
     async def aclose(self) -> None:
-        await self._stream.aclose()
+        await self._response.aclose()
 
 
-def _refusal(response: httpx2.Response, kind: str) -> tuple[int, str, dict[str, Any]] | None:
-    """Return the code, text and data of an answer that is not an MCP message; None for an MCP message."""
-    status = response.status_code
-    if status in (401, 403):
+async def _body(response: httpx2.Response) -> bytes | None:
+    """Return the body, decompressed; None if it is longer than ``MAX_MESSAGE_BYTES``."""
+    body = bytearray()
+    try:
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MAX_MESSAGE_BYTES:
+                return None
+    finally:
+        await response.aclose()
+    return bytes(body)
+
+
+def _refusal(response: httpx2.Response, kind: str, body: bytes) -> tuple[int, str, dict[str, Any]] | None:
+    """Return the code, text and data of an answer that is not an MCP message; None for an MCP message.
+
+    A server that has lost its sessions says so by 404, as the protocol demands, or by another status of 4xx.
+    """
+    status, is_json = response.status_code, kind.startswith("application/json")
+    has_session = "mcp-session-id" in response.request.headers
+    if has_session and status in (404, 410):
+        return SESSION_LOST, f"the session is lost (HTTP {status})", {}
+    if status in (401, 403) and not (has_session and b"session" in body.lower()):
         return REFUSED, f"it asks for a login (HTTP {status})", {"login": True}
     if status in (429, 503):
         return REFUSED, f"it is overloaded (HTTP {status})", {"retry_after": retry_after(response.headers)}
-    if status >= 500 and not kind.startswith("application/json"):
+    if status >= 500 and not is_json:
         return LOST, f"HTTP {status}", {}
-    if status == 200 and not kind.startswith(_MESSAGES):
+    if has_session and 400 <= status < 500 and not (is_json and b'"error"' in body):
+        return REJECTED, f"it rejects the request (HTTP {status})", {}
+    if status == 200 and not is_json:
         return REFUSED, f"it answers {kind or 'no content type'} instead of MCP", {}
     return None
-
-
-async def _excerpt(response: httpx2.Response) -> str:
-    """Return the beginning of a refusal's body."""
-    text = b""
-    try:
-        if isinstance(response.stream, httpx2.AsyncByteStream):
-            async for chunk in response.stream:
-                text += chunk
-                if len(text) >= _EXCERPT:
-                    break
-    except httpx2.TransportError:
-        return ""
-    return " ".join(text[:_EXCERPT].decode("utf-8", "replace").split())
 
 
 def _error(

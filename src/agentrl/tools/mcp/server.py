@@ -13,7 +13,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.schema import ToolConfig
-from agentrl.errors import ToolServerConfigError, ToolServerError, tool_server
+from agentrl.errors import (
+    FailureError,
+    SessionLostError,
+    ToolServerConfigError,
+    ToolServerError,
+    tool_server,
+)
 from agentrl.tools.base import Reply, Schema, ServerSession, ToolServer, Trajectory, schema_name
 from agentrl.tools.mcp.connection import TRAJECTORY_KEY, Connection, LostError, RefusedError, UnusableError
 from agentrl.tools.specs import CallGate, Hook, HttpSpec, Limits, McpSpec, StdioSpec, redact_address
@@ -93,10 +99,19 @@ class McpServer(ToolServer, ABC):
             retry_after=error.retry_after if isinstance(error, RefusedError) else None,
         )
 
-    def discard(self, connection: Connection, why: str) -> None:
-        """Close a connection that is lost, in the background."""
+    @property
+    def is_remote(self) -> bool:
+        """Return whether the server is behind HTTP: no trajectory's process."""
+        return isinstance(self._spec, HttpSpec)
+
+    def session_lost(self, why: str) -> SessionLostError:
+        """Return the error of a trajectory whose state was in a session that the server does not know."""
+        return SessionLostError(f"tool server {self.name} has lost the session of this trajectory: {why}")
+
+    def discard(self, connection: Connection, why: str, *, session: bool = False) -> None:
+        """Close a connection that is lost, in the background; of a lost ``session``, after its calls."""
         logger.warning("tool server lost", extra={"server": self.name, "why": why})
-        self.later(connection.close())
+        self.later(connection.retire() if session else connection.close())
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do ``work`` in the background; ``close`` waits for it."""
@@ -196,7 +211,7 @@ class McpSession(ServerSession, ABC):
             try:
                 reply = await self._run(hook, request)
                 problem = reply.text if reply.error else ""
-            except ToolServerError as error:
+            except FailureError as error:
                 problem = error.message
             if problem:
                 logger.warning("a teardown call failed", extra={"tool": hook.tool, "why": problem[:300]})

@@ -56,13 +56,13 @@ class SharedServer(McpServer):
             raise opened
         return opened
 
-    def lost(self, connection: Connection, why: str) -> None:
+    def lost(self, connection: Connection, why: str, *, session: bool = False) -> None:
         """Give up a connection; the next call opens a new one."""
         if self._connection is not connection:
             return
         self._schemas = self.schemas
         self._connection = None
-        self.discard(connection, why)
+        self.discard(connection, why, session=session)
 
     def suspect(self, connection: Connection) -> asyncio.Future[None]:
         """Test a connection in the background; give it up if it does not answer. One test runs at a time."""
@@ -109,6 +109,8 @@ class SharedSession(McpSession):
         super().__init__(server, trajectory)
         self._server = server
         self._is_closed = False
+        self._used: Connection | None = None
+        """The connection that has answered a call, and so holds what the setup hooks have made."""
 
     async def prepare(self) -> None:
         await self.run_setup(self.request)
@@ -120,11 +122,16 @@ class SharedSession(McpSession):
         await self._server.settled()
 
     async def request(self, tool: str, arguments: Mapping[str, Any], limits: Limits) -> Reply:
-        """Call one tool. A call that the server may have received is repeated only if it is repeatable."""
+        """Call one tool. A call that the server may have received is repeated only if it is repeatable.
+
+        Raises SessionLostError if the server has forgotten the session with what the setup hooks made.
+        """
         for is_last in (False, True):
             connection = await self._server.live()
             try:
-                return await connection.call(tool, arguments, limits, self.meta)
+                reply = await connection.call(tool, arguments, limits, self.meta)
+                self._used = connection
+                return reply
             except TimeoutError:
                 self._server.suspect(connection)
                 return timed_out(tool, limits.timeout_seconds, lost=True)
@@ -132,7 +139,9 @@ class SharedSession(McpSession):
                 raise self._server.unreachable(refused) from refused
             except LostError as lost:
                 if lost.whole:
-                    self._server.lost(connection, str(lost))
+                    self._server.lost(connection, str(lost), session=lost.session)
+                if lost.session and self.options.setup and connection is self._used:
+                    raise self._server.session_lost(str(lost)) from lost
                 test = self._server.suspect(connection) if not lost.whole else None
                 if lost.sent and (is_last or not connection.repeatable(tool)):
                     return Reply(text=lost_text(tool, self._server.name), error=True, lost=True)

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -21,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.concurrency import background
-from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE, read_message
 from agentrl.tools.specs import WORKDIR, StdioSpec, redact_secrets
+from agentrl.untrusted_folder import discard
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -181,7 +181,7 @@ def private_folder(spec: StdioSpec) -> Iterator[StdioSpec]:
             cwd=None if spec.cwd is None else spec.cwd.replace(WORKDIR, folder),
         )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
 
 
 def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:
@@ -241,7 +241,7 @@ def _parse(line: bytes) -> SessionMessage | None:
         text, code = f"the answer is longer than {MAX_MESSAGE_BYTES // 2**20} MiB and was dropped", TOO_LARGE
     else:
         try:
-            return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+            return SessionMessage(jsonrpc_message_adapter.validate_json(read_message(line), by_name=False))
         except ValueError as problem:
             number, text, code = _answered(line), str(problem), NOT_VALID
     if number is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
 from agentrl.documents.record import CommandRun, Ending
+from agentrl.permissions import call_name
 from agentrl.validation import Positive, PositiveWhole, Settings, Text, read_config
 
 _ENDINGS: Final = {
@@ -67,6 +69,16 @@ class SandboxConfig(SandboxLimits):
         known = {item.name for item in dataclasses.fields(cls)}
         chosen = {name: value for name, value in config.items() if name in known}
         return read_config(cls, chosen, "config of the sandbox", hint="docs/sandbox.md lists the keys")
+
+
+def sandbox_names(config: Any) -> list[str]:
+    """Return what data must be allowed to name if a task's ``config`` of its sandbox has more than limits.
+
+    Isolation, image, interpreter and visible folders decide what a program reaches: they are one name.
+    """
+    more = ("isolation", "image", "python", "visible")
+    chosen = {name: config[name] for name in more if name in config} if isinstance(config, Mapping) else {}
+    return [call_name("sandbox", json.dumps(chosen, sort_keys=True))] if chosen else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from agentrl.cli.doctor.services import (
     check_mongod,
     check_tools,
     model_checks,
+    run_checks,
     server_checks,
 )
 from agentrl.config.schema import ModelConfig, RunConfig, SamplingConfig, ToolConfig
@@ -31,6 +32,11 @@ async def test_the_agent_config_is_optional_but_must_be_right(tmp_path: Path) ->
     assert (await check_agent_config(SamplingConfig(agent_config_path=str(path)))).state == "warn"
     path.write_text("scorer_agent: {}")
     assert (await check_agent_config(SamplingConfig(agent_config_path=str(path)))).state == "fail"
+
+
+async def test_a_stopped_server_is_one_row(tmp_path: Path) -> None:
+    (only,) = await run_checks(RunConfig(mongo_dir=str(tmp_path / "mongo")), 10)
+    assert (only.name, only.state) == ("database", "warn")
 
 
 async def test_tool_servers_that_do_not_start_fail(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def run_local_server(
     from agentrl.inference.engines.local.scheduler import Scheduler
     from agentrl.inference.engines.local.server import LocalServer
     from agentrl.inference.engines.local.worker import Worker
+    from agentrl.own_hosts import for_own_hosts
 
     kinds = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in kinds:
@@ -74,8 +75,8 @@ def run_local_server(
     tokenizer = functools.cache(lambda: read_chat_files(model_path).tokenizer)
     server = LocalServer(Worker(scheduler), model, context_length, instance, tokenizer)
     uvicorn.run(
-        server.app(), host=host, port=port, log_level="warning", access_log=False, http=BoundedProtocol,
-        timeout_graceful_shutdown=3,
+        for_own_hosts(server.app(), host), host=host, port=port, log_level="warning", access_log=False,
+        http=BoundedProtocol, timeout_graceful_shutdown=3,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from agentrl.model.attention.sdpa import set_attention
 from agentrl.model.flops import ModelShape
 from agentrl.model.precision import bfloat16_speed
 from agentrl.model.routing import record_choices
+from agentrl.model.stored_weights import check_report
 from agentrl.model.vision import PixelReader
 from agentrl.weights.folder import expert_shape, stored_dtype
 
@@ -279,9 +280,7 @@ def _load(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"the weights in {where} cannot be loaded: {error}") from error
     model, report = loaded
-    missing = [*report["missing_keys"], *report["mismatched_keys"]]
-    if missing:
-        raise ModelError(f"the weights in {where} lack {len(missing)} tensors, the first is {missing[0]}")
+    check_report(where, model, report)
     set_attention(model, ATTENTION)
     return cast("PreTrainedModel", model.eval().requires_grad_(False).to(device))
 

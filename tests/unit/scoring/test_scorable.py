@@ -1,0 +1,85 @@
+"""Before a load: a right answer, marked as the prompt asks, scores 1, or the load says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.documents.task_file import ReadResult
+from agentrl.environments.tasks import read_task_source
+from agentrl.errors import TaskFileError
+from agentrl.scoring.answers import extract_answer
+from agentrl.scoring.scorable import unchecked, unscorable
+
+BOXED = "1+1? Put it in \\boxed{}."
+LINE = "1+1? The last line should be of the form Answer: $Answer."
+
+
+def read(folder: Path, *rows: dict[str, Any]) -> ReadResult:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return read_task_source(path, shuffle=False)
+
+
+@pytest.mark.parametrize("scorer", ["exact", "math", "agentcpm", {"exact": 0.8, "format": 0.2}])
+@pytest.mark.parametrize(
+    ("query", "schema"), [("1+1?", "answer"), (BOXED, "boxed"), ('After "####".', "####"), (LINE, "Answer:")]
+)
+async def test_a_schema_that_reads_what_the_prompt_asks_for(
+    tmp_path: Path, query: str, schema: str, scorer: Any
+) -> None:
+    row = {"query": query, "answer": "2", "scorer": scorer, "answer_schema": schema}
+    assert await unscorable(read(tmp_path, row).kinds) == []
+
+
+@pytest.mark.parametrize("query", [BOXED, 'After "####".', LINE])
+async def test_a_schema_that_reads_nothing_of_it_is_named_once_a_kind(tmp_path: Path, query: str) -> None:
+    rows = [{"id": number, "query": query, "answer": str(number), "scorer": "exact"} for number in range(20)]
+    problems = await unscorable(read(tmp_path, *rows).kinds)
+    assert len(problems) == 1
+    assert "task 0: the prompt asks for" in problems[0]
+    assert "of which answer_schema answer reads nothing" in problems[0]
+
+
+async def test_scorers_of_ones_own_and_tasks_without_an_answer_are_left_alone(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        {"query": BOXED, "answer": {"a": 1}, "scorer": "my.module:score"},
+        {"query": BOXED, "scorer": "rubric"},
+        {"query": BOXED, "answer": ["assert f(1)"], "scorer": "code"},
+    )
+    assert await unscorable(found.kinds) == []
+    assert unchecked(found.kinds) == ["code", "my.module:score", "rubric"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "schema"), [({"target": ["2"]}, "answer"), ([{"a": 1}], "answer"), ("Paris", "####")]
+)
+def test_an_answer_that_a_judge_would_never_get_is_a_bad_line(
+    tmp_path: Path, answer: Any, schema: str
+) -> None:
+    with pytest.raises(TaskFileError, match="scorer agentcpm cannot read the answer"):
+        read(tmp_path, {"query": "?", "answer": answer, "answer_schema": schema})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The sum is 34.\n\nAnswer: 34", "34"),
+        ("Answer: $34$", "34"),
+        ("**Answer:** $\\boxed{34}$.", "34"),
+        ("Answer:\n34", "34"),
+        ("**Final Answer: 3,400**", "3,400"),
+        ("Answer: \\(x^2\\)", "x^2"),
+        ("Answer: $72", "$72"),
+        ("Answer: 1\nno,\nanswer: -\\frac{1}{2}", "-\\frac{1}{2}"),
+        ("<think>Answer: 3</think>34", None),
+        ("Answer:", None),
+        ("34", None),
+    ],
+)
+def test_a_last_line_is_read(text: str, answer: str | None) -> None:
+    assert extract_answer(text, "Answer:") == answer

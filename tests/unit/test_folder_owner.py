@@ -1,0 +1,169 @@
+"""Whose a folder is: claims, refusals, unmounted disks, renames, caches that processes share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl import folder_owner
+from agentrl.errors import ConfigError, PublishError
+from agentrl.folder_owner import (
+    OWNER_FILE,
+    Owner,
+    claim,
+    confirm,
+    hand_over,
+    hold_cache,
+    read_owner,
+    require_alone,
+    require_not_foreign,
+    require_unclaimed,
+)
+
+A, B = (Owner(run=name, id=name * 8, database="server:1") for name in "ab")
+OTHERS = [
+    B,
+    Owner(run="a", id="another", database="server:2"),
+    Owner(run="copy", id=A.id, database="server:1"),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["run", "database", "copy"])
+def test_a_claimed_folder_is_the_runs_alone(tmp_path: Path, other: Owner) -> None:
+    assert read_owner(tmp_path / "out") is None
+    claim(tmp_path / "out", A, "--output_dir")
+    claim(tmp_path / "out", Owner(run="a", id=A.id, database="moved:2", host="another"), "--output_dir")
+    assert require_not_foreign(tmp_path / "out", A, "--output_dir")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "out")
+    for refused in (claim, require_not_foreign, hold_cache):
+        for folder in (tmp_path / "out", link):
+            with pytest.raises(ConfigError, match=r"belongs to run 'a' .*, and this is run") as error:
+                refused(folder, other, "--output_dir")
+            assert f"give another --output_dir. If that run is gone for good, delete {folder}" in str(
+                error.value
+            )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [OWNER_FILE]
+    assert not require_not_foreign(tmp_path / "new", A, "--output_dir")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_that_claim_at_once_one_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+
+        def refuse(source: Path, target: Path) -> None:
+            raise PermissionError(1, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    runs = [Owner(run=f"r{number}", id=str(number), database="d") for number in range(16)]
+    won: list[Owner] = []
+    barrier = threading.Barrier(len(runs))
+
+    def start(owner: Owner) -> None:
+        barrier.wait(10)
+        try:
+            claim(tmp_path / "out", owner, "--output_dir")
+        except ConfigError:
+            return
+        won.append(owner)
+
+    threads = [threading.Thread(target=start, args=(owner,)) for owner in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert won == [read_owner(tmp_path / "out")]
+
+
+@pytest.mark.parametrize("lost", ["unmounted", "emptied", "replaced"])
+def test_a_folder_is_confirmed_before_it_is_written(tmp_path: Path, lost: str) -> None:
+    claim(tmp_path / "out", A, "--output_dir")
+    confirm(tmp_path / "out", A)
+    (tmp_path / "out").rename(tmp_path / "elsewhere")
+    if lost != "unmounted":
+        (tmp_path / "out").mkdir()
+    if lost == "replaced":
+        claim(tmp_path / "out", B, "--output_dir")
+    with pytest.raises(PublishError, match=r"nothing is written or deleted there") as error:
+        confirm(tmp_path / "out", A)
+    assert "is its disk still mounted?" in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "a"}', b"\xff\xfe", b"null"])
+def test_an_unreadable_owner_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / OWNER_FILE).write_bytes(content)
+    for call in (require_not_foreign, claim):
+        with pytest.raises(ConfigError, match="does not say whose the folder is"):
+            call(tmp_path, A, "--output_dir")
+    with pytest.raises(PublishError, match="does not say"):
+        confirm(tmp_path, A)
+
+
+def test_a_renamed_run_hands_its_folders_over_and_no_others(tmp_path: Path) -> None:
+    for name, owner in ((".", A), ("weights", A), ("child", B)):
+        claim(tmp_path / name, owner, "--output_dir")
+    hand_over(tmp_path, A.id, "new")
+    renamed = Owner(run="new", id=A.id, database="")
+    assert [read_owner(tmp_path / name) for name in (".", "weights", "child")] == [renamed, renamed, B]
+
+
+def test_what_holds_another_runs_folder_is_not_deleted(tmp_path: Path) -> None:
+    claim(tmp_path, A, "--output_dir")
+    require_alone(tmp_path, A, "delete")
+    claim(tmp_path / "child", B, "--output_dir")
+    with pytest.raises(ConfigError, match=r"child belongs to run 'b'.*\n.*delete .* by hand"):
+        require_alone(tmp_path, A, "delete")
+    for inside in (tmp_path, tmp_path / "checkpoint-000001" / "model"):
+        with pytest.raises(ConfigError, match="which belongs to run 'a'"):
+            require_unclaimed(inside, "--output_dir")
+    require_unclaimed(tmp_path.parent, "--output_dir")
+
+
+HOLDER = """
+import sys; from pathlib import Path; from agentrl.folder_owner import Owner, hold_cache
+hold_cache(Path(sys.argv[1]), Owner(run=sys.argv[2], id=sys.argv[2], database="d"), "--weights_dir")
+print("held", flush=True); sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def hold() -> Callable[[Path, str], subprocess.Popen[str]]:
+    """Start a process that uses a folder as the cache of a run."""
+
+    def start(folder: Path, run: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder), run],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    return start
+
+
+def test_a_cache_belongs_to_the_run_whose_processes_live(
+    tmp_path: Path, hold: Callable[[Path, str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several engines of one run share it; another run takes it over once all of them have ended."""
+    monkeypatch.setattr(folder_owner, "_held_caches", {})
+    engines = [hold(tmp_path, "a"), hold(tmp_path, "a")]
+    other = Owner(run="b", id="b", database="d")
+    for engine in engines:
+        with pytest.raises(ConfigError, match=r"is in use by run 'a'.*\n.*give another --weights_dir"):
+            hold_cache(tmp_path, other, "--weights_dir")
+        engine.kill()
+        engine.communicate(timeout=10)
+    hold_cache(tmp_path, other, "--weights_dir")
+    hold_cache(tmp_path, other, "--weights_dir")
+    [lock] = folder_owner._held_caches.values()
+    os.close(lock)

@@ -1,0 +1,249 @@
+"""Tell a lost session from errors of a server's own, over a server that answers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from agentrl.config.schema import ToolConfig
+from agentrl.errors import SessionLostError
+from agentrl.tools.base import ServerSession, Trajectory
+from agentrl.tools.mcp import http, server
+from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES
+from agentrl.tools.mcp.dedicated import mcp_server
+from agentrl.tools.specs import Hook, HttpSpec, Options, Scope
+
+Answer = tuple[int, str, bytes]
+JSON = "application/json"
+TOOL = {"name": "lookup", "inputSchema": {"type": "object"}}
+
+
+def error(code: Any, message: Any, status: int = 200, **more: Any) -> Answer:
+    content = {"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": message, **more}}
+    return status, JSON, json.dumps(content).encode()
+
+
+class Server(httpx2.AsyncBaseTransport):
+    """A server that keeps sessions; ``forget`` is its restart, ``lost`` its answer to an unknown session."""
+
+    def __init__(self, lost: Answer = (404, "text/plain", b""), failing: Answer | None = None) -> None:
+        self.lost = lost
+        self.failing = failing
+        """The answer to each call of a tool."""
+        self.sessions: set[str] = set()
+        self.opened = 0
+        self.called: list[str] = []
+
+    def forget(self) -> None:
+        self.sessions.clear()
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        await asyncio.sleep(0)
+        if request.method != "POST":
+            return httpx2.Response(405)
+        message = json.loads(request.content)
+        if message["method"] == "server/discover":
+            return self._response((404, JSON, b"{}"))
+        if message["method"] == "initialize":
+            self.opened += 1
+            self.sessions.add(f"s{self.opened}")
+            info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+            result: Any = {**info, "serverInfo": {"name": "s", "version": "1"}}
+            return self._response(self._result(message, result), {"mcp-session-id": f"s{self.opened}"})
+        if request.headers.get("mcp-session-id") not in self.sessions:
+            return self._response(self.lost)
+        if "id" not in message:
+            return httpx2.Response(202)
+        if message["method"] == "tools/list":
+            return self._response(self._result(message, {"tools": [TOOL]}))
+        self.called.append(request.headers["mcp-session-id"])
+        found = {"content": [{"type": "text", "text": "found"}]}
+        return self._response(self.failing or self._result(message, found))
+
+    @staticmethod
+    def _result(message: Any, result: Any) -> Answer:
+        return 200, JSON, json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}).encode()
+
+    @staticmethod
+    def _response(answer: Answer, headers: dict[str, str] | None = None) -> httpx2.Response:
+        status, kind, body = answer
+        more = {"content-encoding": "gzip"} if body[:2] == b"\x1f\x8b" else {}
+        return httpx2.Response(
+            status, headers={"content-type": kind, **more, **(headers or {})}, content=body
+        )
+
+
+Open = Callable[..., server.McpServer]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
+    def open_server(remote: Server, **options: Any) -> server.McpServer:
+        client = httpx2.AsyncClient(transport=http.GuardedTransport(remote))
+        monkeypatch.setattr(http, "open_client", lambda *_, **__: client)
+        spec = HttpSpec(name="kv", url="http://kv.test/mcp", options=Options(**options))
+        return mcp_server(spec, ToolConfig(tool_timeout_seconds=5))
+
+    return open_server
+
+
+async def call(session: ServerSession) -> tuple[str, bool]:
+    """Return the text of a call, and whether it is an error."""
+    reply = await session.call("lookup", {"key": "a"})
+    return reply.text, reply.error
+
+
+async def begun(tools: server.McpServer, name: str = "t") -> ServerSession:
+    session = tools.session(Trajectory(id=name))
+    await session.open()
+    return session
+
+
+LOST: dict[str, Answer] = {
+    "the specification": (404, "text/plain", b""),
+    "mcp 1.x": error(-32600, "Session not found", 404),
+    "TypeScript": error(-32001, "Session not found", 404),
+    "TypeScript's examples": error(-32000, "Bad Request: No valid session ID provided", 400),
+    "TypeScript, restarted": error(-32000, "Bad Request: Server not initialized", 400),
+    "Python, not initialized": error(-32602, "Invalid request parameters", data=""),
+    "Rust": (401, "text/plain", b"Unauthorized: Session not found"),
+    "Rust, without a session": (422, "text/plain", b"Unexpected message, expect initialize request"),
+    "Go": (400, "text/plain", b"Invalid session ID"),
+    "a gateway": (410, "application/json", b'{"detail": "expired"}'),
+    "in a success": error(-32603, "session expired, please reconnect"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
+async def test_concurrent_calls_open_one_new_session_and_succeed(opened: Open, lost: Answer) -> None:
+    remote = Server(lost)
+    shared = opened(remote, scope=Scope.SHARED)
+    await shared.open()
+    sessions = [await begun(shared, f"t{number}") for number in range(8)]
+    await asyncio.gather(*map(call, sessions))
+    remote.forget()
+    replies = await asyncio.gather(*map(call, sessions))
+    assert replies == [("found", False)] * 8
+    assert remote.opened == 2
+    assert remote.called == ["s1"] * 8 + ["s2"] * 8
+    await shared.close()
+
+
+@pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
+async def test_a_trajectory_whose_state_is_lost_is_not_continued(opened: Open, lost: Answer) -> None:
+    remote = Server(lost)
+    own = opened(remote, scope=Scope.TRAJECTORY)
+    await own.open()
+    session = await begun(own)
+    remote.forget()
+    assert (await call(session))[0] == "found", "no call was made in the session that was lost"
+    remote.forget()
+    with pytest.raises(SessionLostError, match="kv has lost the session of this trajectory"):
+        await call(session)
+    assert "its earlier state is lost" in (await call(session))[0]
+    await own.close()
+
+
+async def test_what_setup_calls_made_in_a_shared_session_is_lost_with_it(opened: Open) -> None:
+    remote = Server()
+    hook = Hook(tool="lookup")
+    shared = opened(remote, scope=Scope.SHARED, setup=(hook,), teardown=(hook,))
+    await shared.open()
+    session = await begun(shared)
+    remote.forget()
+    with pytest.raises(SessionLostError):
+        await call(session)
+    await session.close()
+    await shared.close()
+
+
+CODES = (-32000, -32001, -32002, -32050, *range(-32095, -32089), -32600, -32602, -32603, -32700, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "status"),
+    [
+        *((code, "file not found: a.txt", 200) for code in CODES),
+        *((code, "Session not found: browser tab 7", 200) for code in (-32000, -32001, -32603)),
+        (-32603, "upstream: Session terminated", 200),
+        (-32602, "unknown argument", 400),
+        (-32603, "x" * 5000, 200),
+    ],
+)
+async def test_a_servers_own_error_is_its_words_whatever_its_code(
+    opened: Open, code: int, words: str, status: int
+) -> None:
+    remote = Server(failing=error(code, words, status, data={"retry_after": 1, "login": True}))
+    for scope in Scope:
+        tools = opened(remote, scope=scope)
+        await tools.open()
+        assert await call(await begun(tools)) == (words, True)
+        await tools.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ({"error": "no such file"}, "no such file"),
+        ({"error": {"message": "no such file"}}, "no such file"),
+        ({"error": {"code": "ENOENT", "message": "no such file"}}, "no such file"),
+        ({"error": {"code": 7}}, '{"code": 7}'),
+    ],
+)
+async def test_an_error_without_a_code_or_words_is_read(opened: Open, answer: Any, text: str) -> None:
+    tools = opened(Server(failing=(200, JSON, json.dumps({"jsonrpc": "2.0", "id": None, **answer}).encode())))
+    await tools.open()
+    assert await call(await begun(tools)) == (text, True)
+    await tools.close()
+
+
+def framed(kind: str, body: bytes) -> bytes:
+    return b"event: message\r\ndata: " + body + b"\r\n\r\n" if kind == "text/event-stream" else body
+
+
+HALVES = {
+    rb"page \ud83c": "page \ufffd",
+    rb"page \udf78 end": "page \ufffd end",
+    rb"\ud83c\ud83c\udf78": "\ufffd\U0001f378",
+    rb"C:\\ud83c": r"C:\ud83c",
+    b"caf\xc3": "caf\ufffd",
+    b"half \xf0\x9f\x8d": "half \ufffd",
+}
+
+
+@pytest.mark.parametrize("kind", [JSON, "text/event-stream"])
+@pytest.mark.parametrize("half", HALVES)
+async def test_half_a_character_does_not_lose_the_result(opened: Open, kind: str, half: bytes) -> None:
+    result = b'{"content": [{"type": "text", "text": "' + half + b'"}]}'
+    numbers = itertools.count(1)
+
+    class Cut(Server):
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            if b"tools/call" in request.content:
+                number = json.loads(request.content)["id"]
+                body = framed(kind, b'{"jsonrpc": "2.0", "id": %d, "result": %b}' % (number, result))
+                return self._response((200, kind, gzip.compress(body) if next(numbers) % 2 else body))
+            return await super().handle_async_request(request)
+
+    remote = Cut()
+    tools = opened(remote)
+    await tools.open()
+    for _ in range(2):
+        assert await call(await begun(tools)) == (HALVES[half], False)
+    await tools.close()
+
+
+@pytest.mark.attack
+async def test_a_compressed_answer_is_bounded_by_its_true_length(opened: Open) -> None:
+    bomb = gzip.compress(b'{"jsonrpc": "2.0", "id": 1, "result": "' + b"x" * (MAX_MESSAGE_BYTES + 1) + b'"}')
+    tools = opened(Server(failing=(200, JSON, bomb)))
+    await tools.open()
+    assert await call(await begun(tools)) == ("the answer is longer than 8 MiB", True)
+    await tools.close()
