@@ -50,7 +50,8 @@ def _bounded(function: Callable[..., T], *arguments: str) -> T | None:
 
     before = signal.signal(signal.SIGPROF, stop)
     try:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        # repeatedly: Python drops an exception that is raised in a destructor or by the garbage collector
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS / 8)
         return function(*arguments)
     except _TooLongError:
         return None

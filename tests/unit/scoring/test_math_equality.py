@@ -129,6 +129,9 @@ def test_500_generated_pairs_are_judged_as_they_were_made() -> None:
 
 
 @pytest.mark.attack
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # one that is dropped comes again
 @pytest.mark.parametrize(
     "answer",
     [
