@@ -102,12 +102,16 @@ async def test_a_task_is_tried_and_nothing_is_stored(
     assert "\x1b]0" not in shown
 
     file = tmp_path / "tasks.jsonl"
-    unanswerable = {"id": "x", "query": "?", "scorer": "f1"}
-    file.write_text(f"{json.dumps(unanswerable)}\n{json.dumps({'id': 'y', **QUESTION})}\n")
+    unscorable = {"id": "x", "query": "?", "scorer": "math:sqrt"}
+    unanswerable = {"id": "z", "query": "?", "scorer": "f1"}
+    rows = (unscorable, {"id": "y", **QUESTION}, unanswerable)
+    file.write_text("\n".join(map(json.dumps, rows)))
     assert await try_task(configs, str(file), line=None, engine_url=engine) == 1
     assert "failed     scorer: " in capsys.readouterr().out
     assert await try_task(configs, str(file), line=2, engine_url=engine) == 0
     assert "task try/0/y" in capsys.readouterr().out
+    with pytest.raises(TaskFileError, match="scorer f1 compares with an answer, and the task has none"):
+        await try_task(configs, str(file), line=3, engine_url=engine)
     with pytest.raises(TaskFileError, match="no task begins on line 9"):
         await try_task(configs, str(file), line=9, engine_url=engine)
 

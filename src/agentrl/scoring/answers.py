@@ -136,8 +136,8 @@ async def f1(context: ScorerContext) -> float:
 async def math(context: ScorerContext) -> float:
     """Return 1 if math-verify finds the answer equal to an accepted one, else 0.
 
-    An equal text and plain numbers are compared without it. It limits its time by SIGALRM, which works only
-    in the main thread of a process, where a worker of the pool runs it.
+    An equal text and plain numbers are compared without it. A signal bounds its time, which works only in the
+    main thread of a process, where a worker of the pool runs it.
     """
     is_same, answer = _best(same, context), context.final_answer
     if is_same or answer is None or None not in map(number, (answer, *context.accepted)):

@@ -12,7 +12,6 @@ import re
 import signal
 from collections.abc import Callable
 from functools import cache
-from math import floor, log10
 from string import ascii_lowercase
 from typing import Any, TypeVar
 
@@ -51,7 +50,8 @@ def _bounded(function: Callable[..., T], *arguments: str) -> T | None:
 
     before = signal.signal(signal.SIGPROF, stop)
     try:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        # repeatedly: Python drops an exception that is raised in a destructor or by the garbage collector
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS / 8)
         return function(*arguments)
     except _TooLongError:
         return None
@@ -90,10 +90,11 @@ def _marks(text: str) -> list[int]:
 
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end) ?\{\w+\*?\}")
 _FORMULA_WORDS = frozenset({
     "and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh",
     "tanh", "log", "ln", "exp", "sqrt", "pi", "inf", "infinity", "max", "min", "gcd", "lcm", "mod", "det",
-    "percent", "alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega", "phi",
+    "percent", "percentage", "alpha", "beta", "gamma", "delta", "theta", "lambda", "sigma", "omega", "phi",
 })  # fmt: skip
 _SHORTEST_WORD = 4
 """Letters of a run that is a word inside a formula; a shorter one is a product of variables."""
@@ -101,7 +102,7 @@ _SHORTEST_WORD = 4
 
 def _words(text: str) -> list[str]:
     """Return the words in a formula, which math-verify multiplies letter by letter."""
-    runs = (run.lower() for run in _LETTERS.findall(text))
+    runs = (run.lower() for run in _LETTERS.findall(_ENVIRONMENT.sub("", text)))
     return [run for run in runs if len(run) >= _SHORTEST_WORD and run not in _FORMULA_WORDS]
 
 
@@ -140,7 +141,7 @@ _UNIT_NAMES = {name: symbol for symbol, names in _UNITS.items() for name in name
 _NOT_UNITS = _FORMULA_WORDS | {
     "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves", "third", "quarter",
     "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth",
-    "percentage", "squared", "cubed", "factorial", "over", "plus", "minus", "times", "divided", "modulo",
+    "squared", "cubed", "factorial", "over", "plus", "minus", "times", "divided", "modulo",
     "not", "than", "more", "less", "least", "most", "about",
 }  # fmt: skip
 """Words behind a number that change it."""
@@ -165,7 +166,7 @@ def _quantity(text: str) -> tuple[str, str | None]:
     if (base := _BASE.fullmatch(bare)) is not None:
         return base["value"], f"base {base['unit']}"
     found = _QUANTITY.fullmatch(bare)
-    if found is None or _LETTERS.search(found["value"]):
+    if found is None or _LETTERS.search(found["value"].rpartition("=")[2]):
         return bare, None
     unit = _unit(found["unit"], is_apart=bool(found["gap"]))
     return (bare, None) if unit is None else (found["value"], unit)
@@ -200,12 +201,23 @@ _REWRITES = (
     (re.compile(r"^–"), "-"),
     (re.compile(r"\*\* ?([+-]?\w+)"), r"^{\1}"),
     (re.compile(r"\\(?:[cd]dots|dots[bc]?)(?![A-Za-z])|\.\.\."), r"\\ldots "),
+    (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile("√"), r"\\sqrt "),
     (re.compile("∞"), r"\\infty "),
     (re.compile("·"), r"\\cdot "),
     (re.compile(r"∅|\\varnothing(?![A-Za-z])"), r"\\emptyset "),
 )
 """What people write and math-verify does not read, or reads as something else (2 1/2 as 3/2)."""
+
+
+_REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\overline ?\{(\d+)\}")
+
+
+def _fraction(found: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction: 0.1\\overline{6} is 15/90."""
+    whole, fixed, repeated = found.groups()
+    above = int(whole + fixed + repeated) - int(whole + fixed or "0")
+    return f"\\frac{{{above}}}{{{'9' * len(repeated) + '0' * len(fixed)}}}"
 
 
 def _parse(text: str) -> list[Any]:
@@ -220,8 +232,9 @@ def _parse(text: str) -> list[Any]:
         return []
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _REPEATING.sub(_fraction, text)
     written = text.replace("$", "")
-    read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)  # type: ignore[arg-type]
+    read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)
     return [value for value in read if not isinstance(value, str)]
 
 
@@ -248,17 +261,31 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-_DECIMALS = 6
-_DIGITS = 3
-"""Digits of a small number that are compared at least."""
+_DECIMALS, _DIGITS = 1e-6, 1e-3
+"""Differences up to which two numbers may be equal, of their values and relative to them: math-verify takes
+every number below 1e-6 for every other."""
 
 
 def _verify(gold: str, answer: str) -> bool:
     from math_verify import verify
-    from sympy import Number
 
     wanted, given = _parse(gold), _parse(answer)
-    numbers = [value for value in (*wanted, *given) if isinstance(value, Number) and value.is_finite]
-    sizes = [size for value in numbers if (size := abs(float(value)))]
-    decimals = max([_DECIMALS, *(_DIGITS - 1 - floor(log10(size)) for size in sizes)])
-    return bool(verify(wanted, given, float_rounding=decimals, timeout_seconds=None))
+    if not verify(wanted, given, timeout_seconds=None):
+        return False
+    one, other = (next(map(_value, read), None) for read in (wanted, given))
+    scales = (0.01, 1, 100) if ("%" in gold) != ("%" in answer) else (1,)  # 5 for 5% is accepted
+    return one is None or other is None or any(_is_near(one * scale, other) for scale in scales)
+
+
+def _value(read: Any) -> Any:
+    """Return the finite number that an expression of sympy is; None if it is none."""
+    try:
+        value = read.doit().evalf() if getattr(read, "is_number", False) else None
+    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
+        return None
+    return value if value is not None and value.is_finite else None
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    apart, size = abs(one - other).evalf(), max(abs(one).evalf(), abs(other).evalf())
+    return bool(apart <= max(_DECIMALS, size * 1e-12) and apart <= size * _DIGITS)

@@ -79,7 +79,7 @@ def plain(text: str) -> str:
     folded = " ".join(text.split())
     folded = _RAISED.sub(lambda found: f"^{{{found.group().translate(_SUPERSCRIPTS)}}}", folded)
     folded = _LOWERED.sub(lambda found: f"_{{{found.group().translate(_SUBSCRIPTS)}}}", folded)
-    folded = "".join(map(_compatible, unicodedata.normalize("NFC", folded))).translate(_SIGNS)
+    folded = unicodedata.normalize("NFC", "".join(map(_compatible, folded))).translate(_SIGNS)
     for _ in range(_DEEPEST):
         folded = _TEX_TEXT.sub(r"\1", folded)
     for pattern, replacement in _TEX:

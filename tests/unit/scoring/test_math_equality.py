@@ -39,6 +39,27 @@ EQUAL = [
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\ 2\end{pmatrix}"), (r"\boxed{5}", "5"),
     (r"(1,2)\cup(3,4)", r"(3,4)\cup(1,2)"), ("f'(x)=2", "f'(x)=2"), (r"1,2,\ldots", r"1,2,\dots"),
     ("x^2-N", "x^2-N"), ("n^2-N", "-N+n^2"), ("(3,-2)", "(3, -2)"), ("0.083333", "1/12"),
+    ("2x+4y-3=0", "y = -1/2*x + 3/4"), (r"\text{13}", "13"), ("x=1, y=2", "y=2, x=1"),
+    ("(1,2), (3,4)", "(3,4), (1,2)"), (r"100\%", "1"), ("[2,5)", "[2, 5)"),
+    (r"\left[-\frac{11}{2},\infty\right)", r"[-5.5, \infty)"),
+    (r"10\sqrt{3} \text{ inches}", r"10\sqrt{3}"), (r"\text{June 20}", "June 20"), ("-1 + 3i", "3i - 1"),
+    (r"\text{A,B,C}", "A, B, C"), ("A,B", "B,A"), (r"10\%", "0.1"), (r"\sqrt{2}/2", r"\frac{1}{\sqrt 2}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"), (r"-\sin x", r"\sin(-x)"), ("x^2+1", "1+x^{2}"),
+    (r"\$1{,}200.50", "1200.5"), (r"5 \frac{1}{2}", "5.5"), (".25", "1/4"), ("1.50", "1.5"),
+    (r"\frac{3}{2}\pi", r"1.5\pi"), ("y=2x+3", "2x+3"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    (r"0.\overline{3}", r"\frac13"), (r"0.1\overline{6}", "1/6"), (r"120^\circ", "120"), ("2 + 2", "4"),
+    ("7!", "5040"), (r"\text{(C)}", "C"), (r"4:30 \text{ p.m.}", "4:30 p.m."), ("1,2,3", "{1,2,3}"),
+    ("1.2e-5", "0.000012"), (r"12 \text{ sq cm}", "12 cm^2"), (r"\dfrac{7}{8}", "7/8"),
+    ("2:3", r"\frac{2}{3}"), (r"\log_{10} 2", r"\log 2"), (r"\infty", r"+\infty"),
+    (r"8 \times 10^{6}", "8000000"), ("8*10^6", "8000000"), (r"\text{Yes}", "yes"), ("True", "true"),
+    (r"\sqrt[3]{8}", "2"), (r"\frac{x}{y}", "x/y"), ("x(x+1)", "x^2+x"), (r"3/4 \text{ cup}", "3/4"),
+    (r"18\sqrt{3}\pi", r"18\pi\sqrt{3}"), ("t=3 s", "3"), (r"x = 3 \text{ cm}", "3"),
+    ("v = 5 m/s", "5 m/s"), (r"5\,\mathrm{m}", "5 m"), ("28 percent", r"28\%"), ("28 pct", r"28\%"),
+    ("28 percentage", r"28\%"), (r"4\sqrt(2)", r"4\sqrt{2}"), ("**73**", "73"),
+    (r"a=1 \text{ or } a=-2", "a=-2, a=1"), ("28", r"28\%"), ("0.28", r"28\%"), ("0.0028", "0.28%"),
+    (r"1.0 \times 10^{-7}", "10^{-7}"), (r"\frac{1}{1000000}", "0.000001"), (r"\sqrt{2}", "1.41421356"),
+    ("3.14159265", r"\pi"),
 ]  # fmt: skip
 UNEQUAL = [
     ("5 m", "5 km"), ("5 kg", "5 g"), ("5 cm^2", "5 cm^3"), ("5 cents", "$5"), ("€5", "$5"),
@@ -57,6 +78,30 @@ UNEQUAL = [
     (r"A\cup B", r"A\cap B"), (r"\log_2 3", r"\log_3 2"), (r"\{1,2,3\}", r"\{1,2\}"),
     ("the number 5 maybe", "5"), ("I think 5", "5"), ("-5 m", "5 m"), ("12:30", "12:40"), ("5 + x", "5"),
     (r"\alpha", r"\beta"), (r"\vec{AB}", r"\vec{BA}"), ("2^{3}", "2^{4}"),
+    (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+    ("2^{-99}", "2^{-98}"), ("10^{-30}", "10^{-31}"), (r"6.626\times 10^{-34}", r"6.6\times 10^{-34}"),
+    ("e^{-100}", "e^{-99}"), ("n=2, 3, 4", "n=1, 2, 3"), ("D = (0, 1)", "D = (0, 1.5)"),
+    (r"F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1}", r"F_n = \sum_{k=0}^{n-2} F_k F_{n-k-2}"),
+    (r"19, 46, \text{ and } 82", "21, 36, and 82"),
+    (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}"),
+    (r"1 - \frac{1}{\mathrm{e}}", r"1 + \frac{1}{\mathrm{e}}"), (r"\pm 2021", "2021"), ("12:00", "1:00"),
+    (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"), (r"1:2:3:\ldots", r"1:4:9:\ldots"),
+    ("3*x-1*y+13=0", "3x + 4y + 14=0"), ("x=1, y=2", "x=2, y=1"), ("(1,2), (3,4)", "(2,1), (3,4)"),
+    ("a=1,b=2,c=3", "a=1,b=3,c=2"), ("5", "5.0000001"), (r"\frac{63}{400}", r"\frac{64}{400}"),
+    (r"x \in (1, 2)", r"x \in [1,2]"), (r"\text{June 20}", "June 21"), ("6 - 5i", "6+5i"),
+    (r"\text{A,B,C}", "A, B, D"), (r"10\%", "0.01"), ("y=2x+3", "2x-3"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}"),
+    (r"0.\overline{3}", "0.3"), (r"120^\circ", "12"), (r"\text{east}", r"\text{west}"), ("C. Paris", "C"),
+    ("-5 < x < 3", "(-5, 3)"), ("4:30 pm", "4:30 am"), (r"3 \text{ hours}", "3 minutes"), ("9:30", "9.3"),
+    (r"k\pi, k \in \mathbb{Z}", r"k \pi"), ("1000 m", "1 km"), ("12_{3}", "12_{4}"),
+    ("4210_{5}", r"4210_{\text{five}}"), ("a", r"\alpha"), ("2", "two"),
+    (r"\mathbb{R}", r"\text{all reals}"), (r"\text{no}", r"\text{yes}"), ("5,000,000", "5 million"),
+    ("5000000", "5 million"), ("x=3", "y = 3"), ("v = 5 m/s", "5 km/h"),
+    (r"5\,\mathrm{m\,s^{-1}}", "5 m/s"), ("28 percentage", r"29\%"), (r"4\sqrt(2)", "4"),
+    (r"\forall x>0, f(x) = 0", "f(x)=0"), (r"(3, \frac{2\pi}{3})", r"\left( 3, \frac{\pi}{2} \right)"),
+    ("{@Neillier 1276915 4951077 ник {1,1-3-10);5个 ", "4951077"), ("2800", r"28\%"),
+    (r"1 \times 10^{-7}", r"2\times10^{-7}"), ("0", "10^{-9}"), ("0.000001", "0.000002"),
+    ("1e-12", "1.0004e-12"), ("12345678901234567890", "12345678901234567891"), (r"\sqrt{2}", "1.4142"),
 ]  # fmt: skip
 
 
@@ -84,6 +129,9 @@ def test_500_generated_pairs_are_judged_as_they_were_made() -> None:
 
 
 @pytest.mark.attack
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # one that is dropped comes again
 @pytest.mark.parametrize(
     "answer",
     [
