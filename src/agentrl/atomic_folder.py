@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from agentrl.processes import has_ended, identify, owned_name, owner_of
+from agentrl.untrusted_folder import discard, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def finish_folder(temporary: Path, target: Path) -> None:
 
 def discard_folder(temporary: Path) -> None:
     """Delete a temporary folder, if it exists."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    discard(temporary)
 
 
 def delete_folder(folder: Path) -> None:
@@ -64,7 +64,7 @@ def delete_folder(folder: Path) -> None:
     """
     discarded = folder.parent / _temporary_name(f"old-{folder.name}")
     folder.rename(discarded)
-    shutil.rmtree(discarded)
+    remove_folder(discarded)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -85,7 +85,7 @@ def remove_leftovers(root: Path) -> list[str]:
     temporary = sorted(path for path in root.iterdir() if path.name.startswith(TEMPORARY))
     leftovers = [path for path in temporary if _is_abandoned(path)]
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+        discard(path)
         logger.info("removed %s, left by a process that was killed", path)
     return [path.name for path in leftovers]
 
@@ -111,7 +111,7 @@ def _remove_scratch_of_ended(root: Path) -> None:
             continue
         with contextlib.suppress(FileNotFoundError):  # another process, or a thread of this one, removed it
             if folder.lstat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
                 logger.info("removed %s, left by a process that was killed", folder)
 
 

@@ -49,15 +49,15 @@ def call_name(code: str, arguments: str) -> str:
 
 
 def server_name(url: str) -> str:
-    """Return the name of the server at ``url``. An address with a user, or a malformed one, has no other."""
+    """Return the name of the server at ``url``; a malformed one, or one with a user, is put in quotes."""
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS.get(parts.scheme)
     except ValueError:
-        return f"//{url}"
+        return f"//{url!a}"
     host = parts.hostname or ""
     is_plain = host and port and "@" not in parts.netloc and "\\" not in url and url.isprintable()
-    return f"//{f'[{host}]' if ':' in host else host}:{port}" if is_plain else f"//{url}"
+    return f"//{f'[{host}]' if ':' in host else host}:{port}" if is_plain else f"//{url!a}"
 
 
 def file_name(path: str) -> str:

@@ -27,7 +27,7 @@ from agentrl.documents.record import Record
 from agentrl.documents.status import DataStatus, RecordStatus, SlotStatus, TaskStatus
 from agentrl.documents.task import CONVERSATIONS, Slot
 from agentrl.documents.training import DBRecordData
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, RunMissingError, StoreUnavailableError
 from agentrl.gateway.app import GatewayApp
 from agentrl.gateway.conversations import Conversations, require_key
 from agentrl.gateway.feedback import give_feedback
@@ -38,7 +38,8 @@ from agentrl.rollout import scoring as scoring_module
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.rollout.outages import Outages
 from agentrl.rollout.scoring import Scoring, score_queued
-from agentrl.store.client import Store
+from agentrl.store.admin.runs import RunAdmin, rename_run
+from agentrl.store.client import Store, open_connection
 
 pytestmark = pytest.mark.integration
 __all__ = ["quick"]
@@ -49,7 +50,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 @asynccontextmanager
 async def gateway(
-    store: Store, *script: str, idle_minutes: float = 10.0, hours: float = 1.0
+    store: Store, *script: str, idle_minutes: float = 10.0, hours: float = 1.0, key: str | None = KEY
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """A gateway process with conversations; yield a product's client of it."""
     engine = ScriptedEngine(format_of(), *script)
@@ -57,7 +58,7 @@ async def gateway(
     config = GatewayConfig(gateway_port=0, gateway_train="feedback", gateway_idle_minutes=idle_minutes)
     sampling, outages = SamplingConfig(feedback_hours=hours), Outages()
     conversations = Conversations(
-        store=store, config=config, agent=AgentConfig(), key=KEY,
+        store=store, config=config, agent=AgentConfig(), key=key,
         scoring=Scoring(store=store, outages=outages, sampling=sampling, claims=ClaimConfig()),
         finalizer=GroupFinalizer(store, GroupConfig(), split="train", seed=0),
     )  # fmt: skip
@@ -66,7 +67,8 @@ async def gateway(
     await server.start()
     running = asyncio.create_task(conversations.run(stop))
     try:
-        async with httpx2.AsyncClient(base_url=server.url, headers=HEADERS, timeout=10.0) as client:
+        headers = HEADERS if key else {}
+        async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=60.0) as client:
             yield client
     finally:
         stop.set()
@@ -274,6 +276,127 @@ async def test_a_bad_request_names_what_is_wrong(
         assert answer.status_code in (400, 404)
         refused = await client.post(path, json=body, headers={"authorization": "Bearer wrong"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "wrong_key")
+
+
+@pytest.mark.attack
+async def test_without_a_gateway_key_feedback_needs_the_key_of_its_conversation(store: Store) -> None:
+    async with gateway(store, "Hello.", key=None) as client:
+        mine, other = await opened(client), await opened(client)
+        await said(mine, "hello")
+        for key in ("", mine["api_key"], other["feedback_key"], mine["id"]):
+            client.headers["authorization"] = f"Bearer {key}"
+            ended = await client.post(f"/conversations/{mine['id']}/end")
+            for answer in (await feedback(client, mine, score=9), ended):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "wrong_key")
+        url = mine["base_url"].removesuffix("/v1") + "/reward"
+        assert (await client.post(url, json={"score": 9})).status_code == 401
+        client.headers["authorization"] = f"Bearer {mine['feedback_key']}"
+        assert (await feedback(client, mine, score=1, end=True)).status_code == 200
+        assert (await until_status(store, mine, RecordStatus.READY)).score == 1.0
+
+
+@pytest.mark.attack
+async def test_feedback_scores_no_trajectory_that_its_task_scores(store: Store) -> None:
+    await store.tasks.load([task("a", scorer="exact"), task("b", scorer="feedback")])
+    async with gateway(store) as client:
+        for name, status in (("a", 404), ("b", 200)):
+            claim = await store.claims.claim(split="train", owner="me", lease_seconds=60)
+            assert claim is not None
+            await store.records.create(claim)
+            await store.records.advance(claim, RecordStatus.RUNNING)
+            answer = await client.post("/feedback", json={"id": f"train/0/{name}/0/1", "score": 9})
+            assert answer.status_code == status, answer.text
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("train", ["antigravity:fly", "time:sleep", ":x", "..:x", "none", 5, ["main"], None])
+async def test_a_client_names_no_python(store: Store, train: Any) -> None:
+    async with gateway(store) as client:
+        answer = await client.post("/conversations", json={"train": train})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "train")
+
+
+@pytest.mark.attack
+async def test_a_page_of_another_site_opens_no_conversation(store: Store) -> None:
+    async with gateway(store, key=None) as client:
+        for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
+            answer = await client.post("/conversations", content="{}", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (421, "foreign_site")
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("poison", ["rule", "reward", "call"])
+async def test_a_conversation_that_cannot_be_ended_fails_alone(store: Store, poison: str) -> None:
+    async with gateway(store, "Hello.", "Hello.", idle_minutes=0.01) as client:
+        bad, good = await opened(client), await opened(client)
+        for each in (bad, good):
+            await said(each, "hello")
+            assert (await feedback(client, each, score=1)).status_code == 200
+        database, key = store.database, f"train/-1/{bad['id']}/0/1"
+        if poison == "rule":
+            await database["Record"].update_one({"_id": key}, {"$set": {"train_rule": "time:sleep"}})
+        elif poison == "reward":
+            rewards = {"reported_reward.role_rewards": {"nobody": 1.0}}
+            await database["Record"].update_one({"_id": key}, {"$set": rewards})
+        else:
+            await database["DispatchedSamplingTask"].delete_many({"record": key})
+        assert (await until_status(store, good, RecordStatus.READY)).score == 1.0
+        assert (await client.get("/health")).status_code == 200
+        record = await record_of(store, bad)
+        assert record.status is not RecordStatus.READY
+
+
+async def test_many_small_requests_at_once_are_all_answered(store: Store) -> None:
+    async with gateway(store, *["Hello."] * 40) as client:
+        conversation = await opened(client)
+        bodies = [{"id": conversation["id"], "score": number} for number in range(150)]
+        opening = [client.post("/conversations", json={"query": str(number)}) for number in range(150)]
+        answers = await asyncio.gather(*opening, *(client.post("/feedback", json=body) for body in bodies))
+        assert {answer.status_code for answer in answers} == {200, 201}
+        names = {answer.json()["id"] for answer in answers if answer.status_code == 201}
+        stored = {found["task_id"] async for found in store.database["Task"].find({}, {"task_id": 1})}
+        assert names <= stored
+
+
+async def test_who_is_refused_for_now_is_told_when_to_come_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def down(*_: Any, **__: Any) -> None:
+        raise StoreUnavailableError("the database is away")
+
+    async with gateway(store) as client:
+        monkeypatch.setattr(store.conversations, "open", down)
+        answers = [await client.post("/conversations") for _ in range(8)]
+    waits = {int(answer.headers["retry-after"]) for answer in answers}
+    assert {answer.status_code for answer in answers} == {503}
+    assert 1 <= min(waits) < max(waits) <= 8, "they do not all return at once"
+
+
+@pytest.mark.parametrize("change", ["rename", "delete"])
+async def test_a_gateway_ends_when_its_run_is_renamed_or_deleted(
+    store: Store, run_config: RunConfig, change: str
+) -> None:
+    new = f"{store.run_name}_new"
+    admin = await open_connection(run_config)
+
+    async def serve() -> None:
+        async with gateway(store, "Hello.") as client:
+            conversation = await opened(client)
+            await client.post(f"/conversations/{conversation['id']}/end")  # now nobody holds a lease
+            if change == "rename":
+                await rename_run(run_config, new, 15.0)
+            else:
+                await RunAdmin(admin).delete(None, 15.0)
+            refused = await client.post("/conversations")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "no_run")
+
+    try:
+        with pytest.raises(RunMissingError, match="has been renamed or deleted"):
+            await serve()
+        assert await admin.database.list_collection_names() == []
+    finally:
+        await admin.client.drop_database(new)
+        await admin.close()
 
 
 def test_a_gateway_that_others_reach_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

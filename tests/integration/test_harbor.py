@@ -240,6 +240,24 @@ async def test_tests_without_a_reward_fail_the_attempt_and_never_score_0(
     assert re.search(said, record.failure.message), record.failure.message
 
 
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "dodge",
+    [
+        "cd /app; for i in $(seq 1500); do mkdir d && cd d; done; rm -rf /logs; touch /logs",
+        "mv /logs /l && ln -s /proc /logs",
+        "rm /bin/sh /usr/bin/sh",
+    ],
+)
+async def test_what_an_agent_leaves_so_that_the_tests_give_no_reward_scores_0(
+    dodge: str, store: Store, tools: ToolPool
+) -> None:
+    record = await sample(store, tools, TASKS / "write-file", call(dodge), DONE)
+    assert (record.status, record.score) == (RecordStatus.COMPLETED, 0.0), record.failure
+    assert record.score_details is not None
+    assert record.score_details["problem"]
+
+
 async def test_an_agent_that_takes_too_long_is_ended_and_what_it_did_is_scored(
     store: Store, tools: ToolPool, tmp_path: Path
 ) -> None:

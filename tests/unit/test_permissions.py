@@ -59,6 +59,8 @@ def test_everything_is_allowed_until_a_process_names_what_is(name: str) -> None:
         (("//games",), server_name("http://evil\\@games:80"), False),
         (("//games",), server_name("http://games:99999"), False),
         (("//games",), server_name("http://games.evil"), False),
+        (("//games",), server_name("games:80@evil"), False),
+        (("//games",), server_name("games:x"), False),
         (("//[::1]",), server_name("http://[::1]:8000"), True),
         (("/tasks",), file_name("/tasks/a/b"), True),
         (("/tasks",), file_name("/tasks/../home"), False),

@@ -21,7 +21,7 @@ Rate = Callable[[str], float | None]
 
 
 class Product:
-    """A product in front of the gateway: it keeps nothing but the ids of its conversations."""
+    """A product in front of the gateway: it keeps nothing but the answers that opened its conversations."""
 
     def __init__(self, gateway: str, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -43,11 +43,17 @@ class Product:
     def rate(self, conversation: dict[str, str], score: float) -> None:
         """Give feedback and end the conversation. It may also come later, from another process."""
         given = {"id": conversation["id"], "score": score, "end": True}
-        self._client.post("/feedback", json=given).raise_for_status()
+        self._client.post("/feedback", json=given, headers=_key_of(conversation)).raise_for_status()
 
     def leave(self, conversation: dict[str, str]) -> None:
         """End a conversation without feedback: it waits for it, and is never trained without."""
-        self._client.post(f"/conversations/{conversation['id']}/end").raise_for_status()
+        path = f"/conversations/{conversation['id']}/end"
+        self._client.post(path, headers=_key_of(conversation)).raise_for_status()
+
+
+def _key_of(conversation: dict[str, str]) -> dict[str, str]:
+    """Return the header with the key of a conversation, which its model API does not have."""
+    return {"authorization": f"Bearer {conversation['feedback_key']}"}
 
 
 def chat(product: Product, ask: Ask, rate: Rate) -> float | None:

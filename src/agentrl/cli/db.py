@@ -177,6 +177,7 @@ async def export_run(run: RunConfig, arguments: argparse.Namespace) -> int:
 async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     """Verify the folder, fill the new database and print its contents."""
     from agentrl.observe.terminal import clean
+    from agentrl.permissions import flags_allowing
     from agentrl.store.admin.archive import MANIFEST
     from agentrl.store.admin.transfer import Transfer
     from agentrl.store.client import open_connection
@@ -193,9 +194,11 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     _print(manifest)
     print(f"{folder} → {run.run_name}: {_sum(manifest)}, as {MANIFEST} says")
     if imported.imports and not arguments.allow_modules:
+        flags = clean(flags_allowing(imported.imports))
         print(
             f"left out: Imports, by which samplers would import and run {clean(', '.join(imported.imports))};"
-            " if you trust them, give a sampler --allowed_modules, or repeat the import with --allow_modules"
+            f" if you trust them, give a sampler {flags}, or repeat the import"
+            " with --allow_modules"
         )
     return 0
 

@@ -31,6 +31,13 @@ class ContainerConfig(Flags):
         "", "variables of this process, comma-separated, that a task's environment may read as ${NAME}"
     )
 
+    task_network: str | None = flag(
+        None,
+        "network of tasks that ask for one (network_mode public, as without it): none, host, which reaches"
+        " the services of this machine too, or one that the back end knows; by default Docker's bridge, and"
+        " the sandbox, which has no other than the host's, refuses these tasks",
+    )
+
     @cached_property
     def roots(self) -> Mapping[str, str]:
         """``--rootfs`` as {name: path}; the name of one for every image is empty."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -28,7 +29,6 @@ from agentrl.containers.docker_client import (
     kill_client,
     require_image,
     start_client,
-    variable_arguments,
 )
 from agentrl.errors import ConfigError, ToolServerError
 from agentrl.tools.sandbox.limits import Execution
@@ -42,6 +42,8 @@ _GUARDED: Final = (
     ' (sleep "$1"; kill -9 $c) >/dev/null 2>&1 & wait $c'
 )
 """The first process reaps what commands leave. It ends with the client, or after ``$1`` seconds."""
+BEGIN: Final = 'eval "$(head -c "$1")" || exit 1; shift; '
+"""Variables come by standard input: arguments stand in process lists and in the audit log of Kubernetes."""
 TELLING: Final = 'echo $$; read -r go && exec "$@"'
 """The first process of a command: its id leads the process group that a limit kills. It begins when this id
 has been read, so a command that is cancelled before is not left running."""
@@ -110,15 +112,15 @@ class DockerContainer(Container):
         shown_bytes: int | None = None,
     ) -> Execution:
         """Run a command by ``docker exec``. With ``writable``, a folder that it leaves full is its limit."""
-        variables = {**self.spec.environment, **(environment or {})}
-        words = ["exec", "--interactive", *variable_arguments(variables)]
+        script = exports({**self.spec.environment, **(environment or {})})
+        words = ["exec", "--interactive"]
         for flag, value in (("--workdir", workdir), ("--user", user or self.spec.user)):
             words += [] if value is None else [flag, value]
         client = DockerClient(output_bytes, shown_bytes, reads_pid=True)
         try:
             await client.run(
-                [*words, self._name, "/bin/sh", "-c", TELLING, "sh", *command], variables,
-                seconds=seconds, stdin=stdin,
+                [*words, self._name, "/bin/sh", "-c", BEGIN + TELLING, "sh", str(len(script)), *command],
+                seconds=seconds, script=script, stdin=stdin,
             )  # fmt: skip
         finally:
             if client.code < 0 and client.pid is not None:  # the client was killed, which ends no command
@@ -202,6 +204,12 @@ class DockerContainer(Container):
         if client is not None:
             await kill_client(client)
             await control("rm", "--force", "--volumes", name, may_fail=True)
+
+
+def exports(variables: Mapping[str, str], *more: str) -> bytes:
+    """Return the shell script that sets ``variables`` and runs the lines ``more``, for ``BEGIN``."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    return "".join(f"{line}\n" for line in (*lines, *more, ":")).encode("utf-8", "surrogateescape")
 
 
 def start_arguments(spec: ContainerSpec, name: str, image: str) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import IO, Final
 
@@ -60,16 +59,19 @@ class DockerClient:
     async def run(
         self,
         words: Sequence[str],
-        variables: Mapping[str, str] | None = None,
         *,
         seconds: float,
+        script: bytes = b"",
         stdin: bytes = b"",
     ) -> None:
-        """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if it does not end."""
+        """Run ``docker`` with ``words`` to its end or a limit. Raises ToolServerError if it does not end.
+
+        With ``reads_pid`` the command reads ``script`` before it prints its id, and ``stdin`` after it.
+        """
         started = time.monotonic()
-        process = await start_client(words, variables)
+        process = await start_client(words)
         try:
-            await self._exchange(process, stdin, seconds)
+            await self._exchange(process, script, stdin, seconds)
             if self.exceeded is None:
                 self.code = await asyncio.wait_for(process.wait(), _CONTROL_SECONDS)
         except TimeoutError as error:
@@ -78,13 +80,15 @@ class DockerClient:
             await kill_client(process)
         self.seconds = time.monotonic() - started
 
-    async def _exchange(self, process: asyncio.subprocess.Process, stdin: bytes, seconds: float) -> None:
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, script: bytes, stdin: bytes, seconds: float
+    ) -> None:
         """Write the input and read the outputs, to their ends or to a limit: ``exceeded``."""
         try:
             async with asyncio.timeout(seconds), task_group() as pipes:
                 pipes.create_task(self._read(process.stdout, self.stdout))
                 pipes.create_task(self._read(process.stderr, self.stderr))
-                pipes.create_task(self._feed(process.stdin, stdin))
+                pipes.create_task(self._feed(process.stdin, script, stdin))
         except _TooMuchOutputError:
             self.exceeded = "output"
         except TimeoutError:
@@ -100,13 +104,15 @@ class DockerClient:
             if not output.add(chunk):
                 raise _TooMuchOutputError
 
-    async def _feed(self, pipe: asyncio.StreamWriter | None, text: bytes) -> None:
+    async def _feed(self, pipe: asyncio.StreamWriter | None, script: bytes, text: bytes) -> None:
         """Write the command's input. A command that does not read it is not an error."""
-        if self._reads_pid:
-            await self._has_pid.wait()
-            text = b"\n" + text
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.write(script)
+                await pipe.drain()
+                if self._reads_pid:
+                    await self._has_pid.wait()
+                    pipe.write(b"\n")
                 pipe.write(text)
                 await pipe.drain()
             pipe.close()
@@ -135,35 +141,25 @@ def docker_failed(command: str, said: str) -> ToolServerError:
 
 async def start_client(
     words: Sequence[str],
-    variables: Mapping[str, str] | None = None,
     *,
     stdin: int | IO[bytes] = asyncio.subprocess.PIPE,
     stdout: int | IO[bytes] = asyncio.subprocess.PIPE,
 ) -> asyncio.subprocess.Process:
-    """Start the client of Docker, which takes the values of variables from its own environment."""
+    """Start the client of Docker, with the variables of this process and no others.
+
+    What a container's commands get must not reach the client: ``LD_PRELOAD`` or ``HTTPS_PROXY`` of a task
+    would run its code here, or send the client elsewhere.
+    """
     docker = shutil.which("docker")
     if docker is None:
         raise ToolServerError("the sandbox needs docker, and there is none on PATH", hint=_HINT)
-    shown = {name: value for name, value in (variables or {}).items() if not is_own_to_docker(name)}
     return await asyncio.create_subprocess_exec(
         docker,
         *words,
-        env={**os.environ, **shown},
         stdin=stdin,
         stdout=stdout,
         stderr=asyncio.subprocess.PIPE,
     )
-
-
-def is_own_to_docker(name: str) -> bool:
-    """Return whether the client of Docker keeps a variable for itself; a container's value is an argument."""
-    return name in ("PATH", "HOME", "TMPDIR") or name.startswith("DOCKER_")
-
-
-def variable_arguments(variables: Mapping[str, str]) -> list[str]:
-    """Return the arguments that pass ``variables`` on: their names, as values are seen in a process list."""
-    shown = [f"{name}={value}" if is_own_to_docker(name) else name for name, value in variables.items()]
-    return [word for variable in sorted(shown) for word in ("--env", variable)]
 
 
 async def kill_client(process: asyncio.subprocess.Process) -> None:

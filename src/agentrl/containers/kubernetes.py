@@ -27,7 +27,7 @@ from agentrl.containers.base import (
     container,
 )
 from agentrl.containers.cluster import Cluster, open_cluster
-from agentrl.containers.docker import CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING
+from agentrl.containers.docker import BEGIN, CHANGED, INTO, KILL, NO_FOLDER, OUT_OF, TELLING, exports
 from agentrl.containers.kubernetes_exec import CHUNK, STATUS, STDERR, Command, exit_code, open_exec
 from agentrl.containers.kubernetes_job import LABEL, job_of, options_of, state_of
 from agentrl.errors import ConfigError, ToolServerError
@@ -38,8 +38,6 @@ from agentrl.tools.sandbox.limits import Execution
 _SECONDS: Final = 30.0
 _COPY_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.5
-_BEGIN: Final = 'eval "$(head -c "$1")" || exit 1; shift; '
-"""Variables come by standard input: what is in the URL stands in the server's audit log."""
 _CANNOT_START: Final = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 _cleaned: set[tuple[str, str]] = set()
 
@@ -120,7 +118,7 @@ class KubernetesContainer(Container):
         if user not in (None, self.spec.user):
             raise ToolServerError(f"Kubernetes runs commands as the container's user, not as {user}")
         script = self._script(environment or {}, workdir)
-        words = ["/bin/sh", "-c", _BEGIN + TELLING, "sh", str(len(script)), *command]
+        words = ["/bin/sh", "-c", BEGIN + TELLING, "sh", str(len(script)), *command]
         running = Command(output_bytes, shown_bytes)
         started = time.monotonic()
         try:
@@ -151,12 +149,10 @@ class KubernetesContainer(Container):
     def _script(self, environment: Mapping[str, str], workdir: str | None) -> bytes:
         """Return the lines of shell that set a command's variables, folder and limits."""
         spec, folder = self.spec, workdir or self.spec.workdir
-        variables = {**spec.environment, **environment}
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-        lines += [] if folder is None else [f"mkdir -p {shlex.quote(folder)}; cd {shlex.quote(folder)}"]
+        lines = [] if folder is None else [f"mkdir -p {shlex.quote(folder)}; cd {shlex.quote(folder)}"]
         lines.append(f"ulimit -c 0; ulimit -n {spec.open_files} 2>/dev/null")
         lines += [] if spec.cpu_seconds is None else [f"ulimit -t {spec.cpu_seconds}"]
-        return ("\n".join(lines) + "\n:\n").encode()
+        return exports({**spec.environment, **environment}, *lines)
 
     async def copy(
         self, archive: Path, *, into: str | None = None, out_of: str | None = None, limit: int = COPY_BYTES

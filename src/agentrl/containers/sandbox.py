@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import threading
@@ -28,6 +27,7 @@ from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import LAUNCHER, encode_job, launch, read_answer, uses_namespaces
 from agentrl.tools.sandbox.program import Job
 from agentrl.tools.sandbox.rootfs import FIRST_USER, NO_FOLDER, TOO_LARGE
+from agentrl.untrusted_folder import discard
 
 _START_SECONDS: Final = 90.0
 _STOP_SECONDS: Final = 30.0
@@ -193,7 +193,7 @@ def _unpack(path: str, where: str) -> str:
     if os.path.isdir(path) and not is_root:
         return path
     folder = scratch_folder("rootfs")
-    atexit.register(_remove, folder)
+    atexit.register(discard, folder)
     target = folder / "root"
     target.mkdir(mode=0o755)
     if os.path.isdir(path):
@@ -238,13 +238,3 @@ def _shift_owners(folder: str) -> None:
                 os.lchown(path, FIRST_USER + status.st_uid, FIRST_USER + status.st_gid)
                 if not os.path.islink(path):
                     os.chmod(path, status.st_mode & 0o7777)
-
-
-def _remove(folder: Path) -> None:
-    for parent, folders, _ in os.walk(folder):
-        for name in folders:
-            path = os.path.join(parent, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(OSError):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -59,7 +59,7 @@ class RunFact(Root):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportList(Root):
-    """The functions that tasks may name as ``module:function``; alone in its collection."""
+    """The code, servers and files that tasks may name: see ``permissions``; alone in its collection."""
 
     id: str = "imports"
     paths: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from agentrl.documents.base import is_score, replace_surrogates, sanitize_bson
@@ -44,11 +45,7 @@ def open_environment(task: Task, *, call_timeout: float) -> EnvironmentSession |
     if name is None:
         return None
     kind = contain_call(lambda: ENVIRONMENTS.get(name), f"environment {name}", TaskEnvironmentError)
-    for outside in sorted(environment_names(task)):
-        try:
-            require_allowed(outside, f"meta of environment {name}")
-        except ConfigError as error:
-            raise TaskEnvironmentError(error.message, hint=error.hint) from error
+    require_names(task)
     contain_call(kind.check, f"check of environment {name}", TaskEnvironmentError)
     return EnvironmentSession(name, kind, task, call_timeout=call_timeout)
 
@@ -74,6 +71,15 @@ def environment_names(task: Task) -> frozenset[str]:
     return frozenset(contain_call(lambda: list(kind.names(task)), what, TaskEnvironmentError))
 
 
+def require_names(task: Task) -> None:
+    """Raise TaskEnvironmentError for what ``meta`` names and this process may not use."""
+    for outside in sorted(environment_names(task)):
+        try:
+            require_allowed(outside, f"meta of environment {task.environment}")
+        except ConfigError as error:
+            raise TaskEnvironmentError(error.message, hint=error.hint) from error
+
+
 def environment_of(task: Task) -> Dependency | None:
     """Return what is down if the task's environment is: the server in ``meta.server``, or all of its name."""
     if task.environment is None:
@@ -93,7 +99,9 @@ def full_environments(running: Iterable[Task]) -> frozenset[str]:
             continue
         counts[needed.name] += 1
         try:
-            limit = ENVIRONMENTS.get(task.environment).limit_of(task)
+            kind = ENVIRONMENTS.get(task.environment)
+            what = f"limit_of of environment {task.environment}"
+            limit = contain_call(partial(kind.limit_of, task), what, TaskEnvironmentError)
         except AgentRLError:
             continue  # the trajectory itself fails, with this error
         if limit is not None:

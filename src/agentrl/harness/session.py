@@ -31,6 +31,7 @@ from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.local import launch, uses_namespaces
 from agentrl.tools.sandbox.namespaces import LOOPBACK, WORK
 from agentrl.tools.sandbox.program import Job
+from agentrl.untrusted_folder import discard
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class Session(ABC):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await asyncio.to_thread(discard, self._folder)
 
     @property
     def archive(self) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentrl.environments.harbor.environment import Harbor
 from agentrl.environments.harbor.verifier import control
+from agentrl.environments.server_address import is_local
 from agentrl.errors import ConfigError
 from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared, arguments_of
@@ -41,16 +42,18 @@ class TaskContainer(Session):
     def reachable(self, url: str) -> str:
         """Return the URL of the gateway as commands reach it: its own, or a loopback without a network.
 
-        Raises ConfigError if the container has no network and its back end forwards no gateway.
+        Raises ConfigError if the container does not reach the gateway and its back end does not forward it.
         """
         container = self._environment.container
-        if container.spec.network == "host":
+        network = container.spec.network
+        if network == "host" or (network != "none" and not is_local(url)):
             return url
         if not container.forwards_gateway:
             raise ConfigError(
-                f"task {self._environment.task.task_id} has no network, and its container cannot reach the"
-                " gateway",
-                hint='use --rootfs, whose sandbox forwards the gateway, or network_mode = "public"',
+                f"the container of task {self._environment.task.task_id} cannot reach the gateway {url} from"
+                f" its network {network!r}",
+                hint="use --rootfs, whose sandbox forwards the gateway; or, for tasks with network_mode ="
+                ' "public", a --gateway_url that containers reach, or --task_network host',
             )
         self._gateway, url = forwarded(url, self._prepared.config.source)
         return url

@@ -6,18 +6,18 @@ import atexit
 import io
 import os
 import re
-import shutil
-import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from agentrl.atomic_folder import scratch_folder
 from agentrl.errors import ConfigError
+from agentrl.git_bundle import HINT, BundleError, BundleTooLargeError, check_out
 from agentrl.harness.config import HarnessConfig, HarnessLimits
+from agentrl.untrusted_folder import DEEPEST, discard
 
 WORKSPACE: Final = "workspace"
 HOME: Final = "home"
@@ -32,10 +32,6 @@ A file or link ``.git`` is one: it leads to a repository elsewhere. A folder ``.
 """
 _OWNER: Final = 1000
 """The user in the sandbox."""
-_CLONE_SECONDS: Final = 300.0
-_GIT_KIB: Final = 4 << 20
-_BOUNDED_GIT: Final = ("/bin/sh", "-c", f'ulimit -v {_GIT_KIB}; exec git "$@"', "sh")
-"""git with 4 GiB of memory: a kilobyte of a bundle may unpack to any size."""
 
 
 def build_base(config: HarnessConfig, target: Path) -> None:
@@ -139,7 +135,7 @@ def read_file(archive: Path, name: str, limit: int) -> str | None:
 def keep_until_exit() -> Path:
     """Return a new folder that is deleted when this process ends."""
     folder = scratch_folder("harness")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(discard, folder)
     return folder
 
 
@@ -161,90 +157,31 @@ def _copy(archive: Path, target: tarfile.TarFile, wanted: Callable[[str, bool], 
 @contextmanager
 def _source(config: HarnessConfig) -> Iterator[Path | None]:
     """Yield the folder that the working directory is copied from; None for an empty one."""
-    if config.workspace.bundle is None:
-        yield config.workspace.template
+    limits, workspace = config.limits, config.workspace
+    if workspace.bundle is None:
+        yield workspace.template
         return
     folder = scratch_folder("bundle")
     try:
         clone = folder / "clone"
-        _git(config, "clone", "--quiet", "--no-checkout", str(config.workspace.bundle), str(clone))
-        commit = _commit(config, clone)
-        _check_tree(config, clone, commit)
-        _git(
-            config,
-            "-C",
-            str(clone),
-            "checkout",
-            "--quiet",
-            *([] if config.workspace.ref is None else [config.workspace.ref]),
+        check_out(
+            workspace.bundle, clone, ref=workspace.ref, max_bytes=limits.disk_mb << 20, max_files=limits.files
         )
-        _git(config, "-C", str(clone), "remote", "remove", "origin")
         yield clone
+    except BundleTooLargeError as error:
+        raise ConfigError(
+            f"{config.source}: workspace.bundle {workspace.bundle} holds more than limits.disk_mb"
+            f" {limits.disk_mb} or limits.files {limits.files}, or {DEEPEST} levels of folders",
+            hint="raise the limit, if you trust the bundle",
+        ) from error
+    except BundleError as error:
+        raise ConfigError(
+            f"{config.source}: workspace.bundle {workspace.bundle} with ref {workspace.ref!r} cannot be"
+            f" checked out: {error}",
+            hint=f"{HINT}, and name one of its branches as ref",
+        ) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _commit(config: HarnessConfig, clone: Path) -> str:
-    """Return the commit that will be checked out: of a branch first, as git does. Raises ConfigError."""
-    names = (
-        ["HEAD"]
-        if config.workspace.ref is None
-        else [f"refs/remotes/origin/{config.workspace.ref}", config.workspace.ref]
-    )
-    for name in names:
-        with suppress(ConfigError):
-            return _git(
-                config, "-C", str(clone), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"
-            ).strip()
-    raise _not_checked_out(config, "it has no such branch, tag or commit")
-
-
-def _check_tree(config: HarnessConfig, clone: Path, commit: str) -> None:
-    """Raise ConfigError for a tree above the limits: a kilobyte of a bundle may hold any number of files."""
-    limits, size, count = config.limits, 0, 0
-    command = [*_BOUNDED_GIT, "-C", str(clone), "ls-tree", "-r", "--long", commit]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=_git_environment()) as listing:
-        for line in listing.stdout or ():
-            length = line.split(b"\t", 1)[0].split()[-1]
-            size, count = size + (int(length) if length.isdigit() else 0), count + 1
-            if size > limits.disk_mb << 20 or count > limits.files:
-                listing.kill()
-                raise ConfigError(
-                    f"{config.source}: workspace.bundle {config.workspace.bundle} holds more than"
-                    f" limits.disk_mb {limits.disk_mb} or limits.files {limits.files}",
-                    hint="raise the limit, if you trust the bundle",
-                )
-
-
-def _git(config: HarnessConfig, *words: str) -> str:
-    """Run a command of git and return what it prints. Raises ConfigError."""
-    if shutil.which("git") is None:
-        raise ConfigError(f"{config.source}: workspace.bundle needs git", hint="install git")
-    try:
-        done = subprocess.run(
-            [*_BOUNDED_GIT, *words],
-            check=True,
-            capture_output=True,
-            text=True,
-            env=_git_environment(),
-            timeout=_CLONE_SECONDS,
-        )
-    except subprocess.SubprocessError as error:
-        raise _not_checked_out(config, str(getattr(error, "stderr", None) or error)) from error
-    return done.stdout
-
-
-def _git_environment() -> dict[str, str]:
-    return {"PATH": os.environ.get("PATH", ""), "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent"}
-
-
-def _not_checked_out(config: HarnessConfig, said: str) -> ConfigError:
-    bundle, ref = config.workspace.bundle, config.workspace.ref
-    return ConfigError(
-        f"{config.source}: workspace.bundle {bundle} with ref {ref!r} cannot be checked out:"
-        f" {said.strip()[-500:]}",
-        hint="make it by `git bundle create FILE HEAD BRANCH`, and name one of its branches as ref",
-    )
+        discard(folder)
 
 
 def _owned(member: tarfile.TarInfo) -> tarfile.TarInfo | None:

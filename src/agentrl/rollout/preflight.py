@@ -13,11 +13,10 @@ from agentrl.config.schema import AgentConfig, GroupConfig, SamplingConfig
 from agentrl.documents.task import Task, scorer_weights
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.base import ENVIRONMENTS
-from agentrl.environments.session import environment_names
-from agentrl.errors import AgentRLError, ConfigError, ToolServerError, TrajectoryError
+from agentrl.environments.session import require_names
+from agentrl.errors import AgentRLError, ConfigError, TaskEnvironmentError, ToolServerError, TrajectoryError
 from agentrl.llm.agent_config import ModelEndpoint, load_judge
 from agentrl.observe.terminal import clean
-from agentrl.permissions import require_allowed
 from agentrl.registry import Registry
 from agentrl.rollout.agent_io import agent_cfg_path
 from agentrl.rollout.agents import AGENTS, check_agent
@@ -175,12 +174,13 @@ def _name_problems(named: TaskReferences, flags: AgentConfig) -> list[str]:
 async def _meta_problems(store: Store, named: TaskReferences) -> list[str]:
     """Return what the ``meta`` of an environment's first task names and this process may not use."""
     problems = []
-    for name, example in named.environments.items():
+    for example in named.environments.values():
         task = await store.tasks.get(example)
-        for outside in sorted(() if task is None else environment_names(task)):
-            problems += _problems_of(
-                partial(require_allowed, outside, f"meta of environment {name}"), example
-            )
+        try:
+            if task is not None:
+                require_names(task)
+        except TaskEnvironmentError as error:
+            problems.append(_problem(error, example))
     return problems
 
 

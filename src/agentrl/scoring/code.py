@@ -40,12 +40,12 @@ async def code(context: ScorerContext) -> ScoreResult:
     Each test runs in a directory of its own. Raises ScorerError for malformed tests, and ToolServerError if
     no sandbox can run.
     """
-    tests, config = read_tests(context.answer)
     try:
-        for name in sandbox_names(config):
+        for name in names_in_answer(context.answer):
             require_allowed(name, "sandbox of the task's answer")
     except ConfigError as error:
         raise ScorerError(error.message, hint=error.hint) from error
+    tests, config = read_tests(context.answer)
     if context.final_answer is None:
         return ScoreResult(0.0, {"passed": 0, "tests": len(tests)})
     program = program_of(context.final_answer)

@@ -124,7 +124,7 @@ class Evaluations(Repository):
     @database_call
     async def needed_versions(self) -> set[int]:
         """Return the versions whose weights evaluations need: those being evaluated, and the best ones."""
-        recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
+        recent = {"$and": [{"$gte": ["$seen_at", after(-SEEN_SECONDS)]}, {"$lte": ["$seen_at", "$$NOW"]}]}
         query: Json = {"status": {"$in": _UNFINISHED}, "version": {"$ne": None}, "$expr": recent}
         cursor = self._collection(EVALUATION).find(query, {"version": 1})
         return {document["version"] async for document in cursor} | set((await self.best_versions()).values())

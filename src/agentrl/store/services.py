@@ -64,7 +64,7 @@ class OutageRecords(Repository):
     @database_call
     async def ongoing(self) -> list[Outage]:
         """Return the outages that go on, the longest first."""
-        recent = {"$gte": ["$seen_at", after(-SEEN_SECONDS)]}
+        recent = {"$and": [{"$gte": ["$seen_at", after(-SEEN_SECONDS)]}, {"$lte": ["$seen_at", "$$NOW"]}]}
         return await self._all(
             Outage, OUTAGE, {"ended_at": None, "$expr": recent}, sort=[("began_at", ASCENDING)]
         )

@@ -247,7 +247,7 @@ async def test_a_slow_body_times_out(store: Store) -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         path = endpoint.base_url[endpoint.base_url.index("/t/") :]
         writer.write(
-            f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode()
+            f"POST {path}/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-length: 100\r\n\r\n{{".encode()
         )
         head = await asyncio.wait_for(reader.readline(), 30)
         assert b" 408 " in head

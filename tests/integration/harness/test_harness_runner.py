@@ -67,6 +67,39 @@ async def test_a_harness_answers_changes_files_and_is_scored_by_a_command(
     assert "-    return a - b\n+    return a + b\n" in run.diff
 
 
+def post(key: str) -> str:
+    """A shell line that posts a reward with a key, and prints the status."""
+    return f"""
+{PYTHON} - <<'EOF'
+import json, os, urllib.error, urllib.request
+head = {{"Authorization": "Bearer " + {key}}}
+url = os.environ["AGENTRL_REWARD_URL"]
+try:
+    print(urllib.request.urlopen(urllib.request.Request(url, b'{{"score": 0.5}}', head)).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+EOF
+"""
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("source", "key", "said", "score"),
+    [
+        ("reward", 'open(os.environ["AGENTRL_REWARD_KEY_FILE"]).read()', "200", 0.5),
+        ("scorer", 'os.environ["AGENTRL_API_KEY"]', "401", 0.0),
+        ("exit_code", 'os.environ["AGENTRL_API_KEY"]', "401", 1.0),
+    ],
+)
+async def test_a_reward_needs_a_key_that_the_program_has_only_if_it_scores(
+    store: Store, tmp_path: Path, source: str, key: str, said: str, score: float
+) -> None:
+    path = write_harness(tmp_path, CALL + post(key), isolation="limits", score=source)
+    record = await HarnessRun(store, path).run()
+    assert record.status is RecordStatus.SCORED, record.failure
+    assert (record.score, record.harness and record.harness.run.stdout) == (score, f"the answer\n{said}\n")
+
+
 LIMITS: dict[str, Any] = {"seconds": 60}
 DISK = "for n in 1 2 3; do dd if=/dev/zero of=$n bs=1M count=30; done; sleep 50"
 MEMORY = f"{PYTHON} -c 'import time; x = b\"1\" * (600 << 20); time.sleep(50)'"

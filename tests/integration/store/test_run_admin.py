@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import socket
 from dataclasses import replace
@@ -146,3 +147,38 @@ def test_words_with_a_sign_are_tags_only_behind_tag(monkeypatch: pytest.MonkeyPa
     assert runs.main(["--mongo_dir", "there", "tag", "math", "+best", "-old"]) == 0
     assert runs.main(["note", "tag", "+5 percent"]) == 0
     assert seen == [("", ["+best", "-old"]), ("+5 percent", [])]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("value", [5, "x", [1, {"a": 2}], {"$where": "1"}, None, math.nan, "A" * 10_000])
+async def test_one_run_with_damaged_documents_does_not_hide_the_others(
+    store: Store, run_config: RunConfig, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An import keeps documents that the validators refuse."""
+    evil = store.connection.client[f"{store.run_name}_evil"]
+    try:
+        await evil["Run"].insert_one({"_id": "schema", "version": 1})
+        await evil["Run"].insert_one({"_id": "remarks", "tags": value, "note": value})
+        await evil["Run"].insert_one({"_id": "parent", "run": value, "kind": value, "step": value})
+        await evil["Task"].insert_one({"_id": "t", "split": value, "status": "running", "slots": value})
+        step = {"step": value, "status": "committed", "committed_at": value, "metrics": value}
+        await evil["TrainStep"].insert_one({"_id": "s", **step})
+        await evil["Record"].insert_one({"_id": "r", "created_at": value})
+        await evil["TrainerLease"].insert_one({"_id": "trainer", "expires_at": value, "ended": value})
+        for words in ((), ("--json",)):
+            assert await agentrl_runs(run_config, *words) == 0
+            shown = capsys.readouterr().out
+            assert evil.name[:40] in shown
+            assert run_config.run_name in shown
+    finally:
+        await store.connection.client.drop_database(evil.name)
+
+
+async def test_a_process_that_works_on_a_run_ends_when_it_is_deleted(
+    store: Store, run_config: RunConfig
+) -> None:
+    name = run_config.run_name
+    assert await agentrl_runs(run_config, "rm", name, "--yes") == 0
+    with pytest.raises(RunMissingError, match="renamed or deleted"):
+        await store.settings.begin("tasks", {"num_generations": 2}, "sampler")
+    assert await store.database.list_collection_names() == []

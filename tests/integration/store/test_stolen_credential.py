@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from ready_data import ready_data
 import agentrl
 from agentrl.config.schema import GroupConfig, RunConfig
 from agentrl.data.finalize_group import GroupRules, verifier
+from agentrl.documents.gateway import GatewaySession
+from agentrl.documents.run import Evaluation
+from agentrl.documents.status import EvaluationStatus
 from agentrl.documents.task import task_key
-from agentrl.errors import ConfigError, StoreError
+from agentrl.environments.session import open_environment
+from agentrl.errors import ConfigError, StoreError, TaskEnvironmentError
+from agentrl.gateway.feedback import require_rule
 from agentrl.permissions import allow
 from agentrl.scoring.scorers import SCORERS
 from agentrl.store.client import Store, open_existing
@@ -31,6 +37,15 @@ Json = dict[str, Any]
 Database = AsyncDatabase[Json]
 Attempts = Callable[[Database], list[Awaitable[object]]]
 FIRST = f"{run.READY}/0/1"
+FAR = datetime(2099, 1, 1, tzinfo=UTC)
+
+
+def evaluation(status: str, **fields: Any) -> Json:
+    """The document of an evaluation of version 1."""
+    return Evaluation(
+        id="e", status=EvaluationStatus(status), version=1, step=1, model=None, file="e.jsonl",
+        tasks_digest="x", settings_digest="y", samples=1, right_threshold=0.5, **fields,
+    ).to_document()  # fmt: skip
 
 
 @pytest.fixture
@@ -109,6 +124,10 @@ REFUSED: dict[str, Attempts] = {
         d.command("updateUser", "agentrl_sampler", roles=[{"role": "root", "db": "admin"}]),
         d.command("usersInfo", 1),
     ],
+    "run JavaScript in the server": lambda d: [
+        d["Task"].find_one({"$where": "sleep(10000)"}),
+        (d["Task"].find_one({"$expr": {"$function": {"body": "f()", "args": [], "lang": "js"}}})),
+    ],
     "store a document that a validator refuses": lambda d: [
         d["Record"].insert_one({"_id": "x", "unknown": 1}),
         d["Record"].insert_one({"_id": "x", "unknown": 1}, bypass_document_validation=True),
@@ -119,7 +138,7 @@ REFUSED: dict[str, Attempts] = {
 @pytest.mark.parametrize("line", REFUSED)
 async def test_the_server_refuses_it(thief: Store, line: str) -> None:
     for attempt in REFUSED[line](thief.database):
-        with pytest.raises(Exception, match=r"not authorized|failed validation"):
+        with pytest.raises(Exception, match=r"not authorized|failed validation|(?i:script)"):
             await attempt
 
 
@@ -170,11 +189,50 @@ async def _name_a_path(thief: Store, store: Store) -> None:
     contextvars.copy_context().run(score)
 
 
+async def _name_a_program(thief: Store, store: Store) -> None:
+    meta = {"id": "subprocess:Popen", "args": '{"args": ["sh", "-c", "id"]}', "row": {"prompt": []}}
+    await thief.database["Task"].update_many({}, {"$set": {"environment": "verifiers", "meta": meta}})
+    task = await store.tasks.get(run.READY)
+    assert task is not None
+
+    def begin() -> None:
+        allow(["verifiers"])
+        with pytest.raises(TaskEnvironmentError, match="subprocess:Popen"):
+            open_environment(task, call_timeout=1.0)
+
+    contextvars.copy_context().run(begin)
+
+
+async def _name_a_rule(thief: Store, store: Store) -> None:
+    await thief.database["Record"].update_many({}, {"$set": {"train_rule": "antigravity:fly"}})
+    record = (await store.records.by_task(run.READY))[0]
+
+    def choose() -> None:
+        allow([])
+        with pytest.raises(ConfigError, match="may not import"):
+            require_rule(record.train_rule or "")
+
+    contextvars.copy_context().run(choose)
+
+
+async def _come_from_the_future(thief: Store, store: Store) -> None:
+    await thief.database["Evaluation"].insert_one(evaluation("running", seen_at=FAR))
+    assert await store.evaluations.needed_versions() == set()
+    await thief.database["Outage"].insert_one(
+        {"_id": "x", "dependency": "the database", "by": "me", "why": "", "began_at": FAR, "seen_at": FAR,
+         "ended_at": None}
+    )  # fmt: skip
+    assert await store.outages.ongoing() == []
+
+
 REFUSED_BY_READERS: dict[str, Trick] = {
     "a score changed after its group was finalized": _change_a_score,
     "a score of a Record that does not hold its slot": _score_without_a_slot,
     "training data that follow from no trajectory": _forge_training_data,
     "a scorer or an agent that a task names by a path": _name_a_path,
+    "an environment's code, server or files that a task's `meta` names": _name_a_program,
+    "a rule for what is trained that a conversation names by a path": _name_a_rule,
+    "an evaluation or an outage that was seen in the future": _come_from_the_future,
 }
 
 
@@ -214,11 +272,37 @@ async def _choose_the_rules(thief: Store, store: Store) -> None:
     assert await verifier(store)(data) == {}
 
 
+async def _change_an_evaluation(thief: Store, store: Store) -> None:
+    await thief.database["Evaluation"].insert_one(evaluation("finished", seen_at=FAR))
+    assert (await thief.database["Evaluation"].update_one({}, {"$set": {"results": {}}})).modified_count
+
+
+async def _begin_settings(thief: Store, store: Store) -> None:
+    values = {"output_dir": "/home/user"}
+    await thief.database["Settings"].insert_one(
+        {"_id": "flags/train", "values": values, "by": "me", "at": FAR}
+    )
+
+
+async def _open_a_url(thief: Store, store: Store) -> None:
+    await thief.gateways.open_session(
+        GatewaySession(
+            id="a" * 64, record=FIRST, task=run.READY, traj_id=0, attempt=1, owner="me", models=("policy",),
+            max_calls=9, reward_key_digest="b" * 64,
+        )
+    )  # fmt: skip
+
+
 ALLOWED: dict[str, Trick] = {
     "read the whole run, with queries and answers": _read_everything,
     "invent a trajectory of a slot that it claims, with model calls and a score": _invent_a_trajectory,
     "take, release and fail slots, and add and change tasks": _hold_the_run_up,
     "choose the rules by which a group that it finalizes is decided (`Task.group.rules`)": _choose_the_rules,
+    "change the results of an evaluation": _change_an_evaluation,
+    "begin the settings of a run, also `flags/train`, before its trainer": _begin_settings,
+    "open a base URL for a running trajectory, and give its reward, as it may write the trajectory itself": (
+        _open_a_url
+    ),
 }
 
 

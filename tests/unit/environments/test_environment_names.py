@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from agentrl.documents.task_file import read_tasks
 from agentrl.documents.task_json import make_task
 from agentrl.documents.task_source import TaskSource
 from agentrl.environments import tasks as sources
-from agentrl.environments.session import environment_names, names_of, open_environment
+from agentrl.environments.session import environment_names, full_environments, names_of, open_environment
 from agentrl.environments.tasks import read_task_source
-from agentrl.errors import ScorerError, TaskEnvironmentError, TaskFileError
+from agentrl.errors import ConfigError, ScorerError, TaskEnvironmentError, TaskFileError
 from agentrl.permissions import allow
 from agentrl.scoring.code import code
 from agentrl.scoring.scorers import ScorerContext
@@ -72,6 +73,20 @@ def test_a_stored_task_uses_only_what_is_allowed(name: str) -> None:
         with pytest.raises(TaskEnvironmentError) as refused:
             open_environment(task_of(row), call_timeout=1)
         assert outside in str(refused.value)
+
+    copy_context().run(open_it)
+
+
+@pytest.mark.parametrize("name", ["openenv", "nemo_gym", "verifiers", "harbor", "textarena", "code"])
+@pytest.mark.parametrize("meta", [{}, {"server": 1, "openenv": 2, "nemo_gym": [], "harbor": "x", "id": None}])
+def test_meta_that_is_not_an_environments_own_fails_its_trajectory_alone(name: str, meta: Any) -> None:
+    task = task_of({"environment": name, "meta": meta})
+    assert full_environments([task]) in (frozenset(), frozenset({name}))
+
+    def open_it() -> None:
+        allow(())
+        with suppress(TaskEnvironmentError, ConfigError):
+            open_environment(task, call_timeout=1)
 
     copy_context().run(open_it)
 

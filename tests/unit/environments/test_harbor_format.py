@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from harbor_folder import write_task
 
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.harbor.dockerfile import read_dockerfile
@@ -13,18 +14,6 @@ from agentrl.environments.harbor.folder import pack_copies, read_task_folder
 from agentrl.environments.harbor.source import is_harbor
 from agentrl.environments.harbor.task_toml import filled, read_task_toml
 from agentrl.environments.harbor.verifier import _rewards
-
-
-def write_task(folder: Path, toml: str = "", *, dockerfile: str | None = "FROM base\n") -> Path:
-    """A complete task."""
-    for name in ("environment", "tests", "solution"):
-        (folder / name).mkdir(parents=True)
-    (folder / "task.toml").write_text(toml)
-    (folder / "instruction.md").write_text("<!-- a canary -->\n\nDo it.\n")
-    (folder / "tests/test.sh").write_text("#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n")
-    if dockerfile is not None:
-        (folder / "environment/Dockerfile").write_text(dockerfile)
-    return folder
 
 
 def test_both_spellings_of_the_version_and_old_sizes_are_read() -> None:

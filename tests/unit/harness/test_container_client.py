@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.containers.docker import start_arguments
-from agentrl.containers.docker_client import kill_client, start_client, variable_arguments
+from agentrl.containers.docker import DockerContainer, start_arguments
+from agentrl.containers.docker_client import kill_client, start_client
 from agentrl.errors import ToolServerError
 from agentrl.harness.config import HarnessConfig, HarnessLimits
 
@@ -35,24 +35,31 @@ def test_a_container_has_no_right_and_every_limit() -> None:
     assert "privileged" not in command.replace("no-new-privileges", "")
 
 
-def test_values_of_variables_are_not_arguments() -> None:
-    given = {"AGENTRL_API_KEY": "sesame", "HOME": "/sandbox/home", "PATH": "/bin", "DOCKER_HOST": "x"}
-    words = variable_arguments(given)
-    assert words[1::2] == ["AGENTRL_API_KEY", "DOCKER_HOST=x", "HOME=/sandbox/home", "PATH=/bin"]
-
-
-async def test_variables_of_dockers_client_keep_their_value_for_it(
+@pytest.mark.attack
+async def test_variables_of_commands_reach_neither_the_client_nor_a_process_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"PATH": "/opt/bin", "HOME": "/root", "TMPDIR": "/var/tmp", "MODEL": "policy"}
+    given = {
+        "LD_PRELOAD": "/task/evil.so", "HTTPS_PROXY": "http://attacker:1", "DOCKER_HOST": "tcp://attacker:1",
+        "PATH": "/opt/bin:/bin:/usr/bin", "KEY": "it's\n$(echo secret) ", "HOME": "/root",
+    }  # fmt: skip
     program = tmp_path / "docker"
-    program.write_text("#!/bin/sh\necho $HOME $MODEL\n")
+    program.write_text(
+        f'#!/bin/sh\nenv > {tmp_path}/env\necho "$@" > {tmp_path}/words\n'
+        'while [ "$1" != /bin/sh ]; do shift; done\nexec "$@"\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("HOME", "/home/sampler")
-    process = await start_client(["run"], given)
-    said, _ = await process.communicate()
-    assert said == b"/home/sampler policy\n"
+    container = DockerContainer(CONFIG.container_spec(network="models"))
+    done = await container.run(
+        ["/bin/sh", "-c", 'cat; printf "%s|" "$LD_PRELOAD" "$KEY" "$PATH" "$HOME"'], seconds=10,
+        environment=given, stdin=b"read",
+    )  # fmt: skip
+    assert done.stdout == "read" + "".join(
+        f"{given[name]}|" for name in ("LD_PRELOAD", "KEY", "PATH", "HOME")
+    )
+    seen = (tmp_path / "env").read_text() + (tmp_path / "words").read_text()
+    assert not any(word in seen for word in ("evil.so", "attacker", "secret", "/opt/bin"))
 
 
 async def test_a_client_that_prints_without_end_is_killed(

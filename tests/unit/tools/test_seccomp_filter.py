@@ -78,6 +78,12 @@ def test_signals_leave_the_program_only_where_a_namespace_hides_the_others(machi
     assert decide(machine, "prlimit64", 1, namespaces=False) == DENY
 
 
+def test_locks_and_watches_are_refused_where_the_host_has_the_same_ones(machine: str) -> None:
+    for call, error in (("flock", errno.ENOLCK), ("inotify_init1", errno.EMFILE)):
+        assert decide(machine, call, namespaces=True) == ALLOW
+        assert decide(machine, call, namespaces=False) == 0x00050000 | error
+
+
 def test_calls_of_another_architecture_are_denied(machine: str) -> None:
     assert decide(machine, 1, namespaces=True, architecture=0x40000003) == DENY
     assert decide(machine, 0x40000001, namespaces=True) == DENY

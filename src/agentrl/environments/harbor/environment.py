@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import posixpath
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -18,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from agentrl.containers.base import Container, FilesTooLargeError
+from agentrl.containers.base import Container
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.record import HarnessRun
 from agentrl.documents.task import Task
+from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.base import Environment, environment
 from agentrl.environments.harbor.folder import HarborTask, ImageOf, process_folder
 from agentrl.environments.harbor.machine import (
@@ -29,6 +29,7 @@ from agentrl.environments.harbor.machine import (
     back_end,
     copies_of,
     needs_copies,
+    require_network,
     secrets,
     variables,
 )
@@ -39,16 +40,18 @@ from agentrl.environments.harbor.verifier import (
     OUTPUT_BYTES,
     REWARD,
     ROOT,
+    UNREADABLE,
     Verdict,
     control,
     prepare_logs,
     verify,
 )
-from agentrl.errors import TaskEnvironmentError
+from agentrl.errors import TaskEnvironmentError, ToolServerError
 from agentrl.permissions import file_name
 from agentrl.tools.sandbox.changes import compare
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.tool import output_text
+from agentrl.untrusted_folder import discard
 
 _BASH_SECONDS: Final = 60.0
 _LONGEST_BASH_SECONDS: Final = 3600.0
@@ -58,6 +61,8 @@ _SNAPSHOT_BYTES: Final = 8 << 20
 """Largest working directory whose changes are shown."""
 _SOLUTION: Final = "/solution"
 _FROM: Final = "/tmp/.agentrl-artifact"
+_gives_reward: dict[str, bool] = {}
+"""Digest of a task → whether its tests give a reward in an untouched container."""
 
 
 @environment(NAME)
@@ -76,6 +81,10 @@ class Harbor(Environment):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self._harbor: HarborTask = open_task(task.meta)
+        try:
+            require_network(self._harbor)
+        except BadTaskError as error:
+            raise TaskEnvironmentError(f"Harbor task {self._harbor.name}: {error}") from error
         toml = self._harbor.toml
         check = toml.environment.healthcheck
         check_seconds = 0.0 if check is None else check.seconds
@@ -83,7 +92,8 @@ class Harbor(Environment):
         self.call_seconds = {
             "setup": build + check_seconds,
             "bash": _LONGEST_BASH_SECONDS + _SPARE_SECONDS,
-            "reward": toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate),
+            "reward": 2
+            * (toml.verifier.timeout_sec + (build + check_seconds) * (1 + toml.verifier.is_separate)),
         }
         self.agent_seconds = toml.agent.timeout_sec
         self.container: Container = back_end(self._harbor, self._harbor.image)
@@ -144,23 +154,46 @@ class Harbor(Environment):
         )  # fmt: skip
 
     async def reward(self) -> float:
-        """Run the tests. Raises TaskEnvironmentError if they give no reward, which is no reward of 0."""
+        """Run the tests. What an agent leaves so that they give no reward scores 0.
+
+        Tests that give none in an untouched container either are the task's fault: TaskEnvironmentError.
+        """
         changed, count, diff = await self._changes()
-        verdict = await (self._verify_apart() if self._harbor.toml.verifier.is_separate else self._verify())
+        try:
+            verdict = await self._verify(self.container)
+        except (TaskEnvironmentError, ToolServerError) as error:
+            if error.outage is not None:
+                raise
+            verdict = Verdict(None, {}, error.message)
         run = verdict.run
         self.left = HarnessRun(
             run=None, changed_files=changed, changes=count, diff=_hidden(diff),
-            scoring=replace(run, stdout=_hidden(run.stdout), stderr=_hidden(run.stderr)),
+            scoring=run and replace(run, stdout=_hidden(run.stdout), stderr=_hidden(run.stderr)),
             files={str(replace_surrogates(name)): _hidden(text) for name, text in verdict.files.items()},
         )  # fmt: skip
         if isinstance(verdict.rewards, dict) and set(verdict.rewards) != {REWARD}:
             self.reward_details = {"rewards": verdict.rewards}
+        if isinstance(verdict.rewards, str) and await self._gives_reward_untouched():
+            self.reward_details = {"problem": _hidden(verdict.rewards)}
+            return 0.0
         return verdict.reward
+
+    async def _gives_reward_untouched(self) -> bool:
+        """Return whether the tests give a reward in a container that no agent has seen; asked once a task."""
+        digest = self._harbor.digest
+        if digest not in _gives_reward:
+            container = back_end(self._harbor, self._harbor.image)
+            try:
+                await self._start(container, self._harbor.image)
+                _gives_reward[digest] = not isinstance((await self._verify(container)).rewards, str)
+            finally:
+                await asyncio.shield(container.stop())
+        return _gives_reward[digest]
 
     async def teardown(self) -> None:
         """Remove the container."""
         await self.container.stop()
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        await asyncio.to_thread(discard, self._scratch)
 
     async def _start(self, container: Container, image: ImageOf) -> None:
         where = f"Harbor task {self._harbor.name}"
@@ -173,45 +206,46 @@ class Harbor(Environment):
         if image.table.healthcheck is not None:
             await _wait_until_healthy(container, image.table.healthcheck)
 
-    async def _verify(self, container: Container | None = None) -> Verdict:
+    async def _verify(self, worked_in: Container) -> Verdict:
+        """Run the tests in the container of the agent's work, or in one that gets only its artifacts."""
         task = self._harbor
-        tests = None
-        if not task.tests_in_image:
-            tests = await asyncio.to_thread(archive_of, task.folder / "tests", task.digest)
-        return await verify(
-            container or self.container, tests, self._scratch, seconds=task.toml.verifier.timeout_sec,
-            user=task.toml.verifier.user, variables=variables(task.toml.verifier.env, "verifier.env"),
-        )  # fmt: skip
-
-    async def _verify_apart(self) -> Verdict:
-        """Run the tests in a container of their own, which gets only the artifacts of the agent's."""
-        task = self._harbor
+        if not task.toml.verifier.is_separate:
+            return await self._test(worked_in)
         if task.verifier_image is None:
             raise TaskEnvironmentError(f"Harbor task {task.name} has no image for its verifier")
         for hook in task.toml.verifier.collect:
-            await self.container.run(["/bin/sh", "-c", hook.command], seconds=hook.timeout_sec)
+            await worked_in.run(["/bin/sh", "-c", hook.command], seconds=hook.timeout_sec)
         container = back_end(task, task.verifier_image, is_verifier=True)
         try:
             await self._start(container, task.verifier_image)
             for path in (ARTIFACTS, *(artifact.source for artifact in task.toml.artifacts)):
-                await self._carry(posixpath.normpath(path), container)
-            return await self._verify(container)
+                await self._carry(posixpath.normpath(path), worked_in, container)
+            return await self._test(container)
         finally:
             await asyncio.shield(container.stop())
 
-    async def _carry(self, path: str, container: Container) -> None:
-        """Copy a file or folder of the agent's container to the same place of another, if it exists."""
+    async def _test(self, container: Container) -> Verdict:
+        task, tests = self._harbor, None
+        if not task.tests_in_image:
+            tests = await asyncio.to_thread(archive_of, task.folder / "tests", task.digest)
+        return await verify(
+            container, tests, self._scratch, seconds=task.toml.verifier.timeout_sec,
+            user=task.toml.verifier.user, variables=variables(task.toml.verifier.env, "verifier.env"),
+        )  # fmt: skip
+
+    async def _carry(self, path: str, worked_in: Container, container: Container) -> None:
+        """Copy a file or folder of one container to the same place of another, if it exists."""
         archive, target = self._scratch / "artifact.tar", path
         try:
-            is_folder = await self.container.run(["test", "-d", path], seconds=_SPARE_SECONDS)
+            is_folder = await worked_in.run(["test", "-d", path], seconds=_SPARE_SECONDS)
             if is_folder.succeeded:
-                await self.container.copy(archive, out_of=path)
+                await worked_in.copy(archive, out_of=path)
             else:
                 line = f'rm -rf {_FROM} && mkdir {_FROM} && cp -a -- "$1" {_FROM}/'
                 stage = ["/bin/sh", "-c", line, "sh", path]
-                await self.container.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
+                await worked_in.run(stage, seconds=_SPARE_SECONDS, user=ROOT)
                 target = posixpath.dirname(path)
-                await self.container.copy(archive, out_of=_FROM)
+                await worked_in.copy(archive, out_of=_FROM)
         except FileNotFoundError:
             return
         await container.copy(archive, into=target)
@@ -224,7 +258,11 @@ class Harbor(Environment):
         archive = self._scratch / name
         try:
             await self.container.copy(archive, out_of=folder, limit=_SNAPSHOT_BYTES)
-        except (FileNotFoundError, FilesTooLargeError):
+        except FileNotFoundError:
+            return None
+        except ToolServerError as error:  # too large, too deep, or a container that has ended
+            if error.outage is not None:
+                raise
             return None
         return archive
 
@@ -233,7 +271,10 @@ class Harbor(Environment):
         after = None if self._before is None else await self._snapshot("after.tar")
         if self._before is None or after is None:
             return (), 0, ""
-        changes = await asyncio.to_thread(compare, self._before, after)
+        try:
+            changes = await asyncio.to_thread(compare, self._before, after)
+        except UNREADABLE:
+            return (), 0, ""
         return changes.files, changes.count, changes.diff
 
 

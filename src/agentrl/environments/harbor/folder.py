@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import os
 import re
-import shutil
 import stat
 import tarfile
 import threading
@@ -20,13 +19,20 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.harbor.dockerfile import Dockerfile, read_dockerfile
 from agentrl.environments.harbor.task_toml import EnvironmentTable, TaskToml, read_task_toml
+from agentrl.untrusted_folder import DEEPEST, discard
 
 TASK_FILE: Final = "task.toml"
 _COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _LEFT_OUT: Final = frozenset({".git", "__pycache__", ".DS_Store"})
 _CANARY: Final = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 _MOST_FILES: Final = 20_000
-_MOST_BYTES: Final = 1 << 30
+MOST_BYTES: Final = 1 << 30
+_MOST_TEXT: Final = 1 << 20
+_READ: Final = (
+    TASK_FILE, "instruction.md", "trajectory.json", "tests", "tests/test.sh", "tests/Dockerfile",
+    "environment", "environment/Dockerfile", "solution", "solution/solve.sh",
+)  # fmt: skip
+"""What is read on this machine; links elsewhere are read in the container, if at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class HarborTask:
 
 def read_task_folder(folder: Path) -> HarborTask:
     """Return the task in ``folder``. Raises BadTaskError if it is incomplete or cannot run."""
+    _require_own_files(folder)
     try:
         toml = read_task_toml((folder / TASK_FILE).read_text(encoding="utf-8"))
         instruction = folder / "instruction.md"
@@ -96,7 +103,24 @@ def read_task_folder(folder: Path) -> HarborTask:
         raise BadTaskError("there is no tests/test.sh, which gives the reward")
     if (folder / "trajectory.json").exists():
         raise BadTaskError("it begins with the conversation in trajectory.json, which is not replayed here")
-    return HarborTask(folder, toml, image, verifier_image, in_image, _digest(folder))
+    try:
+        digest = _digest(folder)
+    except OSError as error:
+        raise BadTaskError(f"its files cannot be read: {error}") from error
+    return HarborTask(folder, toml, image, verifier_image, in_image, digest)
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raise BadTaskError if what is read here is a link out of the task, or if a text of it is too long."""
+    own = folder.resolve()
+    for name in _READ:
+        path = folder / name
+        if not path.resolve().is_relative_to(own):
+            raise BadTaskError(f"{name} is a link out of the task's folder")
+        if name.endswith((TASK_FILE, ".md", "Dockerfile")) and path.is_file():
+            size = path.stat().st_size
+            if size > _MOST_TEXT:
+                raise BadTaskError(f"{name} has {size:,} bytes, and the limit is {_MOST_TEXT:,}")
 
 
 def _image(table: EnvironmentTable, folder: Path, where: str) -> ImageOf:
@@ -125,13 +149,18 @@ def process_folder() -> Path:
 @cache
 def _process_folder() -> Path:
     folder = scratch_folder("harbor")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(discard, folder)
     return folder
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Yield each file and link of a folder by its relative path, in order; follow no links."""
-    for parent, folders, files in os.walk(folder):
+    """Yield each file and link of a folder by its relative path, in order; follow no links.
+
+    Raises BadTaskError for more than ``DEEPEST`` levels of folders, and OSError for what cannot be listed.
+    """
+    for parent, folders, files in os.walk(folder, onerror=_raise):
+        if parent.count(os.sep) - str(folder).count(os.sep) > DEEPEST:
+            raise BadTaskError(f"it has more than {DEEPEST} levels of folders")
         folders[:] = sorted(set(folders) - _LEFT_OUT)
         linked = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         for name in sorted([*files, *linked]):
@@ -140,12 +169,16 @@ def files_of(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
                 yield path.relative_to(folder).as_posix(), path, path.lstat()
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _digest(folder: Path) -> str:
     digest, count, size = hashlib.sha256(), 0, 0
     for name, path, status in files_of(folder):
         count, size = count + 1, size + status.st_size
-        if count > _MOST_FILES or size > _MOST_BYTES:
-            raise BadTaskError(f"it holds more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB")
+        if count > _MOST_FILES or size > MOST_BYTES:
+            raise BadTaskError(f"it holds more than {_MOST_FILES:,} files or {MOST_BYTES >> 20} MiB")
         if stat.S_ISLNK(status.st_mode):
             content = os.readlink(path).encode()
         elif stat.S_ISREG(status.st_mode):

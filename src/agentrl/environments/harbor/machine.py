@@ -70,9 +70,23 @@ def check_runnable(task: HarborTask) -> None:
             ' verifier.environment_mode = "separate"'
         )
     variables(task.toml.verifier.env, "verifier.env")
+    require_network(task)
     _check_image(task, task.image)
     if task.verifier_image is not None:
         _check_image(task, task.verifier_image, is_verifier=True)
+
+
+def require_network(task: HarborTask) -> None:
+    """Raise BadTaskError if a task asks for a network and the flags do not say which one it gets."""
+    own_image = (task.verifier_image or task.image, True)
+    for image, is_verifier in ((task.image, False), own_image):
+        is_public = task.toml.network("verifier" if is_verifier else "agent")
+        if is_public and _config.task_network is None and _root(task, image)[0] == "sandbox":
+            raise BadTaskError(
+                "it asks for a network (network_mode is 'public', also by default), and the sandbox has none"
+                " but this machine's, with all that listens on it: give --task_network none or host, or use"
+                " Docker"
+            )
 
 
 def _check_image(task: HarborTask, image: ImageOf, *, is_verifier: bool = False) -> None:
@@ -138,6 +152,12 @@ def _root(task: HarborTask, image: ImageOf) -> tuple[str, str | None]:
     return _config.containers, root
 
 
+def _network(task: HarborTask, image: ImageOf) -> str:
+    """Return the network of a container that asks for one: never this machine's unless a flag says so."""
+    own = {"docker": "bridge", "sandbox": "none"}
+    return _config.task_network or own.get(_root(task, image)[0], "host")
+
+
 def _named(task: HarborTask, image: ImageOf) -> str:
     can_use_base = image.dockerfile is not None and image.dockerfile.needs_build is None
     return (image.dockerfile.base if can_use_base and image.dockerfile else image.image) or task.name
@@ -156,7 +176,7 @@ def _spec(task: HarborTask, image: ImageOf, root: str | None, *, is_verifier: bo
         environment={**own, **variables(table.env, "environment.env")},
         workdir=table.workdir or (None if dockerfile is None else dockerfile.workdir),
         user=None if root is None or dockerfile is None else dockerfile.user,
-        network="host" if toml.network("verifier" if is_verifier else "agent") else "none",
+        network=_network(task, image) if toml.network("verifier" if is_verifier else "agent") else "none",
         cpus=table.cpus,
         seconds=_SPARE_SECONDS + check + toml.verifier.timeout_sec + (0 if is_verifier else agent),
         memory_mb=table.memory_mb or table.memory or _MEMORY_MB,

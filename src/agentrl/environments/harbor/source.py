@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -13,9 +11,17 @@ from typing import Any, Final, cast
 
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.documents.task_source import Places, TaskSource
-from agentrl.environments.harbor.folder import TASK_FILE, HarborTask, process_folder, read_task_folder
+from agentrl.environments.harbor.folder import (
+    MOST_BYTES,
+    TASK_FILE,
+    HarborTask,
+    process_folder,
+    read_task_folder,
+)
 from agentrl.environments.harbor.machine import check_runnable
 from agentrl.errors import TaskEnvironmentError, TaskFileError
+from agentrl.git_bundle import HINT, BundleError, check_out
+from agentrl.untrusted_folder import discard
 
 NAME: Final = "harbor"
 _SYSTEM: Final = (
@@ -23,8 +29,8 @@ _SYSTEM: Final = (
     " that you cannot see will run when you end. When it is done, write <answer>done</answer>."
 )
 _BUNDLE: Final = (b"# v2 git bundle", b"# v3 git bundle")
-_CLONE_SECONDS: Final = 300.0
-_GIT_KIB: Final = 4 << 20
+_MOST_FILES: Final = 200_000
+"""Of all tasks of a bundle together, which may have ``MOST_BYTES``, as one task may."""
 _OLD_FORMAT: Final = "task.yaml"
 
 
@@ -55,6 +61,7 @@ def open_harbor(path: str | Path) -> TaskSource:
         places.begin(number - 1, folder)
         value: dict[str, Any] = {}
         try:
+            _require_inside(place, root, folder)
             value = _line(place, folder, root)
         except BadTaskError as error:
             places.bad[number] = BadTaskError(f"Harbor task {folder.name}: {error}")
@@ -74,7 +81,9 @@ def open_task(meta: Mapping[str, Any]) -> HarborTask:
     try:
         if inside.is_absolute() or ".." in inside.parts:
             raise BadTaskError("it is not below its source")
-        task = _read(_unpacked(source) / inside)
+        root = _unpacked(source)
+        _require_inside(source, root, root / inside)
+        task = _read(root / inside)
     except (BadTaskError, TaskFileError, OSError) as error:
         raise TaskEnvironmentError(
             f"Harbor task {named['folder']} of {source}: {error}",
@@ -86,6 +95,12 @@ def open_task(meta: Mapping[str, Any]) -> HarborTask:
             hint="put them back, or load the folder into a new run",
         )
     return task
+
+
+def _require_inside(source: Path, root: Path, folder: Path) -> None:
+    """Raise BadTaskError for a link out of a bundle; links in a folder are the user's own."""
+    if source != root and not folder.resolve().is_relative_to(root.resolve()):
+        raise BadTaskError("it is a link out of the bundle")
 
 
 @cache
@@ -148,20 +163,10 @@ def _unpacked(source: Path) -> Path:
 
 @cache
 def _clone(bundle: Path, _changed: int, _size: int) -> Path:
-    if shutil.which("git") is None:
-        raise TaskFileError(f"{bundle} is a git bundle, and there is no git", hint="install git")
     target = Path(tempfile.mkdtemp(dir=process_folder()), bundle.stem)
-    bounded = ("/bin/sh", "-c", f'ulimit -v {_GIT_KIB}; exec git "$@"', "sh")
     try:
-        subprocess.run(
-            [*bounded, "clone", "--quiet", str(bundle), str(target)],
-            check=True, capture_output=True, text=True, timeout=_CLONE_SECONDS,
-            env={"PATH": "/usr/local/bin:/usr/bin:/bin", "GIT_CONFIG_NOSYSTEM": "1", "HOME": "/nonexistent"},
-        )  # fmt: skip
-    except subprocess.SubprocessError as error:
-        said = str(getattr(error, "stderr", None) or error).strip()[-300:]
-        raise TaskFileError(
-            f"the git bundle {bundle} cannot be checked out: {said}",
-            hint="make it by `git bundle create FILE HEAD BRANCH`",
-        ) from error
+        check_out(bundle, target, max_bytes=MOST_BYTES, max_files=_MOST_FILES)
+    except BundleError as error:
+        discard(target.parent)
+        raise TaskFileError(f"the git bundle {bundle} cannot be checked out: {error}", hint=HINT) from error
     return target

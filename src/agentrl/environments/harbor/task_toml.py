@@ -47,6 +47,19 @@ def _at_least_one(number: int) -> int:
     return number
 
 
+def _image(name: str) -> str:
+    if name.startswith("-"):
+        raise wrong("the name of an image")
+    return name
+
+
+def _variable(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+        raise wrong("a variable named by letters, digits and _")
+    return name
+
+
+Variables = Mapping[Annotated[str, AfterValidator(_variable)], PlainText]
 Megabytes = Annotated[int, BeforeValidator(_megabytes), AfterValidator(_at_least_one)]
 User = Annotated[Text, BeforeValidator(_user)]
 """A name or a number."""
@@ -81,7 +94,7 @@ class HealthCheck(_Section):
 class EnvironmentTable(_Section):
     """``[environment]``, and ``[verifier.environment]`` of a separate verifier."""
 
-    docker_image: Text | None = None
+    docker_image: Annotated[Text, AfterValidator(_image)] | None = None
     os: str = "linux"
     cpus: Positive | None = None
     memory_mb: Megabytes | None = None
@@ -92,7 +105,7 @@ class EnvironmentTable(_Section):
     gpus: Count | None = None
     tpu: Mapping[str, Any] | None = None
     mcp_servers: tuple[Mapping[str, Any], ...] = ()
-    env: Mapping[str, PlainText] = field(default_factory=dict)
+    env: Variables = field(default_factory=dict)
     healthcheck: HealthCheck | None = None
     workdir: Text | None = None
     build_timeout_sec: Positive = 600.0
@@ -129,7 +142,7 @@ class VerifierTable(_Section):
     """``[verifier]``."""
 
     timeout_sec: Positive = 600.0
-    env: Mapping[str, PlainText] = field(default_factory=dict)
+    env: Variables = field(default_factory=dict)
     user: User | None = None
     network_mode: Network | None = None
     environment_mode: Literal["shared", "separate"] | None = None
@@ -153,7 +166,7 @@ class Package(_Section):
 class SolutionTable(_Section):
     """``[solution]``."""
 
-    env: Mapping[str, PlainText] = field(default_factory=dict)
+    env: Variables = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ OUTPUT_BYTES: Final = 64 << 20
 SHOWN_BYTES: Final = 64 << 10
 _LOG_BYTES: Final = 64 << 20
 """Largest archive of the logs that is read."""
+UNREADABLE: Final = (tarfile.TarError, OSError, ValueError, OverflowError)
+"""What reading an archive raises that the container's own tar wrote, which an agent may have replaced."""
 _FILE_BYTES, _FILES_BYTES = 32 << 10, 256 << 10
 """Bytes that are kept of one file of the logs, and of all."""
 
@@ -34,7 +36,8 @@ _FILE_BYTES, _FILES_BYTES = 32 << 10, 256 << 10
 class Verdict:
     """What the tests left: how they ran, the text files of ``/logs``, and the rewards by name."""
 
-    run: CommandRun
+    run: CommandRun | None
+    """None if they could not be started."""
     files: dict[str, str]
     rewards: dict[str, float] | str
     """Or why there is none."""
@@ -43,10 +46,12 @@ class Verdict:
     def reward(self) -> float:
         """Return ``reward``, the only reward, or the mean of all. Raises TaskEnvironmentError without one."""
         if isinstance(self.rewards, str):
-            said = (self.run.stderr.strip() or self.run.stdout.strip())[-500:]
+            run = self.run
+            said = "" if run is None else (run.stderr.strip() or run.stdout.strip())[-500:]
+            how = "" if run is None else f"; it ended as {run.ended} with exit code {run.exit_code}"
             raise TaskEnvironmentError(
-                f"the verifier gave no reward: {self.rewards}; it ended as {self.run.ended} with exit code"
-                f" {self.run.exit_code}" + (f"; its last output: {said}" if said else ""),
+                f"the verifier gave no reward: {self.rewards}{how}"
+                + (f"; its last output: {said}" if said else ""),
                 hint=f"tests/test.sh must write a number to {VERIFIER_LOGS}/{_REWARD_TEXT};"
                 " verifier.timeout_sec limits it",
             )
@@ -99,11 +104,14 @@ async def verify(
         return Verdict(run, {}, f"it removed {VERIFIER_LOGS}")
     except FilesTooLargeError as error:
         return Verdict(run, {}, f"{VERIFIER_LOGS} is larger than {_LOG_BYTES >> 20} MiB: {error.message}")
-    files = await asyncio.to_thread(_read_archive, archive)
+    try:
+        files = await asyncio.to_thread(_read_archive, archive)
+    except UNREADABLE as error:
+        return Verdict(run, {}, f"the archive of {VERIFIER_LOGS} cannot be read: {error}")
     rewards = _rewards(files)
     kept = {f"verifier/{name}": text for name, text in files.items()}
     for folder in ("agent", "artifacts"):
-        with suppress(FileNotFoundError, FilesTooLargeError):
+        with suppress(FileNotFoundError, FilesTooLargeError, *UNREADABLE):
             other = scratch / f"{folder}.tar"
             await container.copy(other, out_of=f"{LOGS}/{folder}", limit=_LOG_BYTES)
             read = await asyncio.to_thread(_read_archive, other)
@@ -115,7 +123,7 @@ def _read_archive(archive: Path) -> dict[str, str]:
     """Return the text files of an archive, each cut, and only the sizes of others; the rewards first."""
     files: dict[str, str] = {}
     left = _FILES_BYTES
-    with tarfile.open(archive) as source:
+    with tarfile.open(archive, "r:") as source:
         members = [member for member in source if member.isreg()]
         for member in sorted(members, key=lambda item: PurePosixPath(item.name).name not in _REWARDS):
             name = str(PurePosixPath(member.name))

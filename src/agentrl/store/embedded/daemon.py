@@ -61,7 +61,7 @@ def start_daemon(
         "--pidfilepath", str(pid_file), "--replSet", REPLICA_SET, "--bind_ip", "127.0.0.1",
         "--port", str(port), "--nounixsocket", "--networkMessageCompressors", "zstd,snappy",
         "--wiredTigerCacheSizeGB", f"{cache_gigabytes:g}", "--oplogSize", "1024", "--quiet",
-        "--keyFile", str(key_file), "--setParameter", "enableLocalhostAuthBypass=false",
+        "--keyFile", str(key_file), "--setParameter", "enableLocalhostAuthBypass=false", "--noscripting",
         "--setParameter", f"scramSHA256IterationCount={_ITERATIONS}",
         "--setParameter", "diagnosticDataCollectionEnabled=false",
         "--setParameter", "shutdownTimeoutMillisForSignaledShutdown=100",

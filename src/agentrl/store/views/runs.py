@@ -91,7 +91,10 @@ class RunSummary:
 
 
 class Runs(Repository):
-    """Reads the summaries of every run; never writes."""
+    """Reads the summaries of every run, also of marked ones; never writes."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection.beside(connection.database.name))
 
     @database_call
     async def all(self, alive_seconds: float) -> list[RunSummary]:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +22,7 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.concurrency import background
 from agentrl.tools.mcp.content import MAX_MESSAGE_BYTES, NOT_VALID, TOO_LARGE, read_message
 from agentrl.tools.specs import WORKDIR, StdioSpec, redact_secrets
+from agentrl.untrusted_folder import discard
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -181,7 +181,7 @@ def private_folder(spec: StdioSpec) -> Iterator[StdioSpec]:
             cwd=None if spec.cwd is None else spec.cwd.replace(WORKDIR, folder),
         )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
 
 
 def _stream(stream: asyncio.StreamReader | None) -> asyncio.StreamReader:

@@ -9,7 +9,7 @@ import signal
 import stat
 
 from agentrl.tools.sandbox import linux
-from agentrl.tools.sandbox.namespaces import show_devices, write_text
+from agentrl.tools.sandbox.namespaces import limit_kernel_objects, show_devices, write_text
 from agentrl.tools.sandbox.program import DEVICES, Job
 
 _ROOT = "/tmp/root"
@@ -72,7 +72,7 @@ def _mount_processes() -> None:
     proc = f"{_ROOT}/proc"
     with contextlib.suppress(OSError):  # a container may forbid it; programs rarely need it
         linux.mount("proc", proc, "proc", _PLAIN | linux.MS_NOEXEC)
-        write_text(f"{proc}/sys/user/max_user_namespaces", "0")
+        limit_kernel_objects(proc)
     for name in ("sys", "sysrq-trigger", "irq", "bus", "fs"):  # root inside may be root outside all the same
         with contextlib.suppress(OSError):
             linux.bind_read_only(f"{proc}/{name}", f"{proc}/{name}")

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from agentrl.tools.sandbox.launcher import LENGTH_BYTES
 from agentrl.tools.sandbox.limits import Execution, Isolation, SandboxLimits
 from agentrl.tools.sandbox.linux import landlock_version
 from agentrl.tools.sandbox.program import Job
+from agentrl.untrusted_folder import discard
 
 _SOURCE: Final = str(Path(__file__).resolve().parents[3])
 _STOP_SECONDS: Final = 5.0
@@ -160,7 +160,7 @@ class LocalSandbox:
         """Delete the directory. Idempotent."""
         folder, self._folder = self._folder, None
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(discard, folder)
 
 
 def _slot() -> asyncio.Semaphore:
@@ -252,7 +252,7 @@ def namespace_problem() -> str | None:
     except (OSError, ToolServerError) as error:
         problem = str(error)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder)
     if problem is not None:
         reads = "" if landlock_version() else ": programs can read what this user can read"
         logger.warning("the sandbox has no namespaces, only limits%s", reads, extra={"why": problem})

@@ -187,12 +187,23 @@ def _build_root(job: Job, user: int | None) -> None:
     linux.detach("/.old")
     os.rmdir("/.old")
     linux.make_read_only("/", recursive=False)
-    with contextlib.suppress(OSError):
-        write_text("/proc/sys/user/max_user_namespaces", "0")
+    limit_kernel_objects("/proc")
+
+
+def limit_kernel_objects(proc: str) -> None:
+    """Let this user namespace have no other below it, and few of what the host counts by user."""
+    for name, most in (("user_namespaces", 0), ("inotify_instances", 16), ("inotify_watches", 4096)):
+        with contextlib.suppress(OSError):
+            write_text(f"{proc}/sys/user/max_{name}", str(most))
 
 
 def _show(path: str) -> None:
-    """Show a folder or file of the host read-only; a link stays a link."""
+    """Show a folder or file of the host read-only; a link stays a link.
+
+    A folder is an overlay, whose files have locks of their own: a bind mount would let a program lock the
+    host's files, which needs no right to write. Where something is mounted below a folder, or its file system
+    takes no overlay, it is a bind mount all the same.
+    """
     source, target = f"/old{path}", f"/new{path}"
     if os.path.lexists(target) or not os.path.lexists(source):
         return
@@ -202,9 +213,26 @@ def _show(path: str) -> None:
         return
     if os.path.isdir(source):
         os.mkdir(target)
+        if _overlay(source, target):
+            return
     else:
         write_text(target, "")
     linux.bind_read_only(source, target)
+
+
+def _overlay(source: str, target: str) -> bool:
+    """Show a folder by a read-only overlay; return whether that is possible."""
+    with open("/old/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        has_mounts = any(line.split()[4].startswith(f"{source}/") for line in mounts)
+    if has_mounts or any(character in source for character in ":,\\"):
+        return False
+    os.makedirs("/empty", exist_ok=True)
+    plain = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_RDONLY
+    try:
+        linux.mount("overlay", target, "overlay", plain, f"lowerdir={source}:/empty,userxattr")
+    except OSError:
+        return False
+    return True
 
 
 def show_devices(source: str, target: str, names: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import tarfile
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from agentrl.tools.sandbox import linux, seccomp
+from agentrl.untrusted_folder import TooDeepError, discard, entries_of
 
 MAIN = "main.py"
 SYSTEM: Final = (
@@ -267,13 +267,15 @@ class PlainRun:
         return descendants(self.pid)
 
     def over_files(self) -> bool:
-        """Return whether the directory has too many files, or too large ones."""
+        """Return whether the directory has too many files, too large ones, or too many levels of folders."""
         count = size = 0
-        for folder, folders, files in os.walk(self._directory):
-            for name in (*folders, *files):
-                count += 1
-                with contextlib.suppress(OSError):
-                    size += os.lstat(os.path.join(folder, name)).st_blocks * 512
+        try:
+            for _, _, status in entries_of(self._directory, unlock=os.geteuid() != 0):
+                count, size = count + 1, size + status.st_blocks * 512
+        except TooDeepError:
+            return True
+        except OSError:  # it has locked a folder again; the next look counts
+            return False
         limits = self._job.limits
         return count > int(limits["files"]) or size > int(limits["disk_mb"]) << 20
 
@@ -301,7 +303,7 @@ class PlainRun:
         after = os.path.join(self._job.directory, "files.new")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         kept = save(os.open(after, flags, 0o600), self._directory, self._job)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        discard(self._directory)
         return kept
 
 
@@ -334,8 +336,14 @@ def _unused_user() -> int:
 
 
 def _give(directory: str, user: int) -> None:
-    """Make ``user`` the owner of the directory and of what an earlier program left in it."""
+    """Make ``user`` the owner of the directory and of what an earlier program left in it.
+
+    What has more levels of folders than a program may make is deleted.
+    """
+    try:
+        for folder, name, _ in entries_of(directory):
+            os.chown(name, user, user, dir_fd=folder, follow_symlinks=False)
+    except TooDeepError:
+        discard(directory)
+        os.mkdir(directory, mode=0o700)
     os.chown(directory, user, user)
-    for folder, folders, files in os.walk(directory):
-        for name in (*folders, *files):
-            os.lchown(os.path.join(folder, name), user, user)

@@ -255,6 +255,8 @@ def _program(job: Job, streams: Streams, status: int) -> None:
     if job.copies:
         try:
             _copy(job)
+        except RecursionError:
+            os._exit(TOO_LARGE)
         except (OSError, tarfile.TarError) as error:
             os.write(2, f"{type(error).__name__}: {error}".encode())
             os._exit(TOO_LARGE if isinstance(error, OSError) and error.errno == errno.EFBIG else 1)

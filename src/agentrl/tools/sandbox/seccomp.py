@@ -33,6 +33,9 @@ _SIGNALS: Final = {
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "tkill": (200, 130),
 }  # fmt: skip
 """Denied where no process namespace hides the other processes of the user."""
+_SHARED: Final = {"flock": (73, 32), "fanotify_init": (300, 262), "inotify_init1": (294, 26)}
+"""Without namespaces they would lock the host's files, or use up what it counts by user."""
+_AT_LIMIT: Final = {"flock": errno.ENOLCK, "fanotify_init": errno.EMFILE, "inotify_init1": errno.EMFILE}
 _CHECKED: Final = {
     "clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198),
     "tgkill": (234, 131),
@@ -41,6 +44,8 @@ _CHECKED: Final = {
 _CLONE_NAMESPACES: Final = 0x7E020000
 _FAMILIES: Final = (1, 2, 10)
 """Of sockets that are allowed: AF_UNIX, AF_INET, AF_INET6."""
+_INOTIFY_INIT: Final = 253
+"""An older call of x86_64."""
 _X32: Final = 0x40000000
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -92,6 +97,10 @@ def filter_code(machine: str, *, namespaces: bool, own_pid: int) -> bytes:
             [_argument(0), *families, _return(errno.EAFNOSUPPORT), _step(_RETURN, _ALLOW)],
         )
     else:
+        for name in _SHARED:
+            code += _when(numbers[name], [_return(_AT_LIMIT[name])])
+        if machine == "x86_64":
+            code += _when(_INOTIFY_INIT, [_return(errno.EMFILE)])
         code += _when(numbers["socket"], [denied])
         only_itself = [
             _argument(0), _step(_JUMP_EQUAL, 0, yes=2), _step(_JUMP_EQUAL, own_pid, yes=1), denied,
@@ -107,7 +116,7 @@ def numbers_of(machine: str) -> dict[str, int]:
     if machine not in _ARCHITECTURES:
         raise OSError(f"no system-call numbers of {machine}")
     column = list(_ARCHITECTURES).index(machine)
-    return {name: both[column] for name, both in {**_DENIED, **_SIGNALS, **_CHECKED}.items()}
+    return {name: both[column] for name, both in {**_DENIED, **_SIGNALS, **_CHECKED, **_SHARED}.items()}
 
 
 def _when(number: int, then: list[bytes]) -> list[bytes]:
