@@ -7,15 +7,16 @@ import shlex
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from agentrl.environments.harbor.environment import Harbor
 from agentrl.environments.harbor.verifier import control
-from agentrl.environments.server_address import is_local
 from agentrl.errors import ConfigError
 from agentrl.harness.config import Command
 from agentrl.harness.prepare import Prepared, arguments_of
 from agentrl.harness.session import SHOWN_BYTES, Session, forwarded
 from agentrl.harness.workspace import HOME, TEMPORARY, WORKSPACE, add_files
+from agentrl.own_hosts import is_loopback
 from agentrl.tools.sandbox.changes import Changes
 from agentrl.tools.sandbox.limits import Execution
 from agentrl.tools.sandbox.namespaces import WORK
@@ -46,7 +47,7 @@ class TaskContainer(Session):
         """
         container = self._environment.container
         network = container.spec.network
-        if network == "host" or (network != "none" and not is_local(url)):
+        if network == "host" or (network != "none" and not is_loopback(urlsplit(url).hostname or "")):
             return url
         if not container.forwards_gateway:
             raise ConfigError(
