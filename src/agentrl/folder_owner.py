@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from agentrl.errors import ConfigError, PublishError
 
 OWNER_FILE = "agentrl-owner.json"
 _CACHE_FILE = "agentrl-cache-owner.json"
+_LOCK_SECONDS, _POLL_SECONDS = 5.0, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ def hold_cache(folder: Path, owner: Owner, flag: str) -> None:
             if _cache_owner(lock) != owner:
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, owner.to_json(), 0)
-        fcntl.flock(lock, fcntl.LOCK_SH)  # waits only while another process writes its name
+        _share(lock, folder)
         found = _cache_owner(lock)
         if found != owner:
             raise ConfigError(
@@ -199,6 +201,24 @@ def hold_cache(folder: Path, owner: Owner, flag: str) -> None:
         os.close(lock)
         raise
     _held_caches[key] = lock
+
+
+def _share(lock: int, folder: Path) -> None:
+    """Share the lock of a cache. Raises ConfigError if another process holds it alone.
+
+    One of ours does so while it writes its name; one that was stopped then, or another user's, for longer.
+    """
+    latest = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > latest:
+                raise ConfigError(
+                    f"another process has locked {folder / _CACHE_FILE} for {_LOCK_SECONDS:g} s",
+                    hint=f"end it (fuser {folder / _CACHE_FILE} shows it), or give another folder",
+                ) from None
+            time.sleep(_POLL_SECONDS)
 
 
 def _cache_owner(lock: int) -> Owner | None:

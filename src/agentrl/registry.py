@@ -9,12 +9,9 @@ from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
 from agentrl.errors import ConfigError
-from agentrl.permissions import allow, is_allowed, require_allowed
+from agentrl.permissions import require_allowed
 
 T = TypeVar("T")
-
-allow_imports, is_importable = allow, is_allowed
-"""The names that these functions had when only code needed a permission."""
 
 
 def import_modules(names: Iterable[str]) -> None:

@@ -24,6 +24,14 @@ class TooDeepError(OSError):
     """A folder has more levels than ``DEEPEST``."""
 
 
+def lies_in(path: Path, folder: Path) -> bool:
+    """Return whether ``path`` lies in ``folder`` when its links are followed; a loop ends where it begins.
+
+    Before Python 3.13 ``Path.resolve`` raises RuntimeError for a loop.
+    """
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def entries_of(
     folder: str | Path, *, unlock: bool = False, skip: Container[str] = ()
 ) -> Iterator[tuple[int, str, os.stat_result]]:

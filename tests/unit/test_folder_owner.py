@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -167,3 +168,15 @@ def test_a_cache_belongs_to_the_run_whose_processes_live(
     hold_cache(tmp_path, other, "--weights_dir")
     [lock] = folder_owner._held_caches.values()
     os.close(lock)
+
+
+@pytest.mark.attack
+def test_a_lock_that_somebody_keeps_holds_nobody_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped while it wrote its name, or another user's."""
+    monkeypatch.setattr(folder_owner, "_LOCK_SECONDS", 0.05)
+    with (tmp_path / folder_owner._CACHE_FILE).open("w") as kept:
+        fcntl.flock(kept, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process has locked"):
+            hold_cache(tmp_path, A, "--weights_dir")

@@ -17,7 +17,7 @@ from agentrl.errors import ConfigError, StoreError
 from agentrl.store.admin.retention import Retention
 from agentrl.store.admin.runs import RunAdmin, rename_run
 from agentrl.store.admin.transfer import Transfer
-from agentrl.store.client import Store, open_existing, open_store
+from agentrl.store.client import Store, open_connection, open_existing, open_store
 from agentrl.store.names import DATA, RECORD, RUN, TASK
 from agentrl.store.names import STEP as STEPS
 
@@ -117,11 +117,14 @@ async def test_the_note_follows_a_child_that_is_renamed_exported_or_lost(
         assert await violations(moved) == []
         await Transfer(moved.connection).export(tmp_path / "exported")
         await RunAdmin(moved.connection).delete(None, ALIVE)
-    async with await open_store(config) as empty:
-        await empty.connection.client.drop_database(config.run_name)
-        await Transfer(empty.connection).load(tmp_path / "exported")
+    vacant = await open_connection(config)
+    try:
+        await Transfer(vacant).load(tmp_path / "exported")
+    finally:
+        await vacant.close()
+    async with await open_store(config) as imported:
         assert [each.run for each in await store.ancestry.children()] == [config.run_name]
         await store.ancestry.release(config.run_name)
-        (found,) = await violations(empty)
+        (found,) = await violations(imported)
     assert "Run parent" in found
     assert child_key(config.run_name) in found

@@ -17,7 +17,8 @@ from agentrl.config.containers import ContainerConfig
 from agentrl.containers.docker import start_arguments
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.harbor import machine
-from agentrl.environments.harbor.folder import read_task_folder
+from agentrl.environments.harbor.dockerfile import read_dockerfile
+from agentrl.environments.harbor.folder import pack_copies, read_task_folder
 from agentrl.environments.harbor.machine import back_end, require_network, use_containers
 from agentrl.environments.harbor.source import open_harbor
 from agentrl.environments.harbor.task_toml import read_task_toml
@@ -50,6 +51,46 @@ def test_what_is_read_here_is_no_link_out_of_the_task(name: str, tmp_path: Path)
     (tmp_path / "moved").rename(task / "own")
     path.symlink_to(os.path.relpath(task / "own", path.parent))
     assert read_task_folder(task).digest
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"a = {'[' * 100_000}", "not TOML"),
+        (f"a = {'{a=' * 10_000}", "not TOML"),
+        (f"a = {'1' * 5000}", "not TOML"),
+        (f"{'.'.join('a' * 100_000)} = 1", "512 dots"),
+        (f'[environment]\nmemory = "{"9" * 400}G"', "a size such as"),
+        ('[environment]\nmemory = "1.2.3G"', "a size such as"),
+        ("[environment]\nmemory_mb = inf", "finite"),
+    ],
+    ids=["deep list", "deep table", "long number", "long key", "huge size", "two points", "inf"],
+)
+def test_a_task_toml_that_its_reader_chokes_on_is_refused_at_once(text: str, why: str) -> None:
+    with pytest.raises(BadTaskError, match=why):
+        read_task_toml(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("instruction.md", "instruction.md"), ("environment", "environment")]
+)
+def test_a_link_to_itself_spoils_its_task_alone(name: str, target: str, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "tasks" / "looped")
+    write_task(tmp_path / "tasks" / "good")
+    (task / name).rename(tmp_path / "moved")
+    (task / name).symlink_to(target)
+    bad = [isinstance(item.value, BadTaskError) for item in open_harbor(tmp_path / "tasks").items()]
+    assert bad.count(True) >= 1
+
+
+@pytest.mark.parametrize("copied", [f"COPY {'[' * 100_000}", "COPY **a /x", "COPY ../../etc /x"])
+def test_a_copy_line_that_cannot_be_read_spoils_its_task_alone(copied: str, tmp_path: Path) -> None:
+    path = tmp_path / "Dockerfile"
+    path.write_text(f"FROM x\n{copied}\n")
+    found = read_dockerfile(path)
+    if found.needs_build is None:
+        with pytest.raises(BadTaskError, match="the Dockerfile copies"):
+            pack_copies(found, tmp_path, tmp_path / "copies.tar")
 
 
 def test_a_task_that_is_too_deep_or_too_long_is_refused(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _words(rest: str) -> list[str]:
     if rest.startswith("["):
         try:
             return [str(word) for word in json.loads(rest)]
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
     return rest.split()
 

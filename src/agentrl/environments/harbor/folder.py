@@ -19,7 +19,7 @@ from agentrl.atomic_folder import scratch_folder
 from agentrl.documents.task_messages import BadTaskError
 from agentrl.environments.harbor.dockerfile import Dockerfile, read_dockerfile
 from agentrl.environments.harbor.task_toml import EnvironmentTable, TaskToml, read_task_toml
-from agentrl.untrusted_folder import DEEPEST, discard
+from agentrl.untrusted_folder import DEEPEST, discard, lies_in
 
 TASK_FILE: Final = "task.toml"
 _COMPOSE: Final = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
@@ -112,10 +112,9 @@ def read_task_folder(folder: Path) -> HarborTask:
 
 def _require_own_files(folder: Path) -> None:
     """Raise BadTaskError if what is read here is a link out of the task, or if a text of it is too long."""
-    own = folder.resolve()
     for name in _READ:
         path = folder / name
-        if not path.resolve().is_relative_to(own):
+        if not lies_in(path, folder):
             raise BadTaskError(f"{name} is a link out of the task's folder")
         if name.endswith((TASK_FILE, ".md", "Dockerfile")) and path.is_file():
             size = path.stat().st_size
@@ -214,8 +213,11 @@ def pack_copies(dockerfile: Dockerfile, context: Path, target: Path) -> None:
 def _found(sources: Sequence[str], context: Path) -> Iterator[Path]:
     for source in sources:
         pattern = os.path.normpath(source.lstrip("/"))
-        paths = [context] if pattern == "." else sorted(context.glob(pattern))
-        if not paths or any(not path.resolve().is_relative_to(context.resolve()) for path in paths):
+        try:
+            paths = [context] if pattern == "." else sorted(context.glob(pattern))
+        except ValueError as error:
+            raise BadTaskError(f"the Dockerfile copies {source!r}: {error}") from error
+        if not paths or not all(lies_in(path, context) for path in paths):
             raise BadTaskError(f"the Dockerfile copies {source!r}, which its folder does not hold")
         yield from paths
 

@@ -21,7 +21,7 @@ from agentrl.environments.harbor.folder import (
 from agentrl.environments.harbor.machine import check_runnable
 from agentrl.errors import TaskEnvironmentError, TaskFileError
 from agentrl.git_bundle import HINT, BundleError, check_out
-from agentrl.untrusted_folder import discard
+from agentrl.untrusted_folder import discard, lies_in
 
 NAME: Final = "harbor"
 _SYSTEM: Final = (
@@ -99,7 +99,7 @@ def open_task(meta: Mapping[str, Any]) -> HarborTask:
 
 def _require_inside(source: Path, root: Path, folder: Path) -> None:
     """Raise BadTaskError for a link out of a bundle; links in a folder are the user's own."""
-    if source != root and not folder.resolve().is_relative_to(root.resolve()):
+    if source != root and not lies_in(folder, root):
         raise BadTaskError("it is a link out of the bundle")
 
 
@@ -111,6 +111,8 @@ def _read(folder: Path) -> HarborTask:
 def _line(source: Path, folder: Path, root: Path) -> dict[str, Any]:
     """Return the fields of a task file. Raises BadTaskError for a task that does not run here."""
     if not (folder / TASK_FILE).is_file():
+        if not (folder / _OLD_FORMAT).is_file():
+            raise BadTaskError(f"{TASK_FILE} is no file")
         raise BadTaskError(
             f"{_OLD_FORMAT} is the format of Terminal-Bench 1: convert it by `harbor tasks migrate`"
         )

@@ -23,7 +23,9 @@ VERSIONS: Final = ("1.0", "1.1", "1.2", "1.3", "1.4")
 PUBLIC, NONE, ALLOWLIST = "public", "no-network", "allowlist"
 Network = Literal["public", "no-network", "allowlist"]
 
-_SIZE: Final = re.compile(r"([0-9.]+)\s*([GMK])", re.IGNORECASE)
+_SIZE: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,12})?)\s*([GMK])", re.IGNORECASE)
+_MOST_DOTS: Final = 512
+"""In a line: the reader of TOML needs quadratic time for a key of many parts."""
 _UNITS: Final = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
 
 
@@ -206,9 +208,11 @@ class TaskToml(_Section):
 
 def read_task_toml(text: str) -> TaskToml:
     """Return what ``task.toml`` says. Raises BadTaskError if it cannot be read or run."""
+    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+        raise BadTaskError(f"task.toml has a line with more than {_MOST_DOTS} dots")
     try:
         given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of any length and arrays of any depth
         raise BadTaskError(f"task.toml is not TOML: {error}") from error
     version = given.setdefault("schema_version", given.pop("version", VERSIONS[-1]))
     if str(version) not in VERSIONS:
