@@ -152,7 +152,7 @@ class Gateways(Repository):
 
     @database_call
     async def forget(self, call: GatewayCall) -> None:
-        """Delete a request to a trajectory that has ended: it may be withdrawn, and leave its name nowhere."""
+        """Delete a request to a trajectory that has ended, and may be withdrawn: its name stays nowhere."""
         await self._collection(GATEWAY_CALL).delete_one(answering(call))
 
     @database_call
