@@ -27,6 +27,8 @@ PERMITTED = re.compile(
 HEAD = """\
 # Licences
 
+本页只有英文版。[中文目录](zh/index.md)
+
 AgentRL is under the Apache License 2.0 ([LICENSE](../LICENSE)). Its wheel and sdist contain one file of others:
 uPlot 1.6.32, which draws the charts of the dashboard, under the MIT licence beside it. `pip`
 fetches the packages below; `python scripts/licenses.py > docs/licenses.md` writes this page from the metadata of the

@@ -1,4 +1,7 @@
-"""The pages in Chinese have the headings, tables, links and code blocks of the English ones."""
+"""The pages in Chinese have the headings, tables, links and code blocks of the English ones.
+
+A page that has no Chinese one says so at its top, and the Chinese contents list it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from docs_pages import DOCS, ROOT, blocks, headings, links
 
 README = ROOT / "README.zh.md"
 CHINESE = DOCS / "zh"
+CONTENTS = CHINESE / "index.md"
 TRANSLATED = [README, *sorted(CHINESE.rglob("*.md"))]
+ENGLISH = [page for page in sorted(DOCS.rglob("*.md")) if not page.is_relative_to(CHINESE)]
 
 
 def english_of(page: Path) -> Path:
@@ -27,9 +32,13 @@ def test_a_translation_is_in_step(page: Path) -> None:
     ]
     assert code[0] == code[1], f"copy the code blocks of {english.name} into {page.name}"
     levels = [[heading.split(" ")[0] for heading in headings(item)] for item in (english, page)]
+    targets = _targets(english)
+    if page == CONTENTS:  # its last section lists the pages that have no Chinese one
+        levels[0].append("##")
+        targets |= _only_english()
     assert levels[0] == levels[1]
     assert _table_rows(english) == _table_rows(page)
-    assert _targets(english) == _targets(page)
+    assert targets == _targets(page)
 
 
 @pytest.mark.parametrize("page", sorted(CHINESE.rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
@@ -39,6 +48,17 @@ def test_each_language_leads_to_the_other(page: Path) -> None:
     back = Path(os.path.relpath(english, page.parent)).as_posix()
     assert there in links(english)
     assert back in links(page)
+
+
+@pytest.mark.parametrize("page", ENGLISH, ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_english_page_says_at_its_top_what_there_is_in_chinese(page: Path) -> None:
+    if page in _only_english():
+        line = f"本页只有英文版。[中文目录]({os.path.relpath(CONTENTS, page.parent)})"
+    else:
+        line = f"[中文]({os.path.relpath(CHINESE / page.relative_to(DOCS), page.parent)})"
+    title, *below = page.read_text(encoding="utf-8").splitlines()[:4]
+    assert title.startswith("# ")
+    assert below == ["", line, ""]
 
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,6 +77,10 @@ def test_the_contents_of_the_site_name_every_chinese_page() -> None:
     contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     pages = [page.relative_to(DOCS).as_posix() for page in sorted(CHINESE.rglob("*.md"))]
     assert [page for page in pages if f": {page}\n" not in contents] == []
+
+
+def _only_english() -> set[Path]:
+    return set(ENGLISH) - {english_of(page) for page in TRANSLATED}
 
 
 def _table_rows(page: Path) -> int:

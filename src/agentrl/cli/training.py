@@ -88,7 +88,7 @@ def sft(argv: list[str]) -> int:
 
 def _check_flags(configs: Configs) -> None:
     """Raise ConfigError for flags with which nothing could be trained."""
-    from agentrl.losses.settings import check_loss
+    from agentrl.losses.idle_flags import check_loss
 
     require_trainable(configs)
     check_loss(configs)

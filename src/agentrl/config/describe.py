@@ -11,6 +11,8 @@ from agentrl.config.schema import GROUPS, Section, sections
 
 _HEAD = """# Flags
 
+本页只有英文版。[中文目录](zh/index.md)
+
 Every process of a run accepts every flag below and reads those it needs, so one set of flags, or one YAML
 file with the same names (`--config run.yml`; flags win), serves a whole run. In the file, flags may be
 grouped in sections with the keys below, or stand flat:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import secrets
 import shutil
@@ -67,19 +68,39 @@ async def finish_withdrawn(connection: Connection, *, is_sampled: bool) -> int:
 def find_exports(path: str) -> list[Path]:
     """Return ``path`` if it is an export, else the exports below it. Raises StoreError if there are none.
 
-    Finishes the replacement of an export that was interrupted.
+    An export whose replacement was interrupted is named as if it were whole; nothing is changed.
     """
     folder = Path(path).resolve()
-    for new in (folder.with_name(f"{_NEW}{folder.name}"), *folder.rglob(f"{_NEW}*")):
-        if new.is_dir():
-            _replace(new, new.with_name(new.name.removeprefix(_NEW)))
-    for old in (folder.with_name(f"{_OLD}{folder.name}"), *folder.rglob(f"{_OLD}*")):
-        shutil.rmtree(old, ignore_errors=True)
-    archives = sorted(path.parent for path in folder.rglob(MANIFEST) if any(path.parent.glob("*.jsonl")))
-    found = [*archives, *sorted(path.parent.parent for path in folder.rglob(FILE))]
-    if not found:
+    beside = folder.parent.glob(f"{_NEW}{glob.escape(folder.name)}")
+    names = {_final(found) for found in (*beside, *folder.rglob(f"{_NEW}*")) if _is_export(found)}
+    archives = {found.parent for found in folder.rglob(MANIFEST)}
+    tables = {found.parent.parent for found in folder.rglob(FILE)}
+    names |= {_final(found) for found in archives | tables if _is_export(found)}
+    if not names:
         raise StoreError(f"{folder} holds no export", hint=f"an export has {MANIFEST} or {FILE}")
-    return found
+    return sorted(names)
+
+
+def _is_export(folder: Path) -> bool:
+    is_archive = (folder / MANIFEST).is_file() and any(folder.glob("*.jsonl"))
+    return is_archive or (folder / FILE).is_file()
+
+
+def _final(folder: Path) -> Path:
+    """Return the place of an export that is being replaced: of its new folder, and of its old one."""
+    return folder.with_name(folder.name.removeprefix(_NEW).removeprefix(_OLD))
+
+
+def finish_replacement(folder: Path) -> None:
+    """Finish the replacement of the export ``folder`` that was interrupted, if it was. Raises StoreError.
+
+    Only folders that are exports are moved or deleted: others may have such a name too.
+    """
+    new, old = (folder.with_name(f"{prefix}{folder.name}") for prefix in (_NEW, _OLD))
+    if _is_export(new):
+        _replace(new, folder)
+    elif _is_export(old) and _is_export(folder):
+        shutil.rmtree(old)
 
 
 async def withdraw_from(
@@ -116,7 +137,7 @@ async def withdraw_from(
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Put ``new`` in the place of ``folder``; after an interruption, call it again."""
+    """Put ``new`` in the place of ``folder``; ``finish_replacement`` goes on after an interruption."""
     old = folder.with_name(f"{_OLD}{folder.name}")
     try:
         if folder.exists() and not old.exists():

@@ -42,6 +42,35 @@ _FLAGS_PREFIX: Final = "flags/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity(Document):
+    """Identifies one process for all time: a host name and a pid alone are reused."""
+
+    boot_id: str
+    """Boot id of its kernel."""
+    pid_namespace: str
+    """Namespace of ``pid``."""
+    pid: int
+    started: int
+    """Clock ticks from the boot to its start, which differ from those of a later process with this pid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker(Document):
+    """The process that makes a run of a database, by an import or a fork."""
+
+    id: str
+    """A random number of this one call."""
+    host: str
+    process: ProcessIdentity | None
+    lease_expires_at: datetime
+
+    @property
+    def pid(self) -> str:
+        """Name the process for people."""
+        return "a process" if self.process is None else f"process {self.process.pid}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFact(Root):
     """A document of ``Run``, which administrators write."""
 
@@ -49,6 +78,8 @@ class RunFact(Root):
     version: int | None = None
     importing: bool | None = None
     """True during an import or a fork, and while a renamed run is copied."""
+    maker: Maker | None = None
+    """Who makes it, while ``importing``."""
     deleting: bool | None = None
     """Whether somebody deletes the run: its processes end before its database does."""
     renaming: tuple[str, ...] = ()
@@ -131,19 +162,6 @@ class EpochOpening(Root):
     seed: int | None = None
     shuffle: bool | None = None
     num_generations: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessIdentity(Document):
-    """Identifies one process for all time: a host name and a pid alone are reused."""
-
-    boot_id: str
-    """Boot id of its kernel."""
-    pid_namespace: str
-    """Namespace of ``pid``."""
-    pid: int
-    started: int
-    """Clock ticks from the boot to its start, which differ from those of a later process with this pid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

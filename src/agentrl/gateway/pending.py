@@ -256,7 +256,7 @@ class PendingAnswers:
         if count is not None and (mine is None or count <= session.max_calls):
             return
         if mine is not None:
-            await gateways.fail(mine)
+            await (gateways.forget(mine) if count is None else gateways.fail(mine))
         if count is None:
             self._on_dead(session.id)
             raise dead_url()

@@ -1,16 +1,22 @@
-"""Say which flags of a run change nothing, given its loss and its other flags; ``check_loss`` refuses them.
+"""Refuse flags of a run that change nothing, given its loss and its other flags.
 
-Flags that the loss alone decides about are refused by ``LossSettings``, in ``losses.settings``.
+Flags that the loss alone decides about are refused by ``LossSettings``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from agentrl.losses.settings import LossSettings
+from agentrl.config.flags import require
+from agentrl.config.load import Configs
+from agentrl.config.loss import LossConfig
+from agentrl.config.schema import GROUPS, GroupConfig, OptimConfig, TrainConfig
+from agentrl.errors import ConfigError
+from agentrl.losses.loss import TEACHER
+from agentrl.losses.settings import LossSettings, unclipped_flags
 
 Flags = Mapping[str, Any]
 _SAME_ZEROS = ("leave_one_out", "grpo", "dr_grpo")
@@ -110,3 +116,57 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     ),
 )  # fmt: skip
 """In the order in which they are checked."""
+
+
+def check_loss(configs: Configs, chosen: Collection[str] | None = None) -> None:
+    """Raise ConfigError for flags that are invalid or change nothing with the loss and the run's other flags.
+
+    Of ``IDLE_RULES``, those of the flags ``chosen`` are checked: a what-if inherits the others, which made
+    the data that it trains. None: all.
+    """
+    loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
+    settings = LossSettings.of_run(configs)
+    usual = {field.name: field.default for field in dataclasses.fields(LossConfig)}
+    given = (name for name, default in usual.items() if getattr(loss, name) != default)
+    updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
+    idle = unclipped_flags(given, settings, updates)
+    require(
+        not idle,
+        f"{', '.join(f'--{name} {getattr(settings, name)}' for name in idle)} with --old_logprobs recompute:"
+        " it bounds πθ/π_old, which is 1 in a step of one update",
+        "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
+        " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
+    )
+    _require_teacher(settings, configs[GroupConfig])
+    defaults = {field.name: field.default for group in GROUPS for field in dataclasses.fields(group)}
+    flags = configs.flags
+    for rule in IDLE_RULES:
+        for name in rule.flags:
+            is_set = name in flags and flags[name] != defaults[name] and (chosen is None or name in chosen)
+            if is_set and not rule.acts(defaults | flags, settings):
+                shown = str(flags[name]).lower() if isinstance(flags[name], bool) else flags[name]
+                raise ConfigError(
+                    f"--{name} {shown} with --loss_calculater {loss.loss_calculater}: {rule.why}",
+                    hint=rule.hint,
+                )
+
+
+def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:
+    """Refuse distillation without the teacher's column, or with rules that drop trajectories by score."""
+    if not settings.distill_coef:
+        return
+    require(
+        TEACHER in groups.column_names,
+        f"--loss_calculater {settings.loss_calculater} with --distill_coef {settings.distill_coef:g} reads"
+        f" the logprobs of a teacher, and --columns is {groups.columns!r}",
+        f"set --columns {TEACHER} for samplers and the trainer, and run agentrl teach (docs/distillation.md)",
+    )
+    require(
+        not settings.loss.ignores_score
+        or not (groups.drop_zero_advantage or groups.min_score_spread or groups.minimal_advantage),
+        f"--loss_calculater {settings.loss_calculater} ignores scores, and --drop_zero_advantage"
+        f" {str(groups.drop_zero_advantage).lower()} with --min_score_spread {groups.min_score_spread:g} and"
+        f" --minimal_advantage {groups.minimal_advantage:g} drops trajectories by them",
+        "set --drop_zero_advantage false --min_score_spread 0 --minimal_advantage 0 for samplers and the"
+        " trainer",
+    )

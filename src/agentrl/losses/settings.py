@@ -6,17 +6,15 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.config.flags import require
 from agentrl.config.load import Configs
 from agentrl.config.loss import CAPS, LOSS_PARAMETERS, WEIGHTS, LossConfig
-from agentrl.config.schema import GROUPS, EngineConfig, GroupConfig, OptimConfig, TrainConfig
+from agentrl.config.schema import EngineConfig, OptimConfig, TrainConfig
 from agentrl.errors import ConfigError
-from agentrl.losses.idle_flags import IDLE_RULES
-from agentrl.losses.loss import LOSSES, TEACHER, Loss
+from agentrl.losses.loss import LOSSES, Loss
 
 FOR_QUANTIZED = {"old_logprobs": "recompute", "importance_correction": "tis:2"}
 """Flags for rollouts with quantized weights, whose μ differs from the trainer's policy at any age."""
@@ -131,60 +129,6 @@ class LossSettings(LossConfig):
     def bound_scale(self) -> float:
         """Factor by which bounds on staleness are wider than the clip interval; inf: no such bounds."""
         return _number(self.importance_weight_cap_ratio)
-
-
-def check_loss(configs: Configs, chosen: Collection[str] | None = None) -> None:
-    """Raise ConfigError for flags that are invalid or change nothing with the loss and the run's other flags.
-
-    Of ``IDLE_RULES``, those of the flags ``chosen`` are checked: a what-if inherits the others, which made
-    the data that it trains. None: all.
-    """
-    loss, optim, training = configs[LossConfig], configs[OptimConfig], configs[TrainConfig]
-    settings = LossSettings.of_run(configs)
-    usual = {field.name: field.default for field in dataclasses.fields(LossConfig)}
-    given = (name for name, default in usual.items() if getattr(loss, name) != default)
-    updates = optim.num_epochs_per_batch * min(optim.mini_batches, training.groups_per_step)
-    idle = unclipped_flags(given, settings, updates)
-    require(
-        not idle,
-        f"{', '.join(f'--{name} {getattr(settings, name)}' for name in idle)} with --old_logprobs recompute:"
-        " it bounds πθ/π_old, which is 1 in a step of one update",
-        "use --old_logprobs behavior; or --num_epochs_per_batch or --mini_batches above 1; or leave it out,"
-        " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
-    )
-    _require_teacher(settings, configs[GroupConfig])
-    defaults = {field.name: field.default for group in GROUPS for field in dataclasses.fields(group)}
-    flags = configs.flags
-    for rule in IDLE_RULES:
-        for name in rule.flags:
-            is_set = name in flags and flags[name] != defaults[name] and (chosen is None or name in chosen)
-            if is_set and not rule.acts(defaults | flags, settings):
-                shown = str(flags[name]).lower() if isinstance(flags[name], bool) else flags[name]
-                raise ConfigError(
-                    f"--{name} {shown} with --loss_calculater {loss.loss_calculater}: {rule.why}",
-                    hint=rule.hint,
-                )
-
-
-def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:
-    """Refuse distillation without the teacher's column, or with rules that drop trajectories by score."""
-    if not settings.distill_coef:
-        return
-    require(
-        TEACHER in groups.column_names,
-        f"--loss_calculater {settings.loss_calculater} with --distill_coef {settings.distill_coef:g} reads"
-        f" the logprobs of a teacher, and --columns is {groups.columns!r}",
-        f"set --columns {TEACHER} for samplers and the trainer, and run agentrl teach (docs/distillation.md)",
-    )
-    require(
-        not settings.loss.ignores_score
-        or not (groups.drop_zero_advantage or groups.min_score_spread or groups.minimal_advantage),
-        f"--loss_calculater {settings.loss_calculater} ignores scores, and --drop_zero_advantage"
-        f" {str(groups.drop_zero_advantage).lower()} with --min_score_spread {groups.min_score_spread:g} and"
-        f" --minimal_advantage {groups.minimal_advantage:g} drops trajectories by them",
-        "set --drop_zero_advantage false --min_score_spread 0 --minimal_advantage 0 for samplers and the"
-        " trainer",
-    )
 
 
 def unclipped_flags(given: Iterable[str], settings: LossSettings, updates: int) -> list[str]:

@@ -104,6 +104,8 @@ DEFINITIONS: Final = {each.name: each for section in SECTIONS.values() for each 
 _PAGE = """\
 # Metrics
 
+[中文](zh/metrics.md)
+
 A training step stores these metrics in MongoDB (`TrainStep.metrics`), and sends them to every tracker of `--report_to`
 under the same names: `tensorboard`, `wandb`, `swanlab`, `mlflow`, `trackio`, `comet`, `clearml`, or your own
 ([your_own/index.md](your_own/index.md)), several at once: `--report_to tensorboard,mlflow`. A metric with keys arrives as

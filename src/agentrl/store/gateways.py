@@ -151,6 +151,11 @@ class Gateways(Repository):
         await self._collection(GATEWAY_CALL).update_one(answering(call), update)
 
     @database_call
+    async def forget(self, call: GatewayCall) -> None:
+        """Delete a request to a trajectory that has ended, and may be withdrawn: its name stays nowhere."""
+        await self._collection(GATEWAY_CALL).delete_one(answering(call))
+
+    @database_call
     async def get(self, call_id: str) -> tuple[GatewayCall | None, bool]:
         """Return a request, and whether its gateway is late: it may be taken over."""
         calls = self._latest(GATEWAY_CALL)

@@ -12,7 +12,13 @@ from typing import Any
 
 from agentrl.config.load import Configs
 from agentrl.config.schema import ClaimConfig, EngineConfig, RunConfig, TaskConfig
-from agentrl.data.retract import delete_withdrawn, find_exports, finish_withdrawn, withdraw_from
+from agentrl.data.retract import (
+    delete_withdrawn,
+    find_exports,
+    finish_replacement,
+    finish_withdrawn,
+    withdraw_from,
+)
 from agentrl.documents.retraction import Retraction, Tombstone, Withdrawn
 from agentrl.errors import ConfigError
 from agentrl.observe.log_lines import remove_lines
@@ -71,6 +77,7 @@ async def retract(configs: Configs, confirm: Callable[[str], bool]) -> int:
             await call.retractions.plan_family(family=False)
         await _remove_log_lines(store, run, gone)
         for folder in exports:
+            await asyncio.to_thread(finish_replacement, folder)
             held = await withdraw_from(run, folder, gone, because=flags.because, by=call.by)
             await call.retractions.end_archive(place_of(folder))
             print(f"{folder}: {held:,} withdrawn documents are taken out")

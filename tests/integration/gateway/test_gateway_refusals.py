@@ -220,6 +220,8 @@ async def test_a_token_of_another_and_a_dead_one_open_nothing(store: Store) -> N
         assert (ended.status_code, ended.json()["error"]["code"]) == (401, "dead_token")
     assert len(await run.calls()) == 1
     assert await other.calls() == []
+    left = await store.database["GatewayCall"].distinct("record")
+    assert left == [run.claim.record_id], "a request to a trajectory that has ended leaves its name nowhere"
 
 
 async def test_a_client_that_never_finishes_meets_the_limit_of_calls(store: Store) -> None:

@@ -307,15 +307,15 @@ async def test_only_weights_that_hold_it_are_deleted(
     await store.trainer_lease.release(attempt)
     kills = iter([True])
 
-    def killed(folder: Path, **_: object) -> None:
+    def killed(folder: Path) -> None:
         """Leave a part of the first folder, as a kill does."""
         if next(kills, False):
             raise KeyboardInterrupt
         remove(folder)
 
-    remove = shutil.rmtree
+    remove = atomic_folder.remove_folder
     with monkeypatch.context() as patched:
-        patched.setattr(atomic_folder.shutil, "rmtree", killed)
+        patched.setattr(atomic_folder, "remove_folder", killed)
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     with pytest.raises(StoreError, match="still holds what"):

@@ -460,7 +460,8 @@ async def test_an_engine_that_takes_deltas_changes_its_weights_before_the_copy_f
     harness.client.refuses = False
     assert await weights_of.load(chain.versions[4]) == 4
     assert calls[-1] == ("update", str(copy.folder), 4)
-    (tmp_path / "published/v000005/rank-0.delta").write_bytes(b"damaged")
+    delta = tmp_path / "published/v000005/rank-0.delta"
+    delta.write_bytes(bytes(delta.stat().st_size))
     with pytest.raises(PublishError, match="has the sha256"):
         await weights_of.fetch(chain.versions[5])
     assert weights_of.needs_full

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from agentrl.config.load import parse
-from agentrl.losses.settings import LossSettings, check_loss
+from agentrl.losses.idle_flags import check_loss
+from agentrl.losses.settings import LossSettings
 
 
 def correction(*flags: str) -> tuple[str, str]:

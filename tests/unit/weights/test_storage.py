@@ -87,13 +87,13 @@ def s3_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    storage._file_system.cache_clear()
+    storage._system.cache_clear()
     import fsspec
 
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir(f"weights-{port}")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     yield f"s3://weights-{port}/run"
-    storage._file_system.cache_clear()
+    storage._system.cache_clear()
     server.stop()
 
 

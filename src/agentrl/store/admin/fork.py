@@ -12,11 +12,11 @@ from pymongo import DESCENDING, UpdateOne
 from agentrl.documents.checkpoint import Checkpoint, is_checkpoint, read_checkpoint, read_checkpoints
 from agentrl.documents.family import PARENT, Relative
 from agentrl.documents.retraction import Withdrawn
-from agentrl.documents.run import ADMISSION, SCHEMA, EpochOpening, PolicyVersion, flags_key
+from agentrl.documents.run import ADMISSION, EpochOpening, PolicyVersion, flags_key
 from agentrl.documents.status import StepStatus, TaskStatus, VersionStatus
 from agentrl.documents.task import CONVERSATIONS, Begin, record_task, task_key
 from agentrl.errors import ConfigError, StoreError
-from agentrl.store.admin.transfer import Transfer
+from agentrl.store.admin.making import make_run
 from agentrl.store.ancestry import Ancestry, copy_into
 from agentrl.store.epochs import unbegun
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call, id_prefix
@@ -112,23 +112,22 @@ class Fork(Repository):
         left then.
         """
         child = self._connection.beside(name)
-        await Transfer(child).require_vacant()
         steps = _steps_in(begun)
-        runs = child.collection(RUN)
-        await runs.insert_one({"_id": SCHEMA, "version": SCHEMA_VERSION, "importing": True})
-        try:
-            await runs.insert_one(replace(begun, id=PARENT, run=self._connection.database.name).to_document())
-            await prepare(child.database)
-            await Ancestry(self._connection).adopt(name, begun)
-            _steps_in(begun)  # from here on the parent keeps it
-            await self._copy_run(child, steps)
-            version = await self._copy_versions(child, weights, begun.step, steps)
-            inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
-        except Exception:
-            await self._connection.client.drop_database(name)
-            await Ancestry(self._connection).release(name)
-            raise
-        await runs.update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
+        async with make_run(child) as making:
+            try:
+                parent = replace(begun, id=PARENT, run=self._connection.database.name)
+                await child.collection(RUN).insert_one(parent.to_document())
+                await prepare(child.database)
+                await Ancestry(self._connection).adopt(name, begun)
+                _steps_in(begun)  # from here on the parent keeps it
+                await self._copy_run(child, steps)
+                version = await self._copy_versions(child, weights, begun.step, steps)
+                inherited, tasks = await self._copy_tasks(child, begun.step, steps, on_documents)
+                await making.finish({"version": SCHEMA_VERSION})
+            except Exception:
+                if await making.drop():
+                    await Ancestry(self._connection).release(name)
+                raise
         return Begun(version=version, inherited=inherited, waiting=tasks - inherited)
 
     async def _copy_run(self, child: Connection, steps: Sequence[str]) -> None:

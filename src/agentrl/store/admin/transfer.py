@@ -35,6 +35,7 @@ from agentrl.store.admin.archive import (
     verify,
     write_manifest,
 )
+from agentrl.store.admin.making import make_run
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.names import GATE, IMPORTS, RECORD, RUN, SCHEMA_VERSION, TASK, TOMBSTONE
@@ -107,24 +108,24 @@ class Transfer(Repository):
         if not withdrawn:
             await self._refuse_withdrawn(folder, manifest)
         imports = _imports(folder, manifest)
-        await self.require_vacant()
-        runs = self._collection(RUN)
-        await runs.replace_one({"_id": SCHEMA}, {"version": manifest.schema, "importing": True}, upsert=True)
-        await prepare(self._connection.database)
-        await self._collection(GATE).delete_many({})  # the run brings its own
-        schema: Json | None = None
-        for item in manifest.collections:
-            if item.collection == IMPORTS and not allow_modules:
-                continue
-            imported = await self._import(folder / item.file, item.collection)
-            schema = imported if item.collection == RUN else schema
-        version = None if schema is None else schema.get("version")
-        if schema is None or version != manifest.schema:
-            raise StoreError(
-                f"{folder}: its Run has schema version {version!r:.60}, and its {MANIFEST} {manifest.schema}",
-                hint="export the run again; the unfinished import is no run, and the next one replaces it",
-            )
-        await runs.replace_one({"_id": SCHEMA}, schema)
+        async with make_run(self._connection) as making:
+            await prepare(self._connection.database)
+            await self._collection(GATE).delete_many({})  # the run brings its own
+            schema: Json | None = None
+            for item in manifest.collections:
+                if item.collection == IMPORTS and not allow_modules:
+                    continue
+                imported = await self._import(folder / item.file, item.collection)
+                schema = imported if item.collection == RUN else schema
+            version = None if schema is None else schema.get("version")
+            if schema is None or version != manifest.schema:
+                raise StoreError(
+                    f"{folder}: its Run has schema version {version!r:.60},"
+                    f" and its {MANIFEST} {manifest.schema}",
+                    hint="export the run again; the unfinished import is no run, and the next one replaces"
+                    " it",
+                )
+            await making.finish({name: value for name, value in schema.items() if name != "_id"})
         await self._join_family()
         return Imported(manifest=manifest, imports=imports)
 
@@ -196,21 +197,6 @@ class Transfer(Repository):
             if len(page) < _PAGE:
                 return
             last = page[-1]["_id"]
-
-    async def require_vacant(self) -> None:
-        """Raise StoreError if the database holds something; drop what an unfinished import or fork left."""
-        database = self._connection.database
-        schema = await self._collection(RUN).find_one({"_id": SCHEMA})
-        if schema is not None and schema.get("importing"):
-            await database.client.drop_database(database.name)
-            return
-        held = await self._stored_collections()
-        if held:
-            raise StoreError(
-                f"database {database.name!r} is not empty: it holds {', '.join(held[:5])}"
-                + (", …" if len(held) > 5 else ""),
-                hint="give a name that no run has; `agentrl runs` lists the runs",
-            )
 
     async def _import(self, file: Path, name: str) -> Json | None:
         """Insert a file's documents, without notes of children; return its schema document if it has one."""

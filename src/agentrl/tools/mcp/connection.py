@@ -23,6 +23,7 @@ from agentrl.tools.mcp.content import (
     TIMED_OUT,
     NormalizedStream,
     images_in,
+    reasons,
 )
 from agentrl.tools.mcp.listing import Listing, call_extra, list_tools
 from agentrl.tools.mcp.stdio import StdioProcess
@@ -349,10 +350,3 @@ def _is_unusable(error: BaseException) -> bool:
         return isinstance(data, dict) and OWN_ERROR not in data and bool(data.get("login"))
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status in (401, 403) or isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
-
-
-def reasons(error: BaseException) -> str:
-    """Return the messages of an exception; for an exception group, those of its members."""
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(dict.fromkeys(reasons(inner) for inner in error.exceptions))
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

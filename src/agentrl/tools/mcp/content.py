@@ -287,3 +287,10 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, list) else value
+
+
+def reasons(error: BaseException) -> str:
+    """Return the messages of an exception; for an exception group, those of its members."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(dict.fromkeys(reasons(inner) for inner in error.exceptions))
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -15,7 +15,6 @@ import httpx2
 from agentrl.documents.base import shortened
 from agentrl.llm.limits import retry_after
 from agentrl.proxies import ProxiedTransport
-from agentrl.tools.mcp.connection import reasons
 from agentrl.tools.mcp.content import (
     LOST,
     MAX_MESSAGE_BYTES,
@@ -25,6 +24,7 @@ from agentrl.tools.mcp.content import (
     SESSION_LOST,
     TOO_LARGE,
     read_message,
+    reasons,
 )
 from agentrl.tools.specs import HttpSpec
 
