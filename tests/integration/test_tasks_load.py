@@ -61,7 +61,7 @@ def test_a_scorer_that_cannot_be_used_stops_the_load_and_begins_no_run(
 ) -> None:
     assert load(range(3), scorer=scorer) == 2
     printed = capsys.readouterr().err
-    assert "scorers that cannot be used; nothing is loaded" in printed
+    assert "3 of 3 tasks of" in printed
     assert scorer.partition(":")[0] in printed
     assert not asyncio.run(run_exists(run_config))
 

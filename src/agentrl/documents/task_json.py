@@ -157,11 +157,24 @@ def _shown(text: str) -> str:
 
 QUERY = ("q", "Question", "question", "query", "content", "instruction", "traj_question")
 ANSWER = ("a", "Final answer", "Final Answer", "Final sample answer", "answer", "expected_answer")
-GSM8K_ANSWER: Final = re.compile(
-    r"####\s*(?P<sign>[+-]?)\s*[$€£]?\s*(?P<number>-?[0-9][0-9.,]*)"
-    r"(?:\s*%|\s+[A-Za-z][A-Za-z ]{0,20})?\.?\s*$"
+AMOUNT: Final = re.compile(
+    r"(?P<sign>[-−+]?) ?(?:\\?[$€£¥])? ?(?P<minus>[-−]?)(?P<number>(?:\d|\.\d)[\d.,]*)"
+    r"(?: ?\\?%| +(?!(?:hundred|thousand|million|billion|trillion|dozen|half|and|or|to)\b)[a-z][a-z ]{0,20})?"
+    r"[.,]?",
+    re.IGNORECASE,
 )
-"""The end of a solution as in GSM8K: ``#### 72``; also with a currency or a unit."""
+"""A number with a currency or a unit. Words that change the number, such as *million*, are no unit."""
+GSM8K_ANSWER: Final = re.compile(r"####(?!#)[ \t]*(?=[^\n]*\d|[A-Z]\s*$)([^\s#][^\n#]{0,40}?)\s*$")
+"""The end of a solution as in GSM8K: ``#### 72``."""
+
+
+def amount(text: str) -> str:
+    """Return the number of an amount, ``-72`` of ``-$72``; of any other text the text."""
+    found = AMOUNT.fullmatch(text)
+    if found is None:
+        return text
+    is_negative = bool({found["sign"], found["minus"]} & {"-", "−"})
+    return "-" * is_negative + found["number"].rstrip(".,")
 
 
 def _id_text(value: Any) -> str:
@@ -320,11 +333,9 @@ def _take_question(query: str | None, rest: dict[str, Any]) -> tuple[str, Chat]:
 
 
 def _answer(given: Any) -> Any:
-    """Return the answer; of one like GSM8K's, the number behind ``####``."""
+    """Return the answer; of one like GSM8K's, what stands behind ``####``: a number without its unit."""
     found = GSM8K_ANSWER.search(given) if isinstance(given, str) else None
-    if found is None:
-        return given
-    return found["sign"].replace("+", "") + found["number"].rstrip(".,")
+    return given if found is None else amount(found[1])
 
 
 def _meta(rest: Mapping[str, Any]) -> dict[str, Any]:

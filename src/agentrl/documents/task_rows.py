@@ -153,21 +153,53 @@ def _are_tests(answer: Any) -> bool:
     return True
 
 
-def _choices(row: Row) -> Row:
-    """Put the choices below the question, and read the right one as its letter. Raises BadTaskError."""
+_OPTION = re.compile(r"[A-Z]|(?:[Oo]ption|[Cc]hoice|opt?)[ _]?[A-Za-z]")
+"""A column that holds one option: ``A``, ``option_a``, ``opa``."""
+_RIGHT = ("answerKey", "answer_idx", "answer", "label", "correct", "cop")
+"""Columns that say which choice is right: its letter, its text or its number from 0."""
+
+
+def _listed_choices(row: Row) -> tuple[list[Any], list[str]]:
+    """Return the texts and the labels of a row's choices; none if it has no choices."""
     listed = _first(row, ("choices", "options"))
-    if isinstance(listed, dict) and isinstance(listed.get("text"), list):
-        texts, labels = listed["text"], listed.get("label")
-    elif isinstance(listed, dict):
-        texts, labels = list(listed.values()), list(listed)
+    if isinstance(listed, dict):
+        texts = listed["text"] if isinstance(listed.get("text"), list) else list(listed.values())
+        labels = listed.get("label") if isinstance(listed.get("text"), list) else list(listed)
+    elif listed is None:
+        found = {name[-1].upper(): row[name] for name in row if _OPTION.fullmatch(name)}
+        labels = [letter for letter in string.ascii_uppercase if found.get(letter) is not None]
+        texts = [found[letter] for letter in labels]
+        if "".join(labels) != string.ascii_uppercase[: len(labels)]:
+            return [], []
     else:
         texts, labels = listed, None
-    labels = [str(label) for label in labels or string.ascii_uppercase[: len(texts)]]
-    right = _first(row, ("answerKey", "answer_idx", "answer", "label", "correct"))
-    if isinstance(right, str) and right.strip() in labels:
-        index = labels.index(right.strip())
+    if not isinstance(texts, list):
+        return [], []
+    names = [str(label) for label in labels or string.ascii_uppercase[: len(texts)]]
+    if len(names) == len(texts) and all(map(_is_labelled, texts, names)):
+        texts = [_LABELLED.sub("", text, count=1) for text in texts]
+    return texts, names
+
+
+_LABELLED = re.compile(r"\s*[(\[]?(\w+)[)\].:]+\s+")
+
+
+def _is_labelled(text: Any, label: str) -> bool:
+    found = _LABELLED.match(text) if isinstance(text, str) else None
+    return found is not None and found[1] == label
+
+
+def _choices(row: Row) -> Row:
+    """Put the choices below the question, and read the right one as its letter. Raises BadTaskError."""
+    texts, labels = _listed_choices(row)
+    right = _first(row, _RIGHT)
+    letter = right.strip(" ()[].:") if isinstance(right, str) else right
+    if letter in labels:
+        index = labels.index(letter)
     elif right in texts:
         index = texts.index(right)
+    elif isinstance(letter, str) and letter.upper() in labels:
+        index = labels.index(letter.upper())
     else:
         number = int(right) if isinstance(right, str) and right.strip().isdecimal() else right
         index = number if isinstance(number, int) and not isinstance(number, bool) else -1
@@ -177,23 +209,24 @@ def _choices(row: Row) -> Row:
     lines = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
     if not all(line in question for line in lines):
         question = "\n".join([question.rstrip(), "", *lines])
+    text = str(texts[index])
+    is_label = text.strip(" ()[].:").upper() in map(str.upper, labels)  # the text of A may be B
     aside = _aside(row, *QUERY, "question_stem", "answer", "label", "correct")
     return {
-        **aside, "query": question, "answer": labels[index], "aug_answers": [str(texts[index])],
-        "scorer": "exact",
+        **aside, "query": question, "answer": labels[index],
+        "aug_answers": [*([] if is_label else [text]), lines[index]], "scorer": "exact",
     }  # fmt: skip
 
 
 def _lists_choices(row: Row) -> bool:
-    listed = _first(row, ("choices", "options"))
-    texts = listed.get("text", list(listed.values())) if isinstance(listed, dict) else listed
+    texts, _ = _listed_choices(row)
     return (
-        isinstance(texts, list) and 1 < len(texts) <= len(string.ascii_uppercase)
+        1 < len(texts) <= len(string.ascii_uppercase)
         and all(isinstance(text, (str, int, float)) for text in texts)
         and isinstance(_first(row, (*QUERY, "question_stem")), str)
-        and _has(row, "answerKey", "answer_idx", "answer", "label", "correct")
+        and _has(row, *_RIGHT)
         and not _has(row, "scorer", "environment")
-    )  # fmt: skip
+    )
 
 
 _SPEAKERS: Final = {"human": "user", "gpt": "assistant"}

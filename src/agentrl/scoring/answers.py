@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.chat.parsers.reasoning import split_reasoning
 from agentrl.documents.status import CallStatus
 from agentrl.documents.task import FEEDBACK, Task, scorer_weights
+from agentrl.documents.task_json import amount
 from agentrl.documents.task_messages import BadTaskError, kind_of
 from agentrl.documents.task_rows import last_braced
 from agentrl.errors import ConfigError, ScorerError
@@ -23,8 +24,8 @@ from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 LINE = "Answer:"
 """The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
 _WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
-_LINE = re.compile(r"\banswer[ \t*_]*:[ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
-_HASHES = re.compile(r"####\s*(-?)\s?(?:\\?\$)?(-?[0-9][0-9.,]*)")
+_LINE = re.compile(r"\banswer[ \t*_]*[:：][ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
+_HASHES = re.compile(r"####(?!#)[ \t]*\n?[ \t]*([^\s#][^\n#]*)")
 
 
 def check_schema(schema: str) -> None:
@@ -42,19 +43,18 @@ def extract_answer(text: str, schema: str) -> str | None:
 
     ``Answer:`` is what follows the last ``Answer:``, without ``$…$`` and ``\\boxed{…}`` around it.
     ``boxed`` is the last ``\\boxed{…}``, else the last ``\\fbox{…}``, with nested braces. ``####`` is the
-    number behind the last ``####``, as in GSM8K. Any other word X is the last ``<X>…</X>``.
+    rest of the line behind the last ``####``, as in GSM8K, of a number without its currency and unit. Any
+    other word X is the last ``<X>…</X>``.
     """
     check_schema(schema)
     spoken = split_reasoning(text).rest
     if schema == "boxed":
         boxed = last_braced(spoken, "\\boxed")
         return boxed if boxed is not None else last_braced(spoken, "\\fbox")
-    if schema == "####":
-        hashes = _HASHES.findall(spoken)
-        return "".join(hashes[-1]).rstrip(".,") if hashes else None
-    if schema == LINE:
-        lines = _LINE.findall(spoken)
-        return _bare(lines[-1]) if lines else None
+    if schema in ("####", LINE):
+        lines = (_LINE if schema == LINE else _HASHES).findall(spoken)
+        line = _bare(lines[-1]) if lines else None
+        return line if line is None or schema == LINE else amount(line)
     tag = re.escape(schema)
     matches = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", spoken, re.DOTALL)
     return matches[-1].strip() if matches else None

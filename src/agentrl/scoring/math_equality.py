@@ -8,6 +8,7 @@ the two answers has: questions often name the unit.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 from collections.abc import Callable
@@ -68,6 +69,10 @@ def _equal(gold: str, answer: str) -> bool:
     (wanted, unit), (given, own_unit) = _quantity(gold), _quantity(answer)
     if unit and own_unit and unit != own_unit:
         return False
+    if any(map(_RECORD.fullmatch, (wanted, given))) or _is_clock(wanted):
+        return _fields(wanted) == _fields(given)
+    if _joins(wanted) != _joins(given) and all(map(_joins, (wanted, given))):
+        return False
     if any(kind(wanted) != kind(given) for kind in (_marks, _words)) or _are_words(wanted, given):
         return False
     brackets = _GROUP.fullmatch(wanted), _GROUP.fullmatch(given)
@@ -78,13 +83,45 @@ def _equal(gold: str, answer: str) -> bool:
     return _verify(*_with_cases(wanted, given))
 
 
+_RECORD = re.compile(r"\d+([-/.])\d+(?:\1\d+)+|\d{3}-\d{4}|[12]\d{3}-(?:[12]\d)?\d\d")
+"""A date, a span of years, a telephone number or a record of games: no difference and no quotient."""
+_CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::[0-5]\d)?")
+
+
+def _is_clock(gold: str) -> bool:
+    """Return whether a reference is a time: as a ratio it would be reduced. 10:20 is not 1:2."""
+    found = _CLOCK.fullmatch(gold)
+    return found is not None and (found[2][0] == "0" or math.gcd(int(found[1]), int(found[2])) > 1)
+
+
+def _fields(text: str) -> list[str]:
+    """Return the numbers of a date or a time, and what separates them."""
+    return [part.lstrip("0") or "0" if part.isdigit() else part for part in re.split(r"([-/.:])", text)]
+
+
+def _joins(text: str) -> set[str]:
+    """Return how the inequalities of an answer are joined, by *and* or by *or*: math-verify lists them."""
+    if not re.search(r"[<>≤≥]|\\(?:[lg]eq?|lt|gt)(?![A-Za-z])", text):
+        return set()
+    return {"or" if word in ("or", "lor", "vee") else "and" for word in _JOIN.findall(text)}
+
+
+_JOIN = re.compile(r"(?<![A-Za-z])(?:and|or|lor|land|vee|wedge)(?![A-Za-z])")
 _GROUP = re.compile(r"(\(|\[|\\\{)[^()\[\]{}]*,[^()\[\]{}]*(\)|\]|\\\})")
 """A tuple, an interval or a set, with its brackets."""
-_DROPPED = (re.compile(r"'|\\prime(?![A-Za-z])"), re.compile(r"\\[lcd]?dots[bc]?(?![A-Za-z])|\.\.\."))
+_DROPPED = (
+    re.compile(r"'|\\prime(?![A-Za-z])"),
+    re.compile(r"\\[lcd]?dots[bc]?(?![A-Za-z])|\.\.\."),
+    re.compile(r"\^ ?(?:T|\{ ?T ?\})(?![A-Za-z])"),
+    re.compile(r"(?<![A-Za-z\\])[fghFGH] ?\^ ?\{? ?(?:-1|\(\w+\)) ?\}? ?(?=\(|\\left)"),
+)
 
 
 def _marks(text: str) -> list[int]:
-    """Return how many primes and dots a formula has: math-verify skips them."""
+    """Return how many primes, dots, transposes, inverse functions and derivatives a formula has.
+
+    math-verify skips them, or takes them for powers.
+    """
     return [len(pattern.findall(text)) for pattern in _DROPPED]
 
 
@@ -133,14 +170,16 @@ _UNITS = {
     "mi": "mi mile", "mg": "mg milligram", "g": "g gm gram", "kg": "kg kilogram", "lb": "lb lbs pound",
     "oz": "oz ounce", "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "ms": "ms millisecond",
     "s": "s sec second", "min": "min minute", "h": "h hr hour", "d": "day", "mi/h": "mph", "km/h": "kmh kph",
-    "$": "$ dollar usd", "¢": "¢ cent", "€": "€ euro", "£": "£", "¥": "¥ yen", "°": "° degree deg",
+    "$": "$ dollar usd USD US$", "¢": "¢ cent", "€": "€ euro eur EUR", "£": "£ gbp GBP",
+    "¥": "¥ yen jpy JPY", "°": "° degree deg",
     "rad": "rad radian", "/": "/ per",
 }  # fmt: skip
 """Units by their symbols, with their other names in the singular."""
 _UNIT_NAMES = {name: symbol for symbol, names in _UNITS.items() for name in names.split()}
 _NOT_UNITS = _FORMULA_WORDS | {
     "hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "halves", "third", "quarter",
-    "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth",
+    "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "hundredth", "thousandth", "lakh",
+    "crore", "gross", "double", "twice", "thrice", "fold", "below", "above", "under", "negative",
     "squared", "cubed", "factorial", "over", "plus", "minus", "times", "divided", "modulo",
     "not", "than", "more", "less", "least", "most", "about",
 }  # fmt: skip
@@ -154,7 +193,7 @@ _QUANTITY = re.compile(
 )
 _UNIT_PART = re.compile(r"([^\W\d_]+|[°¢€£¥/])(?:\^\{(-?\d)\})?")
 _DEGREES = re.compile(r"\^ ?\{?\\circ ?\}?")
-_CURRENCY = re.compile(r"(?P<sign>[-+]?) ?(?P<unit>[$€£¥]) ?(?P<value>[-+]?[\d.].*)")
+_CURRENCY = re.compile(r"(?P<sign>[-+]?) ?(?P<unit>(?:US)?[$€£¥]|USD|EUR|GBP|JPY) ?(?P<value>[-+]?[\d.].*)")
 _BASE = re.compile(r"(?P<value>[\dA-Fa-f.]+)_\{?(?P<unit>\w+)\}?")
 
 
@@ -162,7 +201,7 @@ def _quantity(text: str) -> tuple[str, str | None]:
     """Return the value of an answer, and its unit, currency or base; None without one."""
     bare = plain(text)
     if (money := _CURRENCY.fullmatch(bare)) is not None:
-        return money["sign"] + money["value"], money["unit"]
+        return money["sign"] + money["value"], _UNIT_NAMES[money["unit"]]
     if (base := _BASE.fullmatch(bare)) is not None:
         return base["value"], f"base {base['unit']}"
     found = _QUANTITY.fullmatch(bare)
@@ -185,7 +224,11 @@ def _unit(text: str, *, is_apart: bool) -> str | None:
         if name in _POWERS:
             power = _POWERS[name]
             continue
-        is_noun = is_apart and len(name) > 2 and name.lower() not in _NOT_UNITS
+        is_noun = (
+            is_apart
+            and len(name) > 2
+            and _NOT_UNITS.isdisjoint({name.lower(), name.lower().removesuffix("s")})
+        )
         is_variable = len(name) == 1 and name.isalpha() and not (is_apart or parts)
         if is_variable or not (symbol or is_noun or parts == ["°"]):
             return None
@@ -198,7 +241,10 @@ _REWRITES = (
     (re.compile(r"(?<![\w.])(\d+) (\d+)/(\d+)(?!\d)"), r"\1\\frac{\2}{\3}"),
     (re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?!\w)"), r"\1\\times 10^{\2}"),
     (re.compile(r"(?<=\d) ?x ?(?=10\^)"), r"\\times "),
-    (re.compile(r"^–"), "-"),
+    (
+        re.compile(r"(?<!\w)0(?:x[\da-f]+|b[01]+|o[0-7]+)(?!\w)", re.I),
+        lambda found: str(int(found.group(), 0)),
+    ),
     (re.compile(r"\*\* ?([+-]?\w+)"), r"^{\1}"),
     (re.compile(r"\\(?:[cd]dots|dots[bc]?)(?![A-Za-z])|\.\.\."), r"\\ldots "),
     (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -235,7 +281,18 @@ def _parse(text: str) -> list[Any]:
     text = _REPEATING.sub(_fraction, text)
     written = text.replace("$", "")
     read = parse(f"\\boxed{{{written}}}", [_extraction()], parsing_timeout=None)
-    return [value for value in read if not isinstance(value, str)]
+    values = [value for value in read if not isinstance(value, str)]
+    return values if _INDEX.search(text) else [_with_imaginary(value) for value in values]
+
+
+_INDEX = re.compile(r"_ ?\{? ?i|\bi ?=|\\hat|\\vec|(?<![A-Za-z\\])j(?![A-Za-z])")
+"""A formula in which i is an index or a vector."""
+
+
+def _with_imaginary(value: Any) -> Any:
+    """Return an expression with sympy's imaginary unit for i, which math-verify takes for a variable."""
+    names = [symbol for symbol in getattr(value, "free_symbols", ()) if str(symbol) == "i"]
+    return value.subs(names[0], "I") if names else value
 
 
 @cache

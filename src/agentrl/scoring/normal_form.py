@@ -23,7 +23,12 @@ _COMPATIBLE = frozenset({"<wide>", "<narrow>", "<noBreak>", "<compat>"})
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), re.compile("[₀-₉]+")
-_SIGNS = str.maketrans({"−": "-", "’": "'", "‘": "'", "“": '"', "”": '"', "\u200b": "", "\ufeff": ""})
+_SIGNS = str.maketrans({
+    **dict.fromkeys("−‐‑–", "-"), **dict.fromkeys("’‘", "'"), **dict.fromkeys("“”", '"'),
+    **dict.fromkeys("\u200b\ufeff", ""), "⁄": "/",
+})  # fmt: skip
+_HARD_SPACE = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
+"""A space that separates thousands: nobody writes a list of numbers with one."""
 
 _TEX = (
     (re.compile(r"\\(?:left|right)(?![A-Za-z])\s*"), ""),
@@ -33,6 +38,8 @@ _TEX = (
     (re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])"), " "),
     (re.compile(r"(?<!\\)\\([%$#&])"), r"\1"),
     (re.compile(r"\^\s*([+-]?\d+)(?![\w.])"), r"^{\1}"),
+    (re.compile(r"_(\d+)(?![\w.])"), r"_{\1}"),
+    (re.compile(r"\\degree(?![A-Za-z])\s*"), "°"),
 )
 """What TeX writes for the looks: (pattern, replacement)."""
 _TEX_TEXT = re.compile(r"\\(?:text(?:normal|rm|bf|it|sf|tt)?|mathrm|mbox)\s*\{([^{}]*)\}")
@@ -45,16 +52,25 @@ _WRAPS = (
     (re.compile(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`"), r"\1\2\3"),
     (re.compile(r"\"([^\"]+)\"|'([^']+)'"), r"\1\2"),
     (re.compile(r"\(([^()\[\]{},;]+)\)"), r"\1"),
+    (re.compile(r"= *([^=<>≤≥]+)"), r"\1"),
 )
-"""What may stand around a whole answer: math mode, emphasis, quotes, parentheses around one value."""
+"""What may stand around a whole answer: math mode, emphasis, quotes, parentheses around one value, ``=``."""
 _TAIL = re.compile(r"[\s,;:]+$|(?<!\.)\.$")
 """Punctuation behind an answer. Several dots mean that it goes on, and ``!`` is a factorial."""
-_CURRENCY = re.compile(r"(?<![\w$}\])])\$\s*(?=[-+]?[\d.])")
-_LETTER = re.compile(r"[(\[]?([A-Za-z])[)\]]?[.:)]?")
+_CURRENCY = re.compile(r"(?<![\w$}\])])(?:US(?=\$))?\$\s*(?=[-+]?[\d.])")
+_LETTER = re.compile(r"(?:(?:[Oo]ption|[Cc]hoice) )?[(\[]?([A-Za-z])[)\]]?[.:)]?")
+_LABEL = re.compile(r"[(\[]?([A-Z])[)\].:]+ +(?=\S)")
+"""The letter of an option before its text."""
 
+_SHORT_FORMS = (
+    (re.compile(r"(?<=\d) ?([AaPp])\.? ?[Mm]\b\.?"), r" \1m"),
+    (re.compile(r"(?<![\w.])(?:[A-Z]\.)+[A-Z]\b\.?"), lambda found: found.group().replace(".", "")),
+)
+"""How clock times and acronyms are written."""
 _PROSE = re.compile(rf"(?=.*?{_WORD}{{2}})(?:{_WORD}|[\d\s.,;:!?'\"()&-])*+")
 _ARTICLE = re.compile(rf"\b(?:[Tt]he|THE|[Aa]n|AN|a)\s+(?={_WORD}{{2}})")
 _PROSE_STEPS = (
+    (re.compile(rf"(?<={_WORD} )([A-Z])\.(?= {_WORD}{{2}})"), r"\1"),
     (re.compile(r"\""), ""),
     (re.compile(rf"(?<={_WORD}{{3}})-(?={_WORD}{{3}})"), " "),
     (re.compile(rf"(?<={_WORD}{{2}})[,;:.?!]+(?=\s|$)"), ""),
@@ -65,6 +81,8 @@ _LOOSE = re.compile(r" ?([-+*/=<>(){}\[\],;^|%]) ?| (?=\\[A-Za-z])|(?<=\\)([A-Za
 """Spaces that mean nothing in a formula. Those between letters and between digits stay."""
 _CASED = re.compile(rf"(\d\s*)?({_WORD}+)")
 _ANY_CASE = frozenset({"am", "pm", "bc", "ad"})
+_APART = re.compile(r"(?<=\d) (?=[^\W\d_])")
+"""The space between a number and its unit: 5 km is 5km."""
 
 LONGEST = 2000
 """Characters from which on an answer is compared as it stands, but for white space: no answer of a person is
@@ -76,7 +94,7 @@ def plain(text: str) -> str:
 
     Superscripts become ``^{…}``, vulgar fractions ``\\frac``. Case, words and signs stay.
     """
-    folded = " ".join(text.split())
+    folded = " ".join(_HARD_SPACE.sub(",", text).split())
     folded = _RAISED.sub(lambda found: f"^{{{found.group().translate(_SUPERSCRIPTS)}}}", folded)
     folded = _LOWERED.sub(lambda found: f"_{{{found.group().translate(_SUBSCRIPTS)}}}", folded)
     folded = unicodedata.normalize("NFC", "".join(map(_compatible, folded))).translate(_SIGNS)
@@ -96,6 +114,8 @@ def plain(text: str) -> str:
 def _compatible(character: str) -> str:
     if character.isascii():
         return character
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
     kind = unicodedata.decomposition(character).partition(" ")[0]
     if kind == "<fraction>":
         above, _, below = unicodedata.normalize("NFKC", character).partition("⁄")
@@ -114,7 +134,10 @@ def normal_form(text: str) -> str:
     form = _CURRENCY.sub("", plain(text))
     if (letter := _LETTER.fullmatch(form)) is not None:
         return letter.group(1).lower()
+    form = _LABEL.sub(r"\1: ", form, count=1) if _LABEL.match(form) else form
     form = _GROUPED_INSIDE.sub(lambda found: found.group().replace(",", ""), form)
+    for pattern, replacement in _SHORT_FORMS:
+        form = pattern.sub(replacement, form)
     if _PROSE.fullmatch(form) is None:
         return _LOOSE.sub(r"\1\2", form)
     for pattern, replacement in _PROSE_STEPS:
@@ -161,7 +184,9 @@ def same(left: str, right: str) -> bool:
     numbers = number(left), number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
-    return normal_form(left) == normal_form(right) or without_articles(left) == without_articles(right)
+    return any(
+        _APART.sub("", form(left)) == _APART.sub("", form(right)) for form in (normal_form, without_articles)
+    )
 
 
 def word_f1(predicted: str, gold: str) -> float:

@@ -95,6 +95,14 @@ def test_a_row_of_verl_or_chatlearn_says_how_answers_are_marked(
          ("arc", "1+1?\n\n2. two\n1. one", "2", "exact", "answer")),
         ("choices", {"question": "1+1?", "options": ["1", "2"], "answer": "B", "answer_index": 1},
          ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("choices", {"question": "1+1?", "option_a": "1", "option_b": "2", "answer": "(b)"},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("choices", {"question": "1+1?", "opa": "1", "opb": "2", "cop": 1},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("choices", {"question": "1+1?", "A": "1", "B": "2", "answer": "B"},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
+        ("choices", {"question": "1+1?", "options": ["(A) 1", "(B) 2"], "answer": "B"},
+         ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
         ("choices", {"question": "1+1?", "options": {"A": "1", "B": "2"}, "answer": "2"},
          ("3", "1+1?\n\nA. 1\nB. 2", "B", "exact", "answer")),
         ("conversations", [{"from": "human", "value": "1+1?"},
@@ -177,14 +185,25 @@ def test_a_file_says_how_its_rows_are_read(tmp_path: Path) -> None:
         ("#### 15%", "15"),
         ("#### 72 dollars", "72"),
         ("#### € 3", "3"),
-        ("#### 1/2", None),
-        ("#### 3x", None),
-        ("#### 10:30", None),
+        ("#### 1/2", "1/2"),
+        ("#### 3x", "3x"),
+        ("#### 10:30", "10:30"),
+        ("#### −.5", "-.5"),
+        (r"#### \$5", "5"),
+        ("#### 5 million", "5 million"),
+        ("#### 5 and a half", "5 and a half"),
+        ("#### B", "B"),
+        ("#### Summary", None),
     ],
 )
 def test_the_number_behind_the_last_hashes_is_the_answer(text: str, answer: str | None) -> None:
     solution = f"so it is\n{text}"
     assert task_of({"question": "?", "answer": solution}).answer == (answer or solution)
+
+
+def test_the_text_of_a_choice_is_accepted_unless_it_is_another_letter() -> None:
+    assert task_of({"question": "?", "choices": ["x", "y"], "answer": 1}).aug_answers == ("y", "B. y")
+    assert task_of({"question": "?", "choices": ["B", "C"], "answer": 0}).aug_answers == ("A. B",)
 
 
 def test_a_constant_null_leaves_a_field_out() -> None:

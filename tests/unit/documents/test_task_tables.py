@@ -201,7 +201,7 @@ def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("task", "reason"),
     [
-        ({"scorer": "math", "answer_schema": "####", "answer": "x+1"}, "answer_schema #### reads nothing"),
+        ({"scorer": "math", "answer_schema": "####", "answer": "x\n+1"}, "answer_schema #### reads 'x'"),
         ({"scorer": "math", "answer_schema": "boxed", "answer": "\\frac{1}{2"}, "answer_schema boxed reads"),
         ({"scorer": "exact", "answer": " "}, "scorer exact cannot read the answer: it is empty"),
         ({"scorer": "exact", "answer": {"a": 1}}, "it is an object, and text or a number is compared"),

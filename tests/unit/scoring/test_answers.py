@@ -43,6 +43,16 @@ from agentrl.scoring.answers import extract_answer, require_readable
         ("#### -$5", "####", "-5"),
         (r"#### \$70,000", "####", "70,000"),
         ("72", "####", None),
+        ("#### 1/2", "####", "1/2"),
+        ("#### 10:30", "####", "10:30"),
+        ("#### 1e5", "####", "1e5"),
+        ("#### 5 million", "####", "5 million"),
+        ("#### €72", "####", "72"),
+        ("#### −72", "####", "-72"),
+        ("#### **72**", "####", "72"),
+        (r"#### \boxed{72}", "####", "72"),
+        ("#### 72 apples.", "####", "72"),
+        ("Answer：34", "Answer:", "34"),
     ],
 )
 def test_last_marked_answer(text: str, schema: str, expected: str | None) -> None:

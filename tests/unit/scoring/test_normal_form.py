@@ -22,7 +22,12 @@ SAME = [
     (r"\dfrac{1}{2}", r"\frac{1}{2}"), (r"x \le 3", r"x\le3"), ("Mr. Smith!", "mr smith"),
     ("St. John’s", "st. john's"), ("3 PM", "3 pm"), ("5 Apples", "5 apples"), ("vitamin A", "Vitamin a"),
     ("a cat", "cat"), (r"$\frac{1}{2}$", r"\frac{1}{2}"), (r"\(x\)", "x"), (r"\[5\]", "5"), ("(5)", "5"),
-    ("Paris (France)", "paris france"), (r"\text{Monday}", "monday"),
+    ("Paris (France)", "paris france"), (r"\text{Monday}", "monday"), ("Option A", "A"), ("choice b", "B"),
+    ("(A) Paris", "A. Paris"), ("A: Paris", "A) Paris"), ("US$5", "5"), ("10:30 a.m.", "10:30 AM"),
+    ("10:30am", "10:30 AM"), ("U.S.", "US"), ("U.S.A.", "USA"), ("John F. Kennedy", "John F Kennedy"),
+    ("5km", "5 km"), ("x_1", "x_{1}"), ("1\u202f234", "1234"), ("1\u00a0234\u00a0567", "1,234,567"),
+    ("‑5", "-5"), ("–5", "-5"), ("٥", "5"), ("१२", "12"), ("1⁄2", "1/2"), ("1990–1995", "1990-1995"),
+    (r"5\degree", "5°"), ("= 5", "5"), ("𝟓", "5"),
 ]  # fmt: skip
 DIFFERENT = [
     ("!", "?"), ("1,0,0", "100"), (r"\frac{1}{2}", r"-\frac{1}{2}"), ("2-3i", "2+3i"),
@@ -38,7 +43,9 @@ DIFFERENT = [
     ("C#", "C"), ("C", "C*"), ("a", "an"), ("1:2", "1/2"), ("A or B", "A"), ("US", "U S"), ("A, B", "A"),
     (r"\begin{pmatrix}1\\ 2\end{pmatrix}", r"\begin{pmatrix}1 2\end{pmatrix}"), ("5-3", "5 3"),
     ("re-sign", "resign"), ("≠", "="), ("x≠5", "x=5"), ("x≤5", "x<5"), ("5±1", "51"), ("√3", "3"),
-    ("-", "+"), (">", "<"), ("sin(x y)", "sin(x) y"), ("5", "5 or 6"),
+    ("(A) Paris", "B. Paris"), ("A: Paris", "A"), ("Option AB", "A"), ("10:30 am", "10:30 pm"),
+    ("1 234", "1234"), ("x_1", "x_{12}"), ("5 kM", "5 km"), ("= 5", "= 6"), ("A$5", "5"), ("V.A", "V A"),
+    ("1\u00a023", "123"), ("-", "+"), (">", "<"), ("sin(x y)", "sin(x) y"), ("5", "5 or 6"),
 ]  # fmt: skip
 
 

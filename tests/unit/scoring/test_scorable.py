@@ -56,7 +56,7 @@ async def test_scorers_of_ones_own_and_tasks_without_an_answer_are_left_alone(tm
 
 
 @pytest.mark.parametrize(
-    ("answer", "schema"), [({"target": ["2"]}, "answer"), ([{"a": 1}], "answer"), ("Paris", "####")]
+    ("answer", "schema"), [({"target": ["2"]}, "answer"), ([{"a": 1}], "answer"), ("#1", "####")]
 )
 def test_an_answer_that_a_judge_would_never_get_is_a_bad_line(
     tmp_path: Path, answer: Any, schema: str
