@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,7 @@ from agentrl.config.schema import ModelConfig
 from agentrl.errors import ModelError
 from agentrl.model.load import allocate, compute_buffers, load_model
 from agentrl.model.stored_weights import check_names, tied_apart
+from agentrl.weights.folder import read_config
 
 _BLOCK = 64 << 20
 """Bytes of a tensor that are read and converted at once."""
@@ -67,7 +69,8 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     allocate(model, device)
     targets = _targets(model)
     filled: dict[int, Tensor] = {}
-    groups, unused = _match(model, checkpoint, targets)
+    groups, unused, rules = _match(model, checkpoint, targets)
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # saving reverts them
     try:
         for group in groups:
             with checkpoint.open(group.names) as sources:
@@ -83,6 +86,53 @@ def load_shards(model: Any, folder: Path, device: torch.device, config: ModelCon
     model._adjust_missing_and_unexpected_keys(report)
     check_names(str(folder), model, targets, report.missing_keys, report.unexpected_keys)
     compute_buffers(model, filled.values())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of this rank's part of a parameter; a row lies along the last dimension."""
+
+    places: Tensor
+    """Their numbers, if the part is seen as a matrix of rows."""
+    values: Tensor
+
+    def of(self, part: Tensor) -> Tensor:
+        """Return the same rows of another tensor of that shape."""
+        return part.reshape(-1, part.shape[-1])[self.places.to(part.device)]
+
+
+def read_rows(model: Any, folder: Path, names: Collection[str], limit: int) -> dict[str, Rows]:
+    """Read at most ``limit`` rows, evenly spread, of this rank's part of each parameter in ``names``.
+
+    The values are those that loading ``folder`` would give, in the dtype of its files. Parameters that have
+    no dimension are left out, and so are all of a quantized model. Raises ModelError for files that do not
+    fit ``model``.
+    """
+    if "quantization_config" in read_config(folder):
+        return {}
+    checkpoint, targets = _open_files(folder), _targets(model)
+    found = {}
+    try:
+        for group in _match(model, checkpoint, targets)[0]:
+            with checkpoint.open(group.names) as sources:
+                for name, read in group.readers(model, sources, targets):
+                    local, first = _part(targets[name])
+                    if name in names and local.numel() and local.dim():
+                        found[name] = _spread_rows(local.shape, first, read, limit)
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
+    return found
+
+
+def _spread_rows(shape: torch.Size, first: Sequence[int], read: Reader, limit: int) -> Rows:
+    count = math.prod(shape[:-1])
+    places = torch.linspace(0, count - 1, min(limit, count)).long()
+    indices = torch.stack(torch.unravel_index(places, shape[:-1]), -1).tolist() if shape[:-1] else [[]]
+    last = slice(first[-1], first[-1] + shape[-1])
+    boxes = [
+        (*(slice(at + i, at + i + 1) for at, i in zip(first, index, strict=False)), last) for index in indices
+    ]
+    return Rows(places, torch.stack([read(box).reshape(-1) for box in boxes]))
 
 
 @dataclass(frozen=True)
@@ -121,6 +171,10 @@ def _open_checkpoint(folder: Path, model: Any, config: ModelConfig) -> Checkpoin
         whole = load_model(folder, config, model.dtype)
         del model.config.quantization_config
         return Checkpoint({}, whole.state_dict(), is_converted=True)
+    return _open_files(folder)
+
+
+def _open_files(folder: Path) -> Checkpoint:
     try:
         paths = _files(folder, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
         files: dict[str, Path] = {}
@@ -209,10 +263,12 @@ class Group:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _match(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> tuple[list[Group], set[str]]:
+def _match(
+    model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
+) -> tuple[list[Group], set[str], list[Any]]:
     """Return the groups of which this rank holds a parameter, by the rules of ``from_pretrained``.
 
-    The second result names the other tensors: of another stage of layers, or of none.
+    The second result names the other tensors, of another stage of layers or of none. The third has the rules.
     """
     rules = [] if checkpoint.is_converted else get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -232,8 +288,7 @@ def _match(model: Any, checkpoint: Checkpoint, targets: Mapping[str, Tensor]) ->
         else:
             group = groups.setdefault(name, Group(name, by_pattern[pattern]))
             group.sources.setdefault(pattern, []).append(key)
-    model._weight_conversions = [rule for rule in rules if rule.was_used()]  # saving reverts them
-    return list(groups.values()), unused
+    return list(groups.values()), unused, rules
 
 
 def _fill(name: str, target: Tensor, read: Reader, *, is_filled: bool) -> None:
@@ -248,10 +303,7 @@ def _fill(name: str, target: Tensor, read: Reader, *, is_filled: bool) -> None:
 
 def _blocks(target: Tensor) -> Iterator[tuple[Tensor, Box]]:
     """Yield this rank's part of ``target`` in blocks of rows, each with its place in the whole."""
-    local, first = target, tuple(0 for _ in target.shape)
-    if isinstance(target, DTensor):
-        local = target.to_local()
-        _, first = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    local, first = _part(target)
     if local.numel() == 0:
         return
     if local.dim() == 0:
@@ -262,6 +314,14 @@ def _blocks(target: Tensor) -> Iterator[tuple[Tensor, Box]]:
         block = local[start : start + rows]
         begins = (first[0] + start, *first[1:])
         yield block, tuple(slice(at, at + size) for at, size in zip(begins, block.shape, strict=True))
+
+
+def _part(target: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of ``target``, and where it begins in the whole."""
+    if not isinstance(target, DTensor):
+        return target, tuple(0 for _ in target.shape)
+    _, first = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    return target.to_local(), first
 
 
 def _read(source: Any, box: Box) -> Tensor:

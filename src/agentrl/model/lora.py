@@ -16,12 +16,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.weights.adapter_config import is_adapter, layer_rank, layer_scale, read_adapter_config
 from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX
+from agentrl.weights.rounding import Rounding
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -72,26 +72,6 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
     trained = sum(parameter.numel() for _, parameter in adapter.named_parameters())
     logger.info("%d adapters of rank %d: %d trainable parameters", len(adapter.layers), settings.r, trained)
     return adapter
-
-
-@dataclass
-class Rounding:
-    """Sums over the weights that this rank merged: Δ², and Δ times what is left of it after rounding."""
-
-    whole: float = 0.0
-    kept: float = 0.0
-
-    def add(self, delta: Tensor, written: Tensor) -> None:
-        """Add a layer: its Δ, and the difference that the rounded weights make."""
-        delta, written = (each.to_local() if isinstance(each, DTensor) else each for each in (delta, written))
-        self.whole += float((delta * delta).sum(dtype=torch.float64))
-        self.kept += float((delta * written).sum(dtype=torch.float64))
-
-    def take_share(self) -> float | None:
-        """Return the share of Δ that survived, about 0 to 1, and start again; None without a Δ."""
-        share = self.kept / self.whole if self.whole else None
-        self.whole = self.kept = 0.0
-        return share
 
 
 @dataclass(frozen=True)

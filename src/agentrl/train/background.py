@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from agentrl.documents.run import LiveKind, LiveWeights
 from agentrl.errors import PublishError
 from agentrl.train.optimizer import optimizer_state, write_optimizer
+from agentrl.train.published_share import PublishedShare
 from agentrl.train.step import PolicyTrainer
 from agentrl.weights.delta import SUFFIX, encode
 from agentrl.weights.folder import ADAPTER_WEIGHTS
@@ -91,6 +92,9 @@ class RankWriter:
             _adapter_alone(policy.served) if policy.publishes_adapter else Snapshots.of(policy.served, limit)
         )
         """Of what engines load."""
+        self.share: float | None = None
+        """Share of what training has changed that is in the newest copy of ``model``; None if unknown."""
+        self._published_share = PublishedShare(policy)
         self._adapter = None if policy.adapter is None else _adapter_alone(policy.adapter)
         self._held: dict[int, Snapshot] = {}
         """By step: those that are being written, and the newest one, from which the next may differ."""
@@ -171,6 +175,7 @@ class RankWriter:
     def _take(self, step: int) -> Snapshot:
         if step not in self._held:
             self._held[step], self._reads[step] = self.model.take(), []
+            self.share = self._published_share.measure()
         return self._held[step]
 
     def _release(self, keep: Collection[int | None]) -> None:

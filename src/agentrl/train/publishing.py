@@ -26,15 +26,14 @@ from agentrl.weights.model_folder import explain_write_errors, require_space
 from agentrl.weights.publish import LIVE_ENGINE_SECONDS, PublishTarget, publish, publish_live
 
 if TYPE_CHECKING:
-    import torch
-
+    from agentrl.model.load import Policy
     from agentrl.store.client import Store
     from agentrl.train.controller import Controller
     from agentrl.weights.sharded_writer import Written
 
 logger = logging.getLogger(__name__)
 LEAST_SHARE = 0.9
-"""Least share of an adapter's Δ in published weights; below it, sampler and trainer differ notably."""
+"""Least share of what training has changed in published weights; below it, sampler and trainer differ."""
 WRITE_SECONDS = 3600.0
 """How long training waits for a version or a checkpoint in flight; a dead disk ends it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
@@ -199,8 +198,7 @@ class Publisher:
         )
         if not links or not is_stored or base is not None:
             publication.checkpoint.set_result(None)
-        if policy.adapter is not None:
-            self._report_rounding(policy.adapter.rounding.take_share(), policy.own_dtype)
+        self._report_rounding(self.controller.writer.share, policy)
         publication.task = asyncio.create_task(self._publish(publication))
         self.flight = publication
 
@@ -320,18 +318,23 @@ class Publisher:
                 logger.info("waiting until %s serve version %d", ", ".join(behind), last.id)
             await wait_for_any(self.lease.lost, timeout=_SERVED_POLL_SECONDS)
 
-    def _report_rounding(self, share: float | None, dtype: torch.dtype | None) -> None:
-        """Keep ``share`` for the metrics, and warn when it falls below ``LEAST_SHARE``."""
+    def _report_rounding(self, share: float | None, policy: Policy) -> None:
+        """Keep ``share`` for the metrics, and tell when it falls below ``LEAST_SHARE``."""
         if share is None:
             return
-        before = self.metrics.get("published_adapter_share", 1.0)
-        self.metrics["published_adapter_share"] = share
+        is_adapter = policy.adapter is not None
+        name = "published_adapter_share" if is_adapter else "published_update_share"
+        before = self.metrics.get(name, 1.0)
+        self.metrics[name] = share
         if share < LEAST_SHARE <= before:
-            logger.warning(
-                "engines sample with %.2f of what the adapter has learned: rounding to %s, the dtype of"
-                " --model_name_or_path, drops the rest. The share grows with the adapter; a higher"
+            logger.log(
+                # A small learning rate leaves less for long; kl_k3 says how little that changes the policy.
+                logging.WARNING if is_adapter else logging.INFO,
+                "engines sample with %.2f of what %s: rounding to %s, the dtype of"
+                " --model_name_or_path, drops the rest. The share grows with the %s; a higher"
                 " --learning_rate, or a copy of the model in float32, raises it",
-                share, str(dtype).removeprefix("torch."),
+                share, "the adapter has learned" if is_adapter else "training has changed",
+                str(policy.own_dtype).removeprefix("torch."), "adapter" if is_adapter else "change",
             )  # fmt: skip
 
     async def _sleep(self, seconds: float) -> None:

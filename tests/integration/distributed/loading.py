@@ -9,6 +9,7 @@ as its shards have in the files. Rank 0 prints a line per layout.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl.config.schema import LossConfig, ModelConfig, TrainConfig
 from agentrl.distributed import load_shards as loading
-from agentrl.distributed.load_shards import load_shards
+from agentrl.distributed.load_shards import load_shards, read_rows
 from agentrl.distributed.mesh import build_mesh, plan_layout
 from agentrl.distributed.parallel_model import ParallelModel
 from agentrl.distributed.world import leave_processes
@@ -33,6 +34,7 @@ from agentrl.model.forward import ForwardOptions, check_model
 from agentrl.model.load import Policy, empty_model, load_model, placeholders
 from agentrl.model.lora import add_adapter
 from agentrl.train.build import build_reference
+from agentrl.train.published_share import PublishedShare
 from agentrl.train.step import PolicyTrainer
 
 CPU = torch.device("cpu")
@@ -161,11 +163,33 @@ def check_case(name: str, folder: Path) -> None:
     assert read == 2 * held, f"{read} bytes read for {held} numbers in bfloat16"
     if not case.lora:
         check_reference(whole, case, config, folder)
+        check_rows(shards, folder)
     results = [trainer.train(step_data(0), AGES).metrics for trainer in (whole, shards)]
     assert results[0]["loss"] == results[1]["loss"], results
     check_same(whole, shards)
+    if not case.lora:
+        check_share(shards, folder)
     if dist.get_rank() == 0:
         print(f"{name:<24} {read} bytes read  ok", flush=True)
+
+
+def check_rows(shards: PolicyTrainer, folder: Path) -> None:
+    """Check that rows of the files are those of this rank's parts, of every parameter."""
+    names = {name for name, _ in shards.policy.model.named_parameters()}
+    found, local = read_rows(shards.policy.model, folder, names, 5), local_tensors(shards)
+    assert found.keys() == names
+    for name, rows in found.items():
+        assert len(rows.places) <= 5, name
+        assert torch.equal(rows.of(local[name]), rows.values.float()), name
+
+
+def check_share(shards: PolicyTrainer, folder: Path) -> None:
+    """Check that all ranks have the same share of the update in what is published."""
+    rounded = replace(shards.policy, own_dtype=torch.bfloat16, base=folder)
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, PublishedShare(rounded).measure())
+    assert 0.5 < shares[0] < 1.1, shares
+    assert len(set(shares)) == 1, shares
 
 
 def check_reference(policy: PolicyTrainer, case: Case, config: ModelConfig, folder: Path) -> None:

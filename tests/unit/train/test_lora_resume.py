@@ -90,7 +90,7 @@ def test_an_adapter_that_rounding_drops_is_a_warning(caplog: pytest.LogCaptureFi
     warned = []
     for share in (None, 0.33, 0.5, 0.95, 0.8):
         caplog.clear()
-        publisher._report_rounding(share, torch.bfloat16)
+        publisher._report_rounding(share, Mock(adapter=Mock(), own_dtype=torch.bfloat16))
         warned.append(len(caplog.records))
         assert publisher.metrics.get("published_adapter_share") == share
     assert warned == [0, 1, 0, 0, 1]
