@@ -51,7 +51,10 @@ class OwnHosts:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self.has(host):
             return f"this server does not answer to the host name {host[:100]!r}"
-        site = "" if origin is None else urlsplit(origin).netloc
+        try:
+            site = urlsplit(origin or "").netloc
+        except ValueError:  # as of "http://[": no site of ours
+            site = ""
         if origin is not None and site != host and _name_of(site) not in self._names | _LOOPBACKS:
             return f"this server does not answer to pages of {origin[:100]!r}"
         return None

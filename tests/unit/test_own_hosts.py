@@ -37,6 +37,9 @@ def client(host: str, *names: str) -> TestClient:
         ({"origin": "http://localhost@evil.example"}, 421),
         ({"origin": "null"}, 421),
         ({"origin": ""}, 421),
+        ({"origin": "http://[::1"}, 421),
+        ({"origin": "file://"}, 421),
+        ({"host": "evil.example", "x-forwarded-host": "localhost"}, 421),
         ({"host": "evil.example", "origin": "http://evil.example"}, 421),
     ],
 )
