@@ -126,7 +126,7 @@ def read_tasks(
     path: str | Path, *, split: str = "train", seed: int = 0, shuffle: bool = True,
     num_generations: int = 8, skip_bad_lines: bool = False,
     source: TaskSource | None = None, rows: TaskRows | None = None,
-    check: Callable[[Task], None] = lambda task: None,
+    check: Callable[[Task, Item], None] = lambda task, item: None,
     look: Callable[[Task, Item], None] = lambda task, item: None,
     names: Callable[[Task], frozenset[str]] | None = None,
 ) -> ReadResult:  # fmt: skip
@@ -134,7 +134,7 @@ def read_tasks(
 
     The order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
-    ``rows`` says how rows become tasks. ``check`` gets each task, and raises BadTaskError for a bad one;
+    ``rows`` says how rows become tasks. ``check`` gets each task with its row, and raises BadTaskError for a bad one;
     ``look`` gets each that is not bad, in the order of the source.
     ``names`` returns the code, servers and files that a task names; without it, those of its fields count,
     and a task of a source that is not trusted may name no environment.
@@ -153,7 +153,7 @@ def read_tasks(
             if not source.is_trusted:
                 _require_images_inside(value)
             task = make_task(value, split, num_generations, source.folder)
-            reading.add(task, where, preset)
+            reading.add(task, item, where, preset)
             tasks.add(item)
             look(task, item)
             reading.warn(where, value)
@@ -181,7 +181,7 @@ class _Reading:
         rows: TaskRows,
         is_trusted: bool,
         names: Callable[[Task], frozenset[str]] | None,
-        check: Callable[[Task], None],
+        check: Callable[[Task, Item], None],
     ) -> None:
         self.tasks = tasks
         self.bad: list[str] = []
@@ -215,7 +215,7 @@ class _Reading:
                 hint=f"the columns of the first row are {', '.join(self._columns[:_SHOWN])}",
             )
 
-    def add(self, task: Task, where: str, preset: str) -> None:
+    def add(self, task: Task, item: Item, where: str, preset: str) -> None:
         """Check and record the names and the id of a task. Raises BadTaskError."""
         outside = names_in_fields(task)
         if not self._is_trusted:
@@ -228,7 +228,7 @@ class _Reading:
             _require_nothing(outside)
         if task.task_id in self._ids:
             raise BadTaskError(f"id {task.task_id[:80]!r} is used above")
-        self._check(task)  # last: nothing of a bad task is recorded
+        self._check(task, item)  # last: nothing of a bad task is recorded
         self.outside |= outside
         self._ids.add(task.task_id)
         if len(self.kinds) < _KINDS:

@@ -89,7 +89,7 @@ def read_task_source(
     ``require_names`` raises BadTaskError for a task that names what cannot be used.
     """
 
-    def check(task: Task) -> None:
+    def check(task: Task, item: Item) -> None:
         require_readable(task)
         require_names(task)
 
