@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from agentrl.distributed.load_shards import Rows, read_rows
@@ -59,7 +57,7 @@ class PublishedShare:
             if part.name in self._base:
                 rows = self._base[part.name]
                 weight = weights[part.name]
-                local = cast(Tensor, weight.to_local() if isinstance(weight, DTensor) else weight)
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
                 trained = rows.of(local).float()
                 base = rows.values.to(trained)
                 written = trained.to(part.like.dtype).float()
