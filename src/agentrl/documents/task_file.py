@@ -134,8 +134,8 @@ def read_tasks(
 
     The order is shuffled by ``seed`` and is the same on every machine. Tasks are read on access, so
     memory does not grow with their size. ``source`` is read instead of the file; errors name ``path``.
-    ``rows`` says how rows become tasks. ``check`` gets each task with its row, and raises BadTaskError for a bad one;
-    ``look`` gets each that is not bad, in the order of the source.
+    ``rows`` says how rows become tasks. ``check`` gets each task with its row, and raises BadTaskError for a
+    bad one; ``look`` gets each that is not bad, in the order of the source.
     ``names`` returns the code, servers and files that a task names; without it, those of its fields count,
     and a task of a source that is not trusted may name no environment.
     """

@@ -55,7 +55,7 @@ SECTIONS: Final[dict[str, tuple[MetricDefinition, ...]]] = {
         _("entropy", "mean entropy of πθ at trainable tokens, at their temperature and over the ids that top-p, top-k or min-p left", "nats a token", "falls slowly; near 0, exploration is over"),
         _("effective_sample_size", "(Σω)² / (n·Σω²) of ω = πθ/μ", "0–1", "above 0.9"),
         _("published_adapter_share", "share of what a LoRA adapter changes that rounding leaves in the last published version", "0–1", "above 0.9; below it, engines sample another policy than the one that is trained"),
-        _("published_update_share", "without LoRA: share of what training has changed since the base model that rounding leaves in the last published version, from rows of each weight", "0–1", "1 for a float32 model; for bfloat16 it begins low at small learning rates and rises; watch kl_k3"),
+        _("published_update_share", "without LoRA: share of what training has changed since the base model that rounding leaves in the last published version, from rows of each weight; above 1 where most changes are rounded up", "≥ 0", "1 for a float32 model; for bfloat16 it begins low at small learning rates and rises; watch kl_k3"),
         _("updates", "optimizer updates of the step", "updates", "as configured"),
     ),
     "Staleness and queues": (

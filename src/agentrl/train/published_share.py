@@ -16,7 +16,7 @@ from agentrl.weights.rounding import Rounding
 
 logger = logging.getLogger(__name__)
 _ROWS = 16
-"""Rows of this rank's part of a weight that are compared with the base: of a 1B model 0.5 % of all."""
+"""Rows of this rank's part of a weight that are compared with the base."""
 
 
 @dataclass
