@@ -19,6 +19,7 @@ import argparse
 import copy
 import math
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ from agentrl.train.step import FrozenLogprobs, PolicyTrainer
 from agentrl.train.step_loss import TokenValues
 from agentrl.weights.snapshot import gather
 
+BASE = tempfile.TemporaryDirectory()
+"""Of this process: the folder of the base model."""
 LIMIT = 1e-4
 LIMITS = {"float32": LIMIT, "bfloat16": 0.25}
 """Of every deviation, by the dtype of products in the layout."""
@@ -155,8 +158,10 @@ def build_trainer(
     config = OPTIM if case.products == "float32" else replace(OPTIM, learning_rate=OPTIM.learning_rate / 10)
     optimizer = build_optimizer(model.model, config, PLAIN if is_single else case.memory)
     rounded = None if is_single or adapter else torch.bfloat16
+    base = Path(BASE.name)
+    model.model.config.save_pretrained(base)  # published files keep the fields of the base's
     return PolicyTrainer(
-        policy=Policy(model.model, cast("Any", None), Path(), None, adapter, own_dtype=rounded),
+        policy=Policy(model.model, cast("Any", None), base, None, adapter, own_dtype=rounded),
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),

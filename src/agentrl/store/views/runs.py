@@ -201,6 +201,8 @@ def _is_a(value: Any, hint: Any) -> bool:
         return value in inner
     if kind is tuple:
         return isinstance(value, tuple) and all(_is_a(item, inner[0]) for item in value)
+    if kind is not None:  # a dict of any values
+        return isinstance(value, kind)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_dataclass(hint):
