@@ -34,6 +34,7 @@ from agentrl.store.client import Store, open_store
 from agentrl.train.build import build_trainer
 from agentrl.train.controller import Controller, lead
 from agentrl.train.device_turns import DeviceTurns
+from agentrl.train.folders import run_folders
 from agentrl.train.lease import TrainerLease, hold_lease
 from agentrl.train.progress import Progress
 from agentrl.train.publishing import Publisher
@@ -174,10 +175,12 @@ async def publish_steps(wanted: dict[str, Any]) -> dict[str, Any]:
         with serving(configs, folder, FLAGS[way][:2] if "--weight_sync" in FLAGS[way] else ()) as process:
             controller = lead(single_process(), build)
             progress = Progress(attempt=lease.attempt)
+            folders = await run_folders(store, configs[RunConfig], None, str(folder / "weights"))
+            await folders.claim()
             publisher = Publisher(
                 store=store, config=configs[TrainConfig], controller=controller, progress=progress,
-                lease=lease, turns=DeviceTurns(lease=None, controller=controller), output=folder / "out",
-                root=str(folder / "weights"), max_staleness=4, stop=asyncio.Event(),
+                lease=lease, turns=DeviceTurns(lease=None, controller=controller), folders=folders,
+                max_staleness=4, stop=asyncio.Event(),
             )  # fmt: skip
             served = await until_served(store, -1, process)
             for step in range(1, wanted["steps"] + 2):

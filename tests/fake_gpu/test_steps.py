@@ -131,7 +131,7 @@ def reads(case: Case) -> dict[str, int]:
         "agentrl/distributed/fsdp.py gradient_norm": 1,
     }
     if is_last:
-        found["agentrl/train/step_loss.py StepLoss.report"] = BATCHES * 15
+        found["agentrl/train/step_loss.py StepLoss.report"] = BATCHES * 16
     if layout.tp > 1:
         passes = 2 if is_reference else 1
         for function in ("EmbeddingParallel.transform_output_post_forward", _TP_FORWARD):

@@ -50,7 +50,7 @@ def test_a_source_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_would_stop_a_load_gives_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bad = {"id": "x", "query": "?", "answer": "x+1", "scorer": "math", "answer_schema": "####"}
+    bad = {"id": "x", "query": "?", "answer": "", "scorer": "math", "answer_schema": "####"}
     good = {"id": "y", "query": "?", "answer": "x+1", "scorer": "exact"}
     source = write(tmp_path / "tasks.jsonl", good, bad, {"id": "y", "query": "?"})
     assert main(["tasks", "check", source]) == 1
