@@ -6,6 +6,7 @@ Flags that the loss alone decides about are refused by ``LossSettings``.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,10 +39,11 @@ def _by_advantage(flags: Flags) -> bool:
     return bool(flags["drop_zero_advantage"] or flags["minimal_advantage"])
 
 
-def _is_trained_again(flags: Flags) -> bool:
-    """Return whether data can be young enough for a second training, one step later or more."""
-    staleness = 0 if flags["sync_sampling"] else flags["max_staleness"]
-    return bool(flags["staleness_policy"] == "decay" or max(1, flags["retrained_interval"]) <= staleness)
+def _largest_age(flags: Flags) -> float:
+    """Return the largest age of a token that is trained, in optimizer steps."""
+    if flags["staleness_policy"] == "decay":
+        return math.inf
+    return 0 if flags["sync_sampling"] else int(flags["max_staleness"])
 
 
 def _publishes_adapter(flags: Flags) -> bool:
@@ -98,6 +100,10 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "it makes the advantages of old tokens smaller, and the loss reads none", "use drop or mask",
     ),
     IdleRule(
+        ("out_of_date_decay",), lambda flags, _: _largest_age(flags) > 0,
+        "no token that is trained is older than 0 steps", "use --max_staleness 1 or more, or leave it out",
+    ),
+    IdleRule(
         ("out_of_date_decay",),
         lambda flags, loss: flags["staleness_policy"] == "decay" or loss.narrows_bounds,
         "the loss has no bounds that it could narrow",
@@ -106,11 +112,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     ),
     IdleRule(
         ("old_logprobs",),
-        lambda flags, _: (
-            flags["old_logprobs"] != "loglinear"
-            or flags["staleness_policy"] == "decay"
-            or (flags["max_staleness"] > 0 and not flags["sync_sampling"])
-        ),
+        lambda flags, _: flags["old_logprobs"] != "loglinear" or _largest_age(flags) > 0,
         "no token that is trained is older than 0 steps, where the interpolation is behavior",
         "use behavior or recompute, or --max_staleness 1 or more",
     ),
@@ -127,7 +129,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "--max_trained_count is 1: nothing is trained again", "raise --max_trained_count, or leave it out",
     ),
     IdleRule(
-        ("max_trained_count",), lambda flags, _: _is_trained_again(flags),
+        ("max_trained_count",), lambda flags, _: max(1, flags["retrained_interval"]) <= _largest_age(flags),
         "--retrained_interval steps later the data are older than --max_staleness, and are left out",
         "raise --max_staleness, or use --staleness_policy decay",
     ),

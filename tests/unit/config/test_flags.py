@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from agentrl.config.flags import Flags, Range, flag, require_writable
-from agentrl.config.schema import EngineConfig, TeacherConfig
+from agentrl.config.schema import (
+    EngineConfig,
+    GroupConfig,
+    ModelConfig,
+    RunConfig,
+    SamplingConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 from agentrl.errors import ConfigError
 
 
@@ -77,3 +85,23 @@ def test_a_file_that_is_written_at_the_end_is_checked_before(tmp_path: Path) -> 
     for path, reason in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a" / "b", "Not a directory")):
         with pytest.raises(ConfigError, match=f"--out {path} cannot be written: {reason}"):
             require_writable("--out", str(path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "value", "says"),
+    [
+        (TrainConfig, "groups_per_step", 2**63, "too large"), (TrainConfig, "max_steps", 0, "is 0"),
+        (RunConfig, "db_timeout_seconds", 1e300, "too large"), (GroupConfig, "min_turns", 0, "is 0"),
+        (SamplingConfig, "feedback_hours", 1e6, "too large"), (RunConfig, "output_dir", "", "is empty"),
+        (ModelConfig, "reference_model", "", "is empty"), (RunConfig, "log_dir", "", "is empty"),
+    ],
+)  # fmt: skip
+def test_values_that_nothing_can_hold_are_refused(kind: type, flag: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag} .*{says}") as refused:
+        kind(**{flag: value})
+    assert refused.value.hint
+
+
+def test_no_limit_and_no_text_are_values_where_they_are_meant() -> None:
+    assert RunConfig(db_wait_seconds=math.inf).db_wait_seconds == math.inf
+    assert GroupConfig(columns="").columns == ""

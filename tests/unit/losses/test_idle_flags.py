@@ -149,9 +149,9 @@ def test_a_flag_changes_something_or_is_refused_with_a_hint(loss: str, flag: str
     ("flag", "value", "needed", "acts"),
     [
         ("reference_model", "models/x", {}, None), ("reference_model", "models/x", {"kl_coef": 0.1}, True),
-        ("lora_alpha", 8, {}, False), ("lora_alpha", 8, {"lora_rank": 4}, True),
-        ("lora_target_modules", "q_proj", {}, False),
-        ("retrained_interval", 5, {}, False), ("retrained_interval", 5, {"max_trained_count": 2}, True),
+        ("out_of_date_decay", 0.5, {**WITH["out_of_date_decay"], "max_staleness": 0}, False),
+        ("out_of_date_decay", 0.5, {**WITH["out_of_date_decay"], "sync_sampling": True}, False),
+        ("importance_correction", "token_mask:0:inf", {}, False), ("importance_correction", ",", {}, False),
         ("staleness_policy", "decay", {"out_of_date_decay": 0.5}, None),
         ("staleness_policy", "mask", {}, True),
         ("advantage_whitening", "batch", {"drop_zero_advantage": False}, None),
@@ -182,3 +182,24 @@ def test_a_what_if_is_not_refused_for_flags_that_made_its_data() -> None:
         ConfigError, match=r"--adv_scaling 2\.0 with --loss_calculater DPO: the loss reads no"
     ):
         check_loss(configs, {"adv_scaling"})
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("MINIRL", {"importance_correction": "tis:inf", "old_logprobs": "recompute"}, "neither drops nor"),
+        ("MINIRL", {"skip_length_normalization": False, "loss_length_divisor": 5}, "not its mean"),
+        ("KTO", {"kto_desirable_weight": 0.0, "kto_undesirable_weight": 0.0}, "nothing would be trained"),
+        ("OPD", {"distill_coef": 0.0}, "OPD would train nothing"),
+    ],
+)
+def test_values_with_which_a_loss_does_nothing_are_refused(
+    name: str, flags: Mapping[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        with_loss(name, flags)
+    assert refused.value.hint
+
+
+def test_an_uncapped_weight_acts_on_a_loss_that_has_none() -> None:
+    with_loss("GRPO", {"importance_correction": "tis:inf", "old_logprobs": "recompute"})
