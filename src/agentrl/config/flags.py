@@ -19,7 +19,7 @@ Switch = Literal["auto", "true", "false"]
 
 _LARGEST_INTEGER = 2**63 - 1
 """MongoDB stores no larger one."""
-_LONGEST_SECONDS = 1e9
+_LONGEST_SECONDS = 10**9
 """32 years. Dates end at the year 9999, and timers of threads after 292 years."""
 _SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
 
@@ -111,7 +111,7 @@ class Flags:
                 )
             if isinstance(value, int | float) and value != math.inf:
                 most = _largest(item, value)
-                require(value <= most, f"--{item.name} is {value}: too large", f"give at most {most:.10g}")
+                require(value <= most, f"--{item.name} is {value}: too large", f"give at most {most}")
             if get_origin(hint) is Literal:
                 allowed = get_args(hint)
                 require(value in allowed, f"--{item.name} is {value!r}", f"use one of {', '.join(allowed)}")
@@ -123,7 +123,7 @@ class Flags:
 def _largest(item: dataclasses.Field[Any], value: float) -> float:
     """Return the largest value of a flag that databases and clocks can hold."""
     if item.metadata.get("unit") in _SECONDS:
-        return _LONGEST_SECONDS / _SECONDS[item.metadata["unit"]]
+        return _LONGEST_SECONDS // _SECONDS[item.metadata["unit"]]
     return _LARGEST_INTEGER if isinstance(value, int) else math.inf
 
 

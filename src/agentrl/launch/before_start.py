@@ -17,6 +17,7 @@ from agentrl.config.schema import (
     GroupConfig,
     ModelConfig,
     RunConfig,
+    TaskConfig,
     TeacherConfig,
 )
 from agentrl.errors import (
@@ -35,6 +36,7 @@ from agentrl.launch.recipe import TASK_FILES, AccelerateConfig, read_accelerate_
 from agentrl.losses.idle_flags import check_loss
 from agentrl.losses.settings import LossSettings
 from agentrl.observe.begin_run import check_run
+from agentrl.registry import import_modules
 from agentrl.rollout.setup import require_extensions
 from agentrl.store.client import Store, open_existing
 from agentrl.store.embedded.server import EmbeddedMongo
@@ -60,6 +62,9 @@ def prepare(command: str, flags: Sequence[str], configs: Configs, variables: Map
         flags = ["--eval_engine", "shared", *flags]
     accelerate = read_accelerate_config(variables.get("ACCELERATE_CONFIG") if "train" in roles else None)
     configs = configs.with_flags(accelerate.sizes)
+    if "train" in roles:  # before the demo's model is fetched
+        import_modules(configs[TaskConfig].imported_modules)
+        check_loss(configs)
 
     is_demo = configs[ModelConfig].model_name_or_path is None
     servers = default_servers(configs, is_demo=is_demo) if roles & {"sample", "eval"} else None
@@ -152,7 +157,6 @@ def require_usable(configs: Configs, roles: Collection[str]) -> AgreedSettings:
         require_extensions(configs)
         agreed |= sampler_settings(configs)
     if "train" in roles:
-        check_loss(configs)
         agreed |= trainer_settings(configs, LossSettings.of_run(configs))
     return agreed
 

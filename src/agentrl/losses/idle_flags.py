@@ -161,12 +161,12 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "--dtype bfloat16 multiplies in bfloat16", "leave out one of the two",
     ),
     IdleRule(
-        ("publish",),
-        lambda flags, _: (
-            (flags["publish"] != "delta" or flags["weight_sync"] == "disk")
-            and (flags["publish"] != "adapter" or _publishes_adapter(flags))
-        ),
-        "an adapter needs --lora_rank, and files, as a delta does, --weight_sync disk", _LEAVE_OUT,
+        ("publish",), lambda flags, _: flags["publish"] != "adapter" or _publishes_adapter(flags),
+        "no adapter is trained, or --weight_sync sends whole weights", "add --lora_rank, or leave it out",
+    ),
+    IdleRule(
+        ("publish",), lambda flags, _: flags["publish"] != "delta" or flags["weight_sync"] == "disk",
+        "--weight_sync sends whole weights", "leave out one of the two",
     ),
     IdleRule(
         ("full_every",),
@@ -215,10 +215,8 @@ def check_idle(configs: Configs, settings: LossSettings, chosen: Collection[str]
             is_set = name in chosen and flags[name] != defaults[name]
             if is_set and not rule.acts(flags, settings):
                 shown = str(flags[name]).lower() if isinstance(flags[name], bool) else flags[name]
-                raise ConfigError(
-                    f"--{name} {shown} with --loss_calculater {settings.loss_calculater}: {rule.why}",
-                    hint=rule.hint,
-                )
+                loss = f" with --loss_calculater {settings.loss_calculater}" if "the loss" in rule.why else ""
+                raise ConfigError(f"--{name} {shown}{loss}: {rule.why}", hint=rule.hint)
 
 
 def _require_teacher(settings: LossSettings, groups: GroupConfig) -> None:

@@ -6,8 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.config.load import Configs
+from agentrl.config.schema import GROUPS
 from agentrl.errors import ConfigError, ModelError
-from agentrl.launch.before_start import require_teacher
+from agentrl.launch import before_start
+from agentrl.launch.before_start import prepare, require_teacher
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [({"mini_batches": 9}, "--mini_batches 9"), ({"import_modules": "nosuch"}, "--import_modules")],
+)
+def test_flags_of_training_are_checked_before_a_model_is_fetched(
+    flags: dict[str, object], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(before_start, "demo_model", lambda: pytest.fail("fetched"))
+    with pytest.raises(ConfigError, match=says):
+        prepare("train", [], Configs.of(GROUPS, flags, flags), {})
 
 
 def test_a_teacher_is_there_and_trajectories_wait_for_it(tmp_path: Path) -> None:

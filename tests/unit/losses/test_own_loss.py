@@ -11,11 +11,13 @@ import pytest
 import torch
 from token_batches import three_tokens
 
+from agentrl.cli.training import _check_flags
 from agentrl.config.load import parse
 from agentrl.config.schema import LossConfig
 from agentrl.errors import ConfigError
 from agentrl.losses.compute import token_losses
 from agentrl.losses.idle_flags import check_loss
+from agentrl.losses.loss import LOSSES
 from agentrl.losses.settings import LossSettings
 
 SOURCE = """
@@ -101,3 +103,13 @@ def test_what_is_wrong_is_named_with_a_hint(flags: list[str], words: list[str]) 
 def test_declaring_a_loss_imports_no_torch() -> None:
     code = "import sys, agentrl.losses.loss; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_trainer_finds_a_loss_that_an_imported_module_registers(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module.with_name("own_names.py").write_text(SOURCE.replace("@loss()", '@loss("named")'), encoding="utf-8")
+    monkeypatch.setattr(LOSSES, "_registered", dict(LOSSES._registered))
+    flags = ["--import_modules", "own_names", "--loss_calculater", "named"]
+    configs = parse(flags, command="agentrl train", description="", shown=[], validate=_check_flags)
+    assert LossSettings.of_run(configs).loss.function.__name__ == "clipped"
