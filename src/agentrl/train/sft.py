@@ -64,7 +64,7 @@ _TOKENIZER = "tokenizer.json"
 _RL_ALONE = {"num_epochs_per_batch", "mini_batches"}
 _READ = frozenset(flag_names(OptimConfig, AdapterConfig, MemoryConfig, ParallelConfig)) - _RL_ALONE | {
     "max_steps", "max_tokens", "prefix_merging", "gradient_checkpointing", "loss_seq_chunk_size",
-    "autocast_bf16",
+    "autocast_bf16", "token_level_loss", "skip_length_normalization",
 }  # fmt: skip
 """Flags of training that are read here. The others may be in the file of a run, whose trainer reads them."""
 Images = Mapping[str, Image]
@@ -87,7 +87,8 @@ def fine_tune(configs: Configs) -> None:
 
 def _check_flags(configs: Configs) -> None:
     check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), _READ)
-    unread = sorted(configs.given & {*flag_names(TrainConfig), *_RL_ALONE} - _READ)
+    of_training = {*flag_names(TrainConfig, LossConfig, GroupConfig), *_RL_ALONE}
+    unread = sorted(configs.given & of_training - _READ)
     if unread:
         logger.warning("agentrl sft does not read --%s", ", --".join(unread))
     sources = (configs[TaskConfig].train_file, configs[SFTConfig].sft_from_records)
