@@ -13,7 +13,7 @@ import torch
 
 from agentrl.config.flags import require
 from agentrl.config.load import Configs
-from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig
+from agentrl.config.schema import GroupConfig, ModelConfig, RunConfig, TrainConfig
 from agentrl.config.whatif import WhatIfConfig, changes, child_configs, parent_configs
 from agentrl.data.recorded import ORDER_SEED, require_data
 from agentrl.data.regroup import SCORER
@@ -141,6 +141,11 @@ def _wanted(
 def _require_usable(child: Configs, given: Collection[str]) -> None:
     """Raise ConfigError for flags with which no step could be trained, before the child is begun."""
     check_loss(child, given)
+    require(
+        "max_staleness" not in given or child[TrainConfig].staleness_policy != "drop",
+        "--max_staleness with --staleness_policy drop: a stored step is trained whole, whatever its ages are",
+        "add --staleness_policy mask or decay, or leave it out",
+    )
     groups = child[GroupConfig]
     if "advantage" in given:
         ESTIMATORS.get(groups.advantage)

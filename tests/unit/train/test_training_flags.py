@@ -46,6 +46,7 @@ from agentrl.train.optimizer import build_optimizer, build_scheduler
 from agentrl.train.sft import fine_tune
 from agentrl.train.source import freshness_of
 from agentrl.train.step import PolicyTrainer
+from agentrl.train.whatif import _require_usable
 
 LOOPS: Mapping[str, Any] = {"num_epochs_per_batch": 2, "mini_batches": 2}
 """Flag → a value with which a step calls the loss more often."""
@@ -273,6 +274,14 @@ def test_every_rule_is_tried() -> None:
         "staleness_policy",
     }
     assert flags - of_losses == {flag for flag, *_ in REFUSED}
+
+
+def test_a_what_if_refuses_an_age_that_drops_nothing() -> None:
+    child = configs_of(max_staleness=3)
+    _require_usable(child, {"learning_rate"})
+    with pytest.raises(ConfigError, match="--max_staleness with --staleness_policy drop"):
+        _require_usable(child, {"max_staleness"})
+    _require_usable(configs_of(max_staleness=3, staleness_policy="mask"), {"max_staleness"})
 
 
 def test_fine_tuning_refuses_what_it_cannot_use_and_names_what_it_does_not_read(
