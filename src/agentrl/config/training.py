@@ -307,6 +307,14 @@ class SFTConfig(Flags):
     sft_split: str = flag("train", "split of these Records")
     sft_min_score: float = flag(1.0, "minimum score of these Records", within="(-inf, inf)")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.sft_from_records is not None or (self.sft_split, self.sft_min_score) == ("train", 1.0),
+            f"--sft_split {self.sft_split} and --sft_min_score {self.sft_min_score:g} choose Records",
+            "add --sft_from_records RUN, or leave them out",
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(Flags):

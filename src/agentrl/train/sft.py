@@ -88,6 +88,8 @@ def fine_tune(configs: Configs) -> None:
 def _check_flags(configs: Configs) -> None:
     check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), _READ)
     of_training = {*flag_names(TrainConfig, LossConfig, GroupConfig), *_RL_ALONE}
+    if configs[TrainConfig].max_steps > 0:
+        of_training.add("num_train_epochs")
     unread = sorted(configs.given & of_training - _READ)
     if unread:
         logger.warning("agentrl sft does not read --%s", ", --".join(unread))

@@ -289,7 +289,10 @@ def test_fine_tuning_refuses_what_it_cannot_use_and_names_what_it_does_not_read(
 ) -> None:
     with pytest.raises(ConfigError, match="--lora_alpha 8"):
         fine_tune(configs_of(lora_alpha=8))
-    flags = {"save_steps": 5, "mini_batches": 99, "max_steps": 3, "kl_coef": 0.1}
+    flags = {"save_steps": 5, "mini_batches": 99, "max_steps": 3, "kl_coef": 0.1, "num_train_epochs": 2}
     with pytest.raises(ConfigError, match="no conversations"):
         fine_tune(Configs.of([*GROUPS, SFTConfig], flags, flags))
-    assert "agentrl sft does not read --kl_coef, --mini_batches, --save_steps" in caplog.text
+    unread = "--kl_coef, --mini_batches, --num_train_epochs, --save_steps"
+    assert f"agentrl sft does not read {unread}" in caplog.text
+    with pytest.raises(ConfigError, match="--sft_min_score 0"):
+        SFTConfig(sft_min_score=0.5)
