@@ -174,6 +174,11 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
             f"--freeze {pattern!r} finds none of the model's {len(names)} parameters",
             hint=f"match names such as {names[0]} and {names[-1]}",
         )
+    if not any(parameter.requires_grad for parameter in found.values()):
+        raise ConfigError(
+            f"--freeze {pattern!r} finds weights that --lora_rank freezes already",
+            hint="match names of adapters, such as lora_A, or leave it out",
+        )
     for parameter in found.values():
         parameter.requires_grad = False
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -100,10 +100,8 @@ def test_a_constant_length_divides_a_trajectorys_sum_whatever_its_own_length_is(
     losses, row = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
     mask = torch.ones(3, dtype=torch.bool)
     whole = Denominators(int(mask.sum()), len(row[mask].unique()))
-    for skip in (False, True):
-        settings = LossSettings(
-            token_level_loss=False, skip_length_normalization=skip, loss_length_divisor=10
-        )
+    for name in ("GRPO", "MINIRL"):  # MINIRL's own default is the sum
+        settings = LossSettings(loss_calculater=name, token_level_loss=False, loss_length_divisor=10)
         found = float(reduce_losses(losses, mask, row, 2, whole, settings))
         assert found == pytest.approx((4.0 / 10 + 5.0 / 10) / 2)
 
