@@ -75,11 +75,11 @@ def _equal(gold: str, answer: str) -> bool:
         return False
     if any(kind(wanted) != kind(given) for kind in (_marks, _words)) or _are_words(wanted, given):
         return False
-    brackets = _GROUP.fullmatch(wanted), _GROUP.fullmatch(given)
-    if brackets[0] and brackets[1] and brackets[0].groups() != brackets[1].groups():
+    brackets, own_brackets = _brackets(wanted), _brackets(given)
+    if brackets and own_brackets and brackets != own_brackets:
         return False
-    if brackets[0] and "," in given and not re.search(r"[()\[\]{}]", given):
-        given = f"{brackets[0].group(1)}{given}{brackets[0].group(2)}"  # an ordered pair without its brackets
+    if brackets and "," in given and not re.search(r"[()\[\]{}]", given):
+        given = given.join(brackets)  # an ordered pair without its brackets
     return _verify(*_with_cases(wanted, given))
 
 
@@ -107,8 +107,24 @@ def _joins(text: str) -> set[str]:
 
 
 _JOIN = re.compile(r"(?<![A-Za-z])(?:and|or|lor|land|vee|wedge)(?![A-Za-z])")
-_GROUP = re.compile(r"(\(|\[|\\\{)[^()\[\]{}]*,[^()\[\]{}]*(\)|\]|\\\})")
-"""A tuple, an interval or a set, with its brackets."""
+_GROUP = re.compile(r"(\(|\[|\\\{)(.*,.*)(\)|\]|\\\})")
+
+
+def _brackets(text: str) -> tuple[str, str] | None:
+    """Return the brackets around a whole tuple, interval or set; None for anything else.
+
+    sympy drops them where an interval is empty: it has one value for [3, 1] and (3, 1).
+    """
+    found = _GROUP.fullmatch(text)
+    depth, has_comma = 0, False
+    for mark in re.findall(r"[()\[\]{},]", found[2] if found else ""):
+        depth += (mark in "([{") - (mark in ")]}")
+        has_comma |= mark == "," and depth == 0
+        if depth < 0:
+            return None
+    return (found[1], found[3]) if found and has_comma and depth == 0 else None
+
+
 _DROPPED = (
     re.compile(r"'|\\prime(?![A-Za-z])"),
     re.compile(r"\\[lcd]?dots[bc]?(?![A-Za-z])|\.\.\."),
@@ -247,8 +263,9 @@ _REWRITES = (
     ),
     (re.compile(r"\*\* ?([+-]?\w+)"), r"^{\1}"),
     (re.compile(r"\\(?:[cd]dots|dots[bc]?)(?![A-Za-z])|\.\.\."), r"\\ldots "),
-    (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile("√"), r"\\sqrt "),
+    (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile("∞"), r"\\infty "),
     (re.compile("·"), r"\\cdot "),
     (re.compile(r"∅|\\varnothing(?![A-Za-z])"), r"\\emptyset "),
