@@ -63,16 +63,12 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "per_sequence", "per_sequ
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
     """Draw any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens."""
     declared = LOSSES.get(loss)
-    reduction: dict[str, Any] = draw(
-        st.sampled_from(
-            [
-                {"token_level_loss": True, "skip_length_normalization": False},
-                {"token_level_loss": False, "skip_length_normalization": False},
-                {"token_level_loss": False, "skip_length_normalization": True},
-                {"token_level_loss": False, "loss_length_divisor": 9},
-            ]
-        )
-    )
+    token_level, divisor = draw(st.sampled_from([(True, None), (False, None), (False, 9)]))
+    reduction: dict[str, Any] = {
+        "token_level_loss": token_level,
+        "skip_length_normalization": not token_level and (divisor is not None or draw(st.booleans())),
+        "loss_length_divisor": divisor,
+    }
     if not declared.from_policy:
         return LossSettings(loss_calculater=loss, **reduction)
     old, correction = draw(st.sampled_from(cases_of(loss)))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
@@ -98,7 +97,7 @@ class Flags:
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its flag's range or choices.
 
-        A text that may be None may not be empty: an unset variable of a shell would choose the default.
+        A text whose default is not empty may not be empty: it may come from an unset variable of a shell.
         """
         kind: Any = type(self)
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -116,8 +115,9 @@ class Flags:
             if get_origin(hint) is Literal:
                 allowed = get_args(hint)
                 require(value in allowed, f"--{item.name} is {value!r}", f"use one of {', '.join(allowed)}")
-            if NoneType in get_args(hint):
-                require(value != "", f"--{item.name} is empty", "give a value, or leave it out")
+            require(
+                value != "" or item.default == "", f"--{item.name} is empty", "give a value, or leave it out"
+            )
 
 
 def _largest(item: dataclasses.Field[Any], value: float) -> float:

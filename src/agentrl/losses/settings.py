@@ -227,8 +227,9 @@ def _check_reduction(settings: LossSettings) -> None:
         settings, flag, "a mean over tokens has no trajectory lengths", "add --token_level_loss false",
     )  # fmt: skip
     _require(
-        settings.loss_length_divisor is None or _is_default(settings, flag), settings, flag,
-        "--loss_length_divisor divides a trajectory's sum, whatever its length", "leave out one of the two",
+        settings.loss_length_divisor is None
+        or bool(settings.skip_length_normalization) or _is_default(settings, flag),
+        settings, flag, "--loss_length_divisor divides a trajectory's sum, not its mean", "leave it out",
     )  # fmt: skip
 
 

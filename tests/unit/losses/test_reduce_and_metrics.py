@@ -18,7 +18,7 @@ from agentrl.losses.token_metrics import TokenMetrics
 PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
 
-REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, False, 7)]
+REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, True, 7)]
 
 
 def take(batch: TokenBatch, rows: list[int]) -> TokenBatch:
@@ -100,8 +100,10 @@ def test_a_constant_length_divides_a_trajectorys_sum_whatever_its_own_length_is(
     losses, row = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 1])
     mask = torch.ones(3, dtype=torch.bool)
     whole = Denominators(int(mask.sum()), len(row[mask].unique()))
-    for name in ("GRPO", "MINIRL"):  # MINIRL's own default is the sum
-        settings = LossSettings(loss_calculater=name, token_level_loss=False, loss_length_divisor=10)
+    for skip in (False, True):
+        settings = LossSettings(
+            token_level_loss=False, skip_length_normalization=skip, loss_length_divisor=10
+        )
         found = float(reduce_losses(losses, mask, row, 2, whole, settings))
         assert found == pytest.approx((4.0 / 10 + 5.0 / 10) / 2)
 
