@@ -10,23 +10,16 @@ from __future__ import annotations
 import logging
 import math
 import re
-import signal
-from collections.abc import Callable
 from functools import cache
 from string import ascii_lowercase
-from typing import Any, TypeVar
+from typing import Any
 
+from agentrl.concurrency import within_cpu
 from agentrl.scoring.normal_form import LONGEST, number, plain, same
-
-T = TypeVar("T")
 
 CPU_SECONDS = 5.0
 """Time of the processor that one comparison may take. A limit of the clock, as math-verify's own, would make
 an equal answer unequal on a busy machine."""
-
-
-class _TooLongError(BaseException):
-    """A comparison takes too long. Not an Exception: sympy and math-verify suppress those."""
 
 
 def equal(golds: tuple[str, ...], answer: str) -> bool:
@@ -35,30 +28,14 @@ def equal(golds: tuple[str, ...], answer: str) -> bool:
     A comparison beyond ``CPU_SECONDS`` counts as unequal. Call it in the main thread of a process, where
     signals arrive.
     """
-    return any(same(gold, answer) or bool(_bounded(_equal, gold, answer)) for gold in golds)
+    return any(same(gold, answer) or bool(within_cpu(CPU_SECONDS, _equal, gold, answer)) for gold in golds)
 
 
 def unparsed(golds: tuple[str, ...]) -> list[bool]:
     """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
-    return [number(gold) is None and not _bounded(_parse, _quantity(gold)[0]) for gold in golds]
-
-
-def _bounded(function: Callable[..., T], *arguments: str) -> T | None:
-    """Return the function's result; None if it takes longer than ``CPU_SECONDS``."""
-
-    def stop(*_: object) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGPROF, stop)
-    try:
-        # repeatedly: Python drops an exception that is raised in a destructor or by the garbage collector
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS / 8)
-        return function(*arguments)
-    except _TooLongError:
-        return None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+    return [
+        number(gold) is None and not within_cpu(CPU_SECONDS, _parse, _quantity(gold)[0]) for gold in golds
+    ]
 
 
 def _equal(gold: str, answer: str) -> bool:
