@@ -138,7 +138,7 @@ class RunFolders:
     async def claim(self) -> None:
         """Make all of them the run's.
 
-        Raises ConfigError if another run was first, or if one is read-only or is deleted with what it lies in.
+        Raises ConfigError if another run was first, or if one is read-only or lies in what a trainer deletes.
         """
         for folder, flag in self._local:
             await asyncio.to_thread(_require_lasting, folder, flag)
@@ -199,10 +199,10 @@ async def run_folders(
 
 
 def _require_lasting(folder: Path, flag: str) -> None:
-    """Raise ConfigError if ``folder`` lies in a checkpoint or a version of a run, whose trainer deletes them."""
+    """Raise ConfigError if ``folder`` lies in a checkpoint or a version of a run: its trainer prunes them."""
     for place in folder.resolve().parents:
-        is_kept_for_a_while = is_checkpoint(place) or version_folders([place.name])
-        if is_kept_for_a_while and (owner := read_owner(place.parent)) is not None:
+        is_pruned = is_checkpoint(place) or version_folders([place.name])
+        if is_pruned and (owner := read_owner(place.parent)) is not None:
             raise ConfigError(
                 f"{folder} lies in {place}, which {owner} deletes when newer ones replace it",
                 hint=f"give another {flag}",
