@@ -15,8 +15,11 @@ from agentrl.model.load import Policy
 from agentrl.weights.rounding import Rounding
 
 logger = logging.getLogger(__name__)
-_ROWS = 16
-"""Rows of this rank's part of a weight that are compared with the base."""
+_ROWS = 4
+"""Rows of this rank's part of a weight that are compared with the base.
+
+They are few enough that one thread computes with them: starting more threads for each weight takes longer.
+"""
 
 
 @dataclass

@@ -201,7 +201,7 @@ async def test_everything_that_a_scorer_scored(store: Store, run_config: RunConf
 
 
 async def test_a_call_that_is_killed_is_finished_by_the_next(
-    store: Store, run_config: RunConfig, tmp_path: Path
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run.build(store, tmp_path / "weights")
     retractions = Retractions(store.connection)
@@ -218,6 +218,9 @@ async def test_a_call_that_is_killed_is_finished_by_the_next(
     with pytest.raises(StoreError, match="still holds what ann withdrew"):
         await retractions.require_deleted()
     assert await agentrl_retract(run_config) == 0
+    said = capsys.readouterr().out
+    assert "weights      from step 1 on" in said
+    assert "the weights from step 1 on were trained with it" in said
     await retractions.require_deleted()
     for key in (FIRST, TRAINED):
         assert await mentions(store, key) == {"Tombstone": 1}
