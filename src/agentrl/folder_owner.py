@@ -51,7 +51,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Owner:
-        """Read the content of an owner file at ``place``. Raises ConfigError if it is none."""
+        """Read the content of an owner file at ``place``. Raises ConfigError if it is not one."""
         try:
             return cls(**{name: str(value) for name, value in json.loads(content).items()})
         except (ValueError, TypeError, AttributeError) as error:
