@@ -75,6 +75,15 @@ ELSEWHERE = {
     "gradient_reduction": "tests/integration/distributed/accumulation.py",
 }
 """Flags that are tried where there are several processes, or a compiler."""
+READ = {
+    "groups_per_step", "gradient_accumulation_steps", "advantage_whitening", "max_trained_count",
+    "retrained_interval", "save_steps", "save_total_limit", "weight_sync", "full_every", "publish_steps",
+    "publish", "publish_to", "published_versions_kept", "keep_every", "publish_wait_seconds",
+    "fallback_output_dir", "max_bad_steps", "resume_from_checkpoint", "verify_data", "data_wait_seconds",
+    "report_to", "per_device_train_batch_size",
+}  # fmt: skip
+"""Flags of ``TrainConfig`` that change which data a step has and what follows it: the weakest proof, that a
+module reads them, beside the tests of that module and ``REFUSED``."""
 DERIVED: Mapping[str, tuple[type, Any, str]] = {
     "import_modules": (TaskConfig, "m", "imported_modules"),
     "allowed_modules": (TaskConfig, "m", "allowed_names"),
@@ -150,7 +159,7 @@ def trained(built: PolicyTrainer, start: Mapping[str, torch.Tensor], **flags: An
 
 
 def test_every_flag_is_in_a_table_or_read_by_a_module() -> None:
-    """A flag of training that a step computes with comes to a table; another one is read somewhere."""
+    """A new flag of training comes to a table; one of another process is read somewhere."""
     proven = {*UPDATES, *BUILT, *SCHEDULES, *AGES, *DERIVED, *flag_names(ParallelConfig, IgnoredConfig)}
     sources = (path for path in Path(agentrl.__file__).parent.rglob("*.py") if path.parent.name != "config")
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
@@ -160,8 +169,8 @@ def test_every_flag_is_in_a_table_or_read_by_a_module() -> None:
     names = set(flag_names(*(kind for kind in GROUPS if kind not in (LossConfig, GroupConfig))))
     assert sorted(names - proven - words) == []
     assert {name for _, _, name in DERIVED.values()} <= words
-    of_steps = set(flag_names(OptimConfig, AdapterConfig, MemoryConfig)) - proven
-    assert of_steps == ELSEWHERE.keys()
+    of_training = set(flag_names(OptimConfig, AdapterConfig, MemoryConfig, TrainConfig))
+    assert of_training - proven == READ | ELSEWHERE.keys()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
