@@ -316,17 +316,41 @@ def load_validator() -> None:
     _check("{}")
 
 
+_PATTERN_SECONDS = 0.5
+"""Longest search for a ``pattern``; a longer one counts as found, and the tool decides."""
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Exception]:
+    """Yield the error of a text without ``pattern``.
+
+    Why not jsonschema's own? ``re`` may backtrack for years over a model's text, and holds the whole process.
+    """
+    import regex
+    from jsonschema import ValidationError
+
+    if not validator.is_type(instance, "string"):
+        return
+    try:
+        is_found = regex.search(pattern, instance, timeout=_PATTERN_SECONDS) is not None
+    except TimeoutError:
+        return
+    if not is_found:
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
 def validator_of(schema: Mapping[str, Any]) -> Any:
     """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import extend
     from referencing import Registry
 
     try:
         Draft202012Validator.check_schema(schema)
     except (SchemaError, RecursionError, re.error) as error:
         raise ValueError(getattr(error, "message", str(error))) from error
-    return Draft202012Validator(schema, registry=Registry())
+    bounded = extend(Draft202012Validator, {"pattern": _pattern})  # type: ignore[no-untyped-call]
+    return bounded(schema, registry=Registry())
 
 
 @lru_cache(maxsize=1024)

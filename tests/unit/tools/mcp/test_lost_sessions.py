@@ -34,7 +34,11 @@ class Server(httpx2.AsyncBaseTransport):
     """A server that keeps sessions; ``forget`` is its restart, ``lost`` its answer to an unknown session."""
 
     def __init__(
-        self, lost: Answer = (404, "text/plain", b""), failing: Answer | None = None, *, names: bool = True
+        self,
+        lost: Answer = (404, "text/plain", b""),
+        failing: Answer | dict[str, Any] | None = None,
+        *,
+        names: bool = True,
     ) -> None:
         """``names``: it gives its sessions names; else it has none, and knows every request."""
         self.lost = lost
@@ -70,7 +74,9 @@ class Server(httpx2.AsyncBaseTransport):
             return self._response(self._result(message, {"tools": [TOOL]}))
         self.called.append(request.headers.get("mcp-session-id", ""))
         found = {"content": [{"type": "text", "text": "found"}]}
-        return self._response(self.failing or self._result(message, found))
+        if isinstance(self.failing, tuple):
+            return self._response(self.failing)
+        return self._response(self._result(message, self.failing or found))
 
     @staticmethod
     def _result(message: Any, result: Any) -> Answer:
@@ -153,9 +159,12 @@ async def test_concurrent_calls_open_one_new_session_and_succeed(opened: Open, l
         ((500, JSON, b'{"detail": "boom"}'), "lookup failed: the tool server kv stopped while it ran"),
         ((504, JSON, b'{"error": "timed out"}'), "lookup failed: the tool server kv stopped while it ran"),
         (error(-32603, "boom", 500), "boom"),
+        ({"content": [], "isError": True}, "lookup reported an error without a message"),
     ],
 )
-async def test_a_call_that_a_gateway_answers_is_named(opened: Open, answer: Answer, text: str) -> None:
+async def test_an_error_of_a_gateway_and_one_without_words_are_named(
+    opened: Open, answer: Answer | dict[str, Any], text: str
+) -> None:
     tools = opened(Server(failing=answer, names=False))
     session = await begun(tools)
     said, is_error = await call(session)
