@@ -249,8 +249,8 @@ class Gateways(Repository):
 
     def _latest(self, name: str) -> AsyncCollection[Json]:
         """Return a collection whose reads see, and whose writes are, not yet journaled."""
-        return self._collection(name).with_options(
-            read_concern=ReadConcern("local"), write_concern=WriteConcern(w=1, j=False)
+        return self._connection.collection(
+            name, read_concern=ReadConcern("local"), write_concern=WriteConcern(w=1, j=False)
         )
 
     async def _take_over(

@@ -18,6 +18,7 @@ from agentrl.chat.parsers.base import (
     read_literal,
     tool_names,
 )
+from agentrl.concurrency import within_cpu
 
 _DEPTH = 16
 """Longest chain of references and alternatives that is followed."""
@@ -316,41 +317,21 @@ def load_validator() -> None:
     _check("{}")
 
 
-_PATTERN_SECONDS = 0.5
-"""Longest search for a ``pattern``; a longer one counts as found, and the tool decides."""
-
-
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Exception]:
-    """Yield the error of a text without ``pattern``.
-
-    Why not jsonschema's own? ``re`` may backtrack for years over a model's text, and holds the whole process.
-    """
-    import regex
-    from jsonschema import ValidationError
-
-    if not validator.is_type(instance, "string"):
-        return
-    try:
-        is_found = regex.search(pattern, instance, timeout=_PATTERN_SECONDS) is not None
-    except TimeoutError:
-        return
-    if not is_found:
-        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+CHECK_SECONDS = 0.25
+"""CPU time of one check, which patterns and nested ``$ref`` can make endless; beyond it a value is valid."""
 
 
 def validator_of(schema: Mapping[str, Any]) -> Any:
     """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import extend
     from referencing import Registry
 
     try:
         Draft202012Validator.check_schema(schema)
     except (SchemaError, RecursionError, re.error) as error:
         raise ValueError(getattr(error, "message", str(error))) from error
-    bounded = extend(Draft202012Validator, {"pattern": _pattern})  # type: ignore[no-untyped-call]
-    return bounded(schema, registry=Registry())
+    return Draft202012Validator(schema, registry=Registry())
 
 
 @lru_cache(maxsize=1024)
@@ -366,7 +347,7 @@ def _check(parameters: str) -> Check:
 
     def check(arguments: Mapping[str, Any]) -> str | None:
         try:
-            error = best_match(validator.iter_errors(arguments))
+            error = within_cpu(CHECK_SECONDS, lambda: best_match(validator.iter_errors(arguments)))
         except (UnknownType, Unresolvable, RecursionError, re.error):  # also a cycle of ``$ref``
             return None
         if error is None:
