@@ -203,6 +203,8 @@ class Connection:
             raise RefusedError(f"{tool}: {shortened(redact_secrets(text, self._spec), _EXCERPT)}")
         encoded = [item.data for item in result.content if item.type == "image"]
         images = await asyncio.to_thread(images_in, encoded) if encoded else ()
+        if result.is_error and not text.strip():
+            text = f"{tool} reported an error without a message"
         return Reply(text=text, error=bool(result.is_error), images=images)
 
     async def answers(self) -> bool:

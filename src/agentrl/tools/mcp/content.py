@@ -266,13 +266,30 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(tool, Mapping) and isinstance(tool.get("name"), str) and bool(tool["name"])
 
 
+_KINDS: dict[str, Any] = {
+    "name": str, "description": str, "readOnlyHint": bool, "idempotentHint": bool,
+    "properties": Mapping, "required": list,
+}  # fmt: skip
+"""What is read of a listed tool, its annotations and its schema, and the type that the SDK demands."""
+
+
 def _listed(tool: Mapping[str, Any]) -> dict[str, Any]:
-    schema = tool.get("inputSchema")
-    kept = {key: value for key, value in tool.items() if key not in ("outputSchema", "icons")}
-    kept["inputSchema"] = {"type": "object", "properties": {}}
+    """Return what is read of a tool: one field that the SDK refuses would cost all tools of the server."""
+    schema, hints = tool.get("inputSchema"), tool.get("annotations")
+    kept = {"type": "object", "properties": {}}
     if isinstance(schema, Mapping) and schema.get("type", "object") == "object":
-        kept["inputSchema"] = {"type": "object", **schema}
-    return kept
+        kept = {"type": "object"} | {
+            key: value for key, value in schema.items() if isinstance(value, _KINDS.get(key, object))
+        }
+    return {
+        **{key: tool[key] for key in ("name", "description") if isinstance(tool.get(key), _KINDS[key])},
+        "inputSchema": kept,
+        "annotations": {
+            key: hints[key]
+            for key in ("readOnlyHint", "idempotentHint")
+            if isinstance(hints, Mapping) and isinstance(hints.get(key), _KINDS[key])
+        },
+    }
 
 
 def json_text(value: Any) -> str:

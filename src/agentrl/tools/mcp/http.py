@@ -157,8 +157,11 @@ def _refusal(response: httpx2.Response, kind: str, body: bytes) -> tuple[int, st
     """Return the code, text and data of an answer that is not an MCP message; None for an MCP message.
 
     A server that has lost its sessions says so by 404, as the protocol demands, or by another status of 4xx.
+    One without sessions answers a call so while it is deployed; to other methods 4xx may mean that it does
+    not know them.
     """
     status, is_json = response.status_code, kind.startswith("application/json")
+    is_message = is_json and b'"jsonrpc"' in body  # gateways and web frameworks answer JSON of their own
     has_session = "mcp-session-id" in response.request.headers
     if has_session and status in (404, 410):
         return SESSION_LOST, f"the session is lost (HTTP {status})", {}
@@ -166,9 +169,10 @@ def _refusal(response: httpx2.Response, kind: str, body: bytes) -> tuple[int, st
         return REFUSED, f"it asks for a login (HTTP {status})", {"login": True}
     if status in (429, 503):
         return REFUSED, f"it is overloaded (HTTP {status})", {"retry_after": retry_after(response.headers)}
-    if status >= 500 and not is_json:
+    if status >= 500 and not is_message:
         return LOST, f"HTTP {status}", {}
-    if has_session and 400 <= status < 500 and not (is_json and b'"error"' in body):
+    is_call = b'"tools/call"' in response.request.content
+    if (has_session or is_call) and 400 <= status < 500 and not is_message:
         return REJECTED, f"it rejects the request (HTTP {status})", {}
     if status == 200 and not is_json:
         return REFUSED, f"it answers {kind or 'no content type'} instead of MCP", {}

@@ -26,18 +26,32 @@ def test_structured_content_is_shown_unless_the_text_says_it(text: str, structur
     assert shown.startswith(text)
 
 
-def test_a_tool_list_loses_output_schemas_and_what_is_no_tool() -> None:
+def test_a_tool_list_keeps_what_is_read_and_loses_what_the_sdk_would_refuse() -> None:
     tools = [
         {"name": "a", "inputSchema": {"type": "object"}, "outputSchema": {"type": "object"}, "icons": [1]},
         {"name": "b", "inputSchema": "none"},
+        {
+            "name": "d",
+            "description": ["x"],
+            "title": 3,
+            "_meta": 4,
+            "execution": 5,
+            "inputSchema": {"properties": ["p"], "required": "p", "$defs": {}},
+            "annotations": {"readOnlyHint": "perhaps", "idempotentHint": True, "title": 6},
+        },
         {"name": ""},
         "c",
     ]
     listed = normalize_result({"tools": tools, "nextCursor": "n"})
     assert listed == {
         "tools": [
-            {"name": "a", "inputSchema": {"type": "object"}},
-            {"name": "b", "inputSchema": {"type": "object", "properties": {}}},
+            {"name": "a", "inputSchema": {"type": "object"}, "annotations": {}},
+            {"name": "b", "inputSchema": {"type": "object", "properties": {}}, "annotations": {}},
+            {
+                "name": "d",
+                "inputSchema": {"type": "object", "$defs": {}},
+                "annotations": {"idempotentHint": True},
+            },
         ],
         "nextCursor": "n",
     }

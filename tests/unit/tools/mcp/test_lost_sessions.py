@@ -33,8 +33,16 @@ def error(code: Any, message: Any, status: int = 200, **more: Any) -> Answer:
 class Server(httpx2.AsyncBaseTransport):
     """A server that keeps sessions; ``forget`` is its restart, ``lost`` its answer to an unknown session."""
 
-    def __init__(self, lost: Answer = (404, "text/plain", b""), failing: Answer | None = None) -> None:
+    def __init__(
+        self,
+        lost: Answer = (404, "text/plain", b""),
+        failing: Answer | dict[str, Any] | None = None,
+        *,
+        names: bool = True,
+    ) -> None:
+        """``names``: it gives its sessions names; else it has none, and knows every request."""
         self.lost = lost
+        self.names = names
         self.failing = failing
         """The answer to each call of a tool."""
         self.sessions: set[str] = set()
@@ -56,16 +64,19 @@ class Server(httpx2.AsyncBaseTransport):
             self.sessions.add(f"s{self.opened}")
             info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
             result: Any = {**info, "serverInfo": {"name": "s", "version": "1"}}
-            return self._response(self._result(message, result), {"mcp-session-id": f"s{self.opened}"})
-        if request.headers.get("mcp-session-id") not in self.sessions:
+            named = {"mcp-session-id": f"s{self.opened}"} if self.names else {}
+            return self._response(self._result(message, result), named)
+        if request.headers.get("mcp-session-id", "") not in (self.sessions if self.names else {""}):
             return self._response(self.lost)
         if "id" not in message:
             return httpx2.Response(202)
         if message["method"] == "tools/list":
             return self._response(self._result(message, {"tools": [TOOL]}))
-        self.called.append(request.headers["mcp-session-id"])
+        self.called.append(request.headers.get("mcp-session-id", ""))
         found = {"content": [{"type": "text", "text": "found"}]}
-        return self._response(self.failing or self._result(message, found))
+        if isinstance(self.failing, tuple):
+            return self._response(self.failing)
+        return self._response(self._result(message, self.failing or found))
 
     @staticmethod
     def _result(message: Any, result: Any) -> Answer:
@@ -117,6 +128,7 @@ LOST: dict[str, Answer] = {
     "Rust, without a session": (422, "text/plain", b"Unexpected message, expect initialize request"),
     "Go": (400, "text/plain", b"Invalid session ID"),
     "a gateway": (410, "application/json", b'{"detail": "expired"}'),
+    "a web framework": (400, JSON, b'{"error": "Session not found"}'),
     "in a success": error(-32603, "session expired, please reconnect"),
 }
 
@@ -134,6 +146,50 @@ async def test_concurrent_calls_open_one_new_session_and_succeed(opened: Open, l
     assert remote.opened == 2
     assert remote.called == ["s1"] * 8 + ["s2"] * 8
     await shared.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((404, "text/plain", b"404 page not found"), "it rejects the request (HTTP 404): 404 page not found"),
+        (
+            (413, JSON, b'{"message": "too long"}'),
+            'it rejects the request (HTTP 413): {"message": "too long"}',
+        ),
+        ((500, JSON, b'{"detail": "boom"}'), "lookup failed: the tool server kv stopped while it ran"),
+        ((504, JSON, b'{"error": "timed out"}'), "lookup failed: the tool server kv stopped while it ran"),
+        (error(-32603, "boom", 500), "boom"),
+        ({"content": [], "isError": True}, "lookup reported an error without a message"),
+    ],
+)
+async def test_an_error_of_a_gateway_and_one_without_words_are_named(
+    opened: Open, answer: Answer | dict[str, Any], text: str
+) -> None:
+    tools = opened(Server(failing=answer, names=False))
+    session = await begun(tools)
+    said, is_error = await call(session)
+    assert is_error
+    assert said.startswith(text)
+    await tools.close()
+
+
+async def test_a_server_without_sessions_that_is_deployed_anew_is_called_again(opened: Open) -> None:
+    remote = Server(names=False)
+    tools = opened(remote)
+    session = await begun(tools)
+    await call(session)
+    away = remote.handle_async_request
+
+    async def missing(request: httpx2.Request) -> httpx2.Response:
+        if b'"initialize"' in request.content:
+            remote.handle_async_request = away  # type: ignore[method-assign]
+            return await away(request)
+        return httpx2.Response(404, text="404 page not found")
+
+    remote.handle_async_request = missing  # type: ignore[method-assign]
+    assert await call(session) == ("found", False)
+    assert remote.opened == 2
+    await tools.close()
 
 
 @pytest.mark.parametrize("lost", LOST.values(), ids=LOST)
