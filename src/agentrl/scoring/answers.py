@@ -81,8 +81,8 @@ def marked(answer: str, schema: str) -> str:
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own; of the
-    scorer ``code``, that there are tests.
+    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own; of
+    the scorer ``code``, that there are tests.
     """
     if "code" in scorer_weights(task.scorer):
         try:
