@@ -12,11 +12,13 @@ files have no owner file: many runs share their folder, and each file names its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +30,9 @@ from agentrl.errors import ConfigError, PublishError
 OWNER_FILE = "agentrl-owner.json"
 _CACHE_FILE = "agentrl-cache-owner.json"
 _LOCK_SECONDS, _POLL_SECONDS = 5.0, 0.02
+_MOST_BYTES = 1 << 16
+"""Of an owner file."""
+_UNREADABLE = "delete it if no run uses the folder; else give another folder"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +56,16 @@ class Owner:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Owner:
-        """Read the content of an owner file at ``place``. Raises ConfigError if it is none."""
+        """Read the content of an owner file at ``place``. Raises ConfigError if it is not one."""
         try:
-            return cls(**{name: str(value) for name, value in json.loads(content).items()})
-        except (ValueError, TypeError, AttributeError) as error:
+            found = json.loads(content)
+            values = {name: found[name] for name in ("run", "id", "server", "host")}
+            if not all(isinstance(value, str) for value in values.values()):
+                raise TypeError(f"{values} are not all texts")
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(
-                f"{place} does not say whose the folder is: {error}",
-                hint="delete it if no run uses the folder; else give another folder",
+                f"{place} does not say whose the folder is: {error}", hint=_UNREADABLE
             ) from error
 
 
@@ -69,11 +77,24 @@ def read_owner(folder: Path) -> Owner | None:
     """Return the owner of ``folder``; None without an owner file. Raises ConfigError for a bad file."""
     path = folder / OWNER_FILE
     try:
-        return Owner.from_json(path.read_bytes(), str(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return Owner.from_json(_read(path), str(path))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint="check its permissions") from error
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_missing and not path.is_symlink():  # a dangling link is neither an owner nor a free place
+            return None
+        hint = f"check its permissions; {_UNREADABLE}"
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", hint=hint) from error
+
+
+def _read(path: Path) -> bytes:
+    """Return the first ``_MOST_BYTES`` of a file. Raises OSError for what is no file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        return os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def require_not_foreign(folder: Path, owner: Owner, flag: str) -> bool:
@@ -183,7 +204,7 @@ def hold_cache(folder: Path, owner: Owner, flag: str) -> None:
     key = (folder.resolve(), owner)
     if key in _held_caches:
         return
-    lock = os.open(folder / _CACHE_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = os.open(folder / _CACHE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         with contextlib.suppress(BlockingIOError):  # others use the folder
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,6 +244,6 @@ def _share(lock: int, folder: Path) -> None:
 
 def _cache_owner(lock: int) -> Owner | None:
     try:
-        return Owner.from_json(os.pread(lock, 1 << 16, 0), _CACHE_FILE)
+        return Owner.from_json(os.pread(lock, _MOST_BYTES, 0), _CACHE_FILE)
     except ConfigError:
         return None  # nobody yet, or its writer was killed: it can be taken

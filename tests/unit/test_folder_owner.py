@@ -99,7 +99,13 @@ def test_a_folder_is_confirmed_before_it_is_written(tmp_path: Path, lost: str) -
     assert "is its disk still mounted?" in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"run": "a"}', b"\xff\xfe", b"null"])
+BAD = [
+    *(b"", b"{", b"[]", b'{"run": "a"}', b"\xff\xfe", b"null", b"[" * 100_000, b" " * 100_000 + A.to_json()),
+    A.to_json().replace(b'"a"', b'["a"]'),
+]
+
+
+@pytest.mark.parametrize("content", BAD, ids=range(len(BAD)))
 def test_an_unreadable_owner_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / OWNER_FILE).write_bytes(content)
     for call in (require_not_foreign, claim):
@@ -107,6 +113,38 @@ def test_an_unreadable_owner_file_is_refused(tmp_path: Path, content: bytes) -> 
             call(tmp_path, A, "--output_dir")
     with pytest.raises(PublishError, match="does not say"):
         confirm(tmp_path, A)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "dangling link", "looping link"])
+def test_what_is_no_file_is_refused_and_neither_waited_for_nor_taken_for_free(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / OWNER_FILE
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "dangling link": "nowhere", "looping link": path}[kind])
+    for call in (require_not_foreign, claim, hold_cache):
+        with pytest.raises(ConfigError, match=f"{OWNER_FILE} cannot be read"):
+            call(tmp_path, A, "--output_dir")
+    assert [item.name for item in tmp_path.iterdir()] == [OWNER_FILE]
+
+
+def test_a_later_version_may_say_more_in_an_owner_file(tmp_path: Path) -> None:
+    (tmp_path / OWNER_FILE).write_bytes(A.to_json().replace(b"{", b'{"since": 1, ', 1))
+    assert read_owner(tmp_path) == A
+
+
+@pytest.mark.attack
+def test_a_cache_changes_no_file_that_a_link_points_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / folder_owner._CACHE_FILE).symlink_to("file")
+    with pytest.raises(OSError, match="symbolic links"):
+        hold_cache(tmp_path, A, "--weights_dir")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_renamed_run_hands_its_folders_over_and_no_others(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Rows:
 
     def of(self, part: Tensor) -> Tensor:
         """Return the same rows of another tensor of that shape."""
-        return part.reshape(-1, part.shape[-1])[self.places.to(part.device)]
+        return part.reshape(-1, part.shape[-1]).index_select(0, self.places.to(part.device))
 
 
 def read_rows(model: Any, folder: Path, names: Collection[str], limit: int) -> dict[str, Rows]:

@@ -173,7 +173,7 @@ AMOUNT: Final = re.compile(
     r"[.,]?",
     re.IGNORECASE,
 )
-"""A number with a currency or a unit. Words that change the number, such as *million*, are no unit."""
+"""A number with a currency or a unit. Words that change the number, such as *million*, are not units."""
 GSM8K_ANSWER: Final = re.compile(r"####(?!#)[ \t]*(?=[^\n]*\d|[A-Z]\s*$)([^\s#][^\n#]{0,40}?)\s*$")
 """The end of a solution as in GSM8K: ``#### 72``."""
 

@@ -205,7 +205,7 @@ def _quantity(text: str) -> tuple[str, str | None]:
 
 
 def _unit(text: str, *, is_apart: bool) -> str | None:
-    """Return a unit in symbols, m2 for square meters; None if the words behind a number are none.
+    """Return a unit in symbols, m2 for square meters; None if the words behind a number are not a unit.
 
     Any noun is a unit (18 eggs) if a space stands before it, and a single letter too: 5m is a product.
     """
@@ -329,7 +329,7 @@ def _verify(gold: str, answer: str) -> bool:
 
 
 def _value(read: Any) -> Any:
-    """Return the finite number that an expression of sympy is; None if it is none."""
+    """Return the value of a sympy expression; None if it is not a finite number."""
     try:
         value = read.doit().evalf() if getattr(read, "is_number", False) else None
     except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):

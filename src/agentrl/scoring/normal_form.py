@@ -26,8 +26,8 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), re.compile("[₀-₉]+")
 _SIGNS = str.maketrans({
     **dict.fromkeys("−‐‑–", "-"), **dict.fromkeys("’‘", "'"), **dict.fromkeys("“”", '"'),
-    **dict.fromkeys("\u00ad\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060", ""),
-    **dict.fromkeys("\u2066\u2067\u2068\u2069\ufeff", ""), "⁄": "/", "。": ".",
+    **dict.fromkeys("\u00ad\u200b\u200e\u200f\u2060\ufeff", ""), "⁄": "/", "。": ".",
+    **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
 })  # fmt: skip
 """Characters that look alike; invisible ones, such as those of the writing direction, are dropped."""
 _HARD_SPACE = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")

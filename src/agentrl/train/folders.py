@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config.schema import RunConfig
-from agentrl.documents.checkpoint import Checkpoint, readable_checkpoints
+from agentrl.documents.checkpoint import Checkpoint, is_checkpoint, readable_checkpoints
 from agentrl.documents.run import PolicyVersion, TrainerLease
 from agentrl.documents.status import StepStatus
 from agentrl.documents.training import TrainStep
@@ -136,8 +136,12 @@ class RunFolders:
                 )
 
     async def claim(self) -> None:
-        """Make all of them the run's. Raises ConfigError if another run was first, or if one is read-only."""
+        """Make all of them the run's.
+
+        Raises ConfigError if another run was first, or if one is read-only or lies in what a trainer deletes.
+        """
         for folder, flag in self._local:
+            await asyncio.to_thread(_require_lasting, folder, flag)
             try:
                 await asyncio.to_thread(claim, folder, self.owner, flag)
             except OSError as error:
@@ -192,6 +196,17 @@ async def run_folders(
     )
     await folders.require_not_foreign(store)
     return folders
+
+
+def _require_lasting(folder: Path, flag: str) -> None:
+    """Raise ConfigError if ``folder`` lies in a checkpoint or a version of a run: its trainer prunes them."""
+    for place in folder.resolve().parents:
+        is_pruned = is_checkpoint(place) or version_folders([place.name])
+        if is_pruned and (owner := read_owner(place.parent)) is not None:
+            raise ConfigError(
+                f"{folder} lies in {place}, which {owner} deletes when newer ones replace it",
+                hint=f"give another {flag}",
+            )
 
 
 def _versions_root(run: RunConfig, publish_to: str | None) -> str:

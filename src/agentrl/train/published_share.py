@@ -12,11 +12,14 @@ from torch.distributed.tensor import DTensor
 from agentrl.distributed.load_shards import Rows, read_rows
 from agentrl.errors import ModelError
 from agentrl.model.load import Policy
-from agentrl.weights.rounding import Rounding
+from agentrl.weights.difference import Rounding
 
 logger = logging.getLogger(__name__)
-_ROWS = 16
-"""Rows of this rank's part of a weight that are compared with the base."""
+_ROWS = 4
+"""Rows of this rank's part of a weight that are compared with the base.
+
+They are few enough that one thread computes with them: starting more threads for each weight takes longer.
+"""
 
 
 @dataclass

@@ -123,7 +123,8 @@ class _Call:
         unfinished, unrebuilt = await retractions.unfinished(), await retractions.unrebuilt()
         rebuilt = [item for item in unrebuilt if flags.rebuild or item.rebuilds]
         folders = await _folders(store, configs[RunConfig])
-        steps = await retractions.tainted(rebuilt, selection.steps)
+        # What was withdrawn before is in the weights still, also if this call selects nothing.
+        steps = await retractions.tainted(rebuilt or unrebuilt, selection.steps)
         of_family = [item.because for item in unfinished if item.family]
         return cls(
             store=store,
@@ -274,9 +275,9 @@ class _Call:
                 f"the run is back at step {back_at}: start its trainer again, with the same command; it"
                 " repeats the later steps without what is withdrawn"
             )
-        elif self.selection.first_step is not None:
+        elif held := [step for step in (self.influence.first, self.selection.first_step) if step is not None]:
             yield (
-                f"the weights from step {self.selection.first_step} on were trained with it:"
+                f"the weights from step {min(held)} on were trained with it:"
                 f" agentrl retract {run.run_name} --rebuild trains them without"
             )
 

@@ -56,6 +56,10 @@ async def mentions(store: Store, text: str) -> dict[str, int]:
     return found
 
 
+async def be_killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 async def stored_task(store: Store, key: str) -> dict[str, Any]:
     document = await store.database["Task"].find_one({"_id": key})
     assert document is not None
@@ -124,11 +128,8 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
     await run.build(store, weights)
     assert await agentrl_retract(run_config, "--record", TRAINED) == 0
 
-    async def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "delete", die)
+        patched.setattr(storage, "delete", be_killed)
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     assert any("an unfinished one" in problem for problem in await violations(store))
@@ -201,7 +202,7 @@ async def test_everything_that_a_scorer_scored(store: Store, run_config: RunConf
 
 
 async def test_a_call_that_is_killed_is_finished_by_the_next(
-    store: Store, run_config: RunConfig, tmp_path: Path
+    store: Store, run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await run.build(store, tmp_path / "weights")
     retractions = Retractions(store.connection)
@@ -218,6 +219,9 @@ async def test_a_call_that_is_killed_is_finished_by_the_next(
     with pytest.raises(StoreError, match="still holds what ann withdrew"):
         await retractions.require_deleted()
     assert await agentrl_retract(run_config) == 0
+    said = capsys.readouterr().out
+    assert "weights      from step 1 on" in said
+    assert "the weights from step 1 on were trained with it" in said
     await retractions.require_deleted()
     for key in (FIRST, TRAINED):
         assert await mentions(store, key) == {"Tombstone": 1}
@@ -275,11 +279,8 @@ async def test_logs_and_exports_of_a_killed_call_are_left_for_the_next(
     archive = tmp_path / "archive"
     assert await agentrl_db(run_config, "export", str(archive)) == 0
 
-    async def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(of_trainer, "_remove_log_lines", die)
+        patched.setattr(of_trainer, "_remove_log_lines", be_killed)
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--record", FIRST, "--archive", str(archive))
     assert any("an unfinished one" in problem for problem in await violations(store))

@@ -187,12 +187,7 @@ async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await store.imports.add(["evil.scorer:run"])
-    harmless = {
-        "loss_calculater": "GRPO",
-        "output_dir": "output/x",
-        "trust_remote_code": False,
-        "tools": None,
-    }
+    harmless = {"loss_calculater": "GRPO", "output_dir": "output/x", "trust_remote_code": False}
     for role, changed in (
         ("sample", {}), ("train", {"loss_calculater": "evil:loss"}), ("serve", {"trust_remote_code": True}),
     ):  # fmt: skip
@@ -200,7 +195,7 @@ async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     await Transfer(store.connection).export(tmp_path / "run")
     assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
     said = capsys.readouterr().out
-    assert "left out: Imports, by which samplers would import and run evil.scorer:run" in said
+    assert "left out: Imports, by which samplers would use evil.scorer:run" in said
     assert "they name code: loss_calculater evil:loss, trust_remote_code True;" in said
     async with await open_store(vacant) as copy:
         assert not await copy.imports.paths()
