@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from agentrl.errors import ConfigError
@@ -26,6 +26,14 @@ _allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_names", defa
 _CODE: Final = re.compile(r"([\w-]+(?:\.[\w-]+)*)(?::\w+)?(?:\(\))?")
 """A module with a function in it, or a package that is called without arguments. Packages that load others by
 their name may read a longer one in their own way: verifiers takes the ``os`` of ``package.x/os``."""
+_CODE_FLAGS: Final = frozenset({
+    "advantage", "group_filter", "loss_calculater", "new_context", "report_to", "tool_call_parser", "tools",
+})  # fmt: skip
+"""Flags that name functions."""
+_TRUSTING_FLAGS: Final = frozenset({"allowed_modules", "import_modules", "trust_remote_code"})
+"""Flags that let a process import modules."""
+_PATH: Final = re.compile(r"[^\s,:'\"\[\]()]+:[^\s,'\"\[\]()]*")
+"""``module:function`` in the value of a flag, which may list several."""
 _PORTS: Final = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _SHOWN: Final = 200
 
@@ -73,6 +81,13 @@ def file_name(path: str) -> str:
 def names_outside(names: Iterable[str]) -> frozenset[str]:
     """Return those of ``names`` that need a permission: all but what is built in."""
     return frozenset(name for name in names if any(mark in name for mark in ":(/"))
+
+
+def code_of_flags(flags: Mapping[str, Any]) -> frozenset[str]:
+    """Return ``flag name`` for each name of code in the flags of a process, as a run stores them."""
+    named = {f"{flag} {name}" for flag in _CODE_FLAGS for name in _PATH.findall(str(flags.get(flag)))}
+    whole = {f"{flag} {flags[flag]}" for flag in _TRUSTING_FLAGS if flags.get(flag)}
+    return frozenset(named | whole)
 
 
 def is_allowed(name: str) -> bool:

@@ -121,6 +121,30 @@ async def data_of(store: Store, record: Record) -> DBRecordData:
     return DBRecordData.from_document(document)
 
 
+async def test_the_stored_feedback_is_the_one_that_was_scored(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Feedback that comes while an earlier one is turned into the score is refused, or counts."""
+    answers: list[int] = []
+    async with gateway(store, "Hello.") as client:
+        conversation = await opened(client)
+        await said(conversation, "hello")
+        get = store.records.get
+
+        async def give_more(record_id: str) -> Record | None:
+            record = await get(record_id)
+            answers.append((await feedback(client, conversation, score=len(answers) + 2)).status_code)
+            return record
+
+        monkeypatch.setattr(store.records, "get", give_more)
+        await feedback(client, conversation, score=1, end=True)
+        monkeypatch.undo()
+        record = await until_status(store, conversation, RecordStatus.READY)
+    assert answers == [200, 200, 400], "only the last one came too late"
+    assert record.reported_reward is not None
+    assert record.score == record.reported_reward.score == 3
+
+
 async def test_feedback_by_id_becomes_training_data_and_a_check_finds_nothing(store: Store) -> None:
     async with gateway(store, "Hello.", "I do not know.", "4") as client:
         liked, disliked = await opened(client, query="hello", meta={"user": 7}), await opened(client)

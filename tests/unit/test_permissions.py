@@ -1,13 +1,16 @@
 """Permissions: which code, servers and files data may name in a process that restricts them."""
 
+import dataclasses
 from contextvars import copy_context
 
 import pytest
 
+import agentrl.config.schema as schema
 from agentrl.errors import ConfigError
 from agentrl.permissions import (
     allow,
     call_name,
+    code_of_flags,
     file_name,
     flags_allowing,
     is_allowed,
@@ -117,3 +120,32 @@ def test_only_names_outside_need_a_permission() -> None:
         "./f",
         "p()",
     }
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (
+            {"loss_calculater": "GRPO", "advantage": None, "output_dir": "a:b", "trust_remote_code": False},
+            set(),
+        ),
+        ({"loss_calculater": "evil:loss"}, {"loss_calculater evil:loss"}),
+        ({"tools": "search,evil:a, b.c:d"}, {"tools evil:a", "tools b.c:d"}),
+        ({"report_to": ["evil:Tracker"]}, {"report_to evil:Tracker"}),
+        ({"import_modules": "evil"}, {"import_modules evil"}),
+        ({"trust_remote_code": True}, {"trust_remote_code True"}),
+    ],
+)
+def test_the_code_that_stored_flags_name_is_found(flags: dict[str, object], named: set[str]) -> None:
+    assert code_of_flags(flags) == named
+
+
+def test_every_flag_that_takes_a_path_of_code_is_known() -> None:
+    takes_path = {
+        item.name
+        for group in schema.GROUPS
+        for item in dataclasses.fields(group)
+        if "module:" in item.metadata.get("help", "") and "tasks may name" not in item.metadata["help"]
+    }
+    assert len(takes_path) > 5
+    assert {name for name in takes_path if code_of_flags({name: "module:name"})} == takes_path

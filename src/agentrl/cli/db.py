@@ -147,7 +147,8 @@ def _copy(subparsers: Any) -> None:
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
     load.add_argument(
         "--allow_modules", action="store_true",
-        help="keep its list of code, servers and files that samplers use: only for a folder that you trust",
+        help="keep its list of code, servers and files that samplers use, and flags that name code: only for a"
+        " folder that you trust",
     )  # fmt: skip
     load.set_defaults(handler=import_run)
 
@@ -199,6 +200,12 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
             f"left out: Imports, by which samplers would use {clean(', '.join(imported.imports))};"
             f" if you trust them, give a sampler {flags}, or repeat the import"
             " with --allow_modules"
+        )
+    if imported.flags and not arguments.allow_modules:
+        print(
+            f"left out: the flags of its processes, for they name code: {clean(', '.join(imported.flags))};"
+            " `agentrl whatif` and `blame` need the trainer's: if you trust them, repeat the import with"
+            " --allow_modules"
         )
     return 0
 

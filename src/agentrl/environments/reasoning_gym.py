@@ -9,17 +9,21 @@ is a YAML file in reasoning-gym's format for mixtures: ``datasets: [{name, weigh
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
+import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +190,16 @@ def score_entry(
 ) -> tuple[float, str | None]:
     """Return the score of ``answer`` by the family's scorer, and why the scorer could not read the answer.
 
-    Raises ScorerError if the scorer cannot score the right answer either, ConfigError without the package.
+    Raises ScorerError if the scorer cannot score the right answer either, or would run what the task holds as
+    a program, ConfigError without the package.
     """
     dataset = _dataset(entry["family"], entry["level"], entry["config"], 0)
+    if _evaluates(type(dataset)):
+        own = (right, *(entry["metadata"].get(name) for name in _EVALUATED))
+        if not all(_is_harmless(text) for text in own if isinstance(text, str)):
+            raise ScorerError(f"family {entry['family']} would run what the task holds as a program")
+        if not _is_harmless(answer):
+            return 0.0, "the family's scorer would run the answer as a program"
     metadata = _tuples(entry["metadata"]) if entry["tuples"] else entry["metadata"]
     whole = {"question": question, "answer": right, "metadata": metadata}
     try:
@@ -204,6 +215,35 @@ def score_entry(
             hint="reasoning-gym may have changed since the tasks were loaded",
         ) from error
     return 0.0, f"the family's scorer cannot read the answer: {reason}"
+
+
+_EVALUATION = re.compile(r"(?<![\w.])(?:eval|exec)\(|\b(?:parse_expr|sympify)\(")
+_EVALUATED = ("problem", "integrand")
+"""Metadata that families evaluate."""
+_NAMES = re.compile(r"(?<!\w)[^\W\d]\w+")
+_FUNCTIONS = frozenset({
+    "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh",
+    "cosh", "tanh", "arcsin", "arccos", "arctan", "pi", "abs", "Abs", "Integral",
+})  # fmt: skip
+
+
+@cache
+def _evaluates(dataset: type) -> bool:
+    """Return whether a family's scorer evaluates text as Python: a dozen of reasoning-gym 0.1 do."""
+    scorer, module = dataset.score_answer, sys.modules[dataset.__module__]  # type: ignore[attr-defined]
+    used = (getattr(module, name, None) for name in scorer.__code__.co_names)
+    functions = (scorer, *filter(inspect.isfunction, used))
+    return any(_EVALUATION.search(inspect.getsource(each)) for each in functions)
+
+
+def _is_harmless(text: str) -> bool:
+    """Return whether evaluating ``text`` as Python calls nothing but mathematical functions."""
+    if "(" not in text:
+        return True
+    with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        ast.literal_eval(text.strip())
+        return True
+    return _FUNCTIONS.issuperset(_NAMES.findall(text)) and not re.search(r"[\"'\\]|\.\s*[^\W\d]", text)
 
 
 def main() -> None:

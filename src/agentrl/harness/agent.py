@@ -79,7 +79,7 @@ class CommandAgent:
             run = _checked(run, rollout)
             await _keep(rollout, session, run, secrets)
             stopped_by = STOPPED.get(endpoint.result.stopped_by or "")
-            if stopped_by is None and run.ended in config.failing:
+            if stopped_by is None and run.ended is not Ending.EXITED:
                 failure = _failure(prepared, run)
                 if endpoint.result.stopped_by == "unavailable":
                     raise EngineError(
@@ -89,8 +89,10 @@ class CommandAgent:
                     raise EngineError(
                         f"the gateway did not answer when the harness ended; {failure}", outage=ENGINES
                     )
-                hint = _HINTS.get(run.ended, f"raise the limit, or leave {run.ended} out of fail_on")
-                raise HarnessError(failure, hint=hint)
+                broke_by_itself = config.fail_on is None and not rollout.turns
+                if run.ended in config.failing or broke_by_itself:
+                    hint = _HINTS.get(run.ended, f"raise the limit, or leave {run.ended} out of fail_on")
+                    raise HarnessError(failure, hint=hint)
             answer = await _answer(rollout, config, session, run)
             score = await _score(rollout, config, session, run, {**passed, **own})
         return Outcome(stopped_by or StopReason.ANSWERED, answer, score)

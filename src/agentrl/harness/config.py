@@ -170,7 +170,7 @@ class HarnessConfig(Settings):
     score: Score = "scorer"
     answer: Answer = "message"
     fail_on: frozenset[Annotated[Ending, AfterValidator(_failing)]] | None = None
-    """Endings that fail the attempt; None: see ``failing``."""
+    """Endings that fail the attempt; None: those ``failing``, and each bad one without a model call."""
     train: Text = "main"
     source: Path
     """The file itself."""
@@ -213,10 +213,15 @@ class HarnessConfig(Settings):
 
     @property
     def failing(self) -> frozenset[Ending]:
-        """Return the endings that fail the attempt: by default all, but no exit code that is the score."""
+        """Return the endings that fail the attempt: by default all bad ones that leave nothing to score.
+
+        A model that can end its harness could otherwise avoid the 0 of an exit code or of tests.
+        """
         if self.fail_on is not None:
             return self.fail_on
-        scored = {Ending.NONZERO_EXIT} if self.score == "exit_code" else set()
+        if isinstance(self.score, ScoreCommand) or self.isolation == TASK:
+            return frozenset({Ending.NO_CALLS})
+        scored = {Ending.NONZERO_EXIT, Ending.KILLED} if self.score == "exit_code" else set()
         return frozenset(Ending) - {Ending.EXITED, *scored}
 
     @classmethod

@@ -59,6 +59,9 @@ class Scoring:
         Raises ConfigError if this process cannot score the task, and LeaseLostError.
         """
         await self.store.records.advance(claim, RecordStatus.SCORING)
+        return await self._score(claim, context, span)
+
+    async def _score(self, claim: Claim, context: ScorerContext, span: Span) -> bool:
         scorer = claim.task.scorer
         if scorer == FEEDBACK and context.agent_score is None:
             status = await self.store.attempts.await_feedback(claim, self.sampling.feedback_hours)
@@ -91,6 +94,8 @@ class Scoring:
         try:
             if not all(map(is_allowed, names_of(claim.task))):
                 allow(await self.store.imports.paths())
+            # from here on it takes no other feedback than the one that is read now
+            await self.store.records.advance(claim, RecordStatus.SCORING)
             record = await self.store.records.get(claim.record_id)
             if record is None:
                 raise StoreError(
@@ -105,13 +110,12 @@ class Scoring:
                     ScorerError,
                 )
             except ScorerError as error:
-                await self.store.records.advance(claim, RecordStatus.SCORING)
                 await self._postpone(claim, error)
                 return False
             if record.trace_id is None:
-                return await self.score(claim, context)
+                return await self._score(claim, context, NO_SPAN)
             with tracer().span("score_stored", trace=record.trace_id) as span:
-                return await self.score(claim, context, span)
+                return await self._score(claim, context, span)
         except LeaseLostError:
             logger.warning("the claim was lost; its score is dropped", extra={"record": claim.record_id})
             return False

@@ -16,6 +16,7 @@ from agentrl.documents.task_json import amount
 from agentrl.documents.task_messages import BadTaskError, kind_of
 from agentrl.documents.task_rows import last_braced
 from agentrl.errors import ConfigError, ScorerError
+from agentrl.scoring.code import read_tests
 from agentrl.scoring.math_equality import equal
 from agentrl.scoring.normal_form import number, same, word_f1
 from agentrl.scoring.process_pool import run_in_process
@@ -80,8 +81,14 @@ def marked(answer: str, schema: str) -> str:
 def require_readable(task: Task) -> None:
     """Raise BadTaskError if a model that gives the task's own answer would not score 1.
 
-    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own.
+    Checks the scorers that compare, which need an answer; of a judge, that it would get the task's own; of
+    the scorer ``code``, that there are tests.
     """
+    if "code" in scorer_weights(task.scorer):
+        try:
+            read_tests(task.answer)
+        except ScorerError as error:
+            raise BadTaskError(f"scorer code: {error}") from error
     judged = dict.fromkeys(("agentcpm", "asearcher"), lambda given, gold: 1.0)
     likenesses = {"exact": same, "f1": word_f1, "math": same, **judged}
     answers = task.answer if isinstance(task.answer, (list, tuple)) else (task.answer,)

@@ -9,7 +9,7 @@ from pymongo import ReturnDocument
 
 from agentrl.documents.base import plain
 from agentrl.documents.gateway import GatewaySession, ReportedReward
-from agentrl.documents.status import SAMPLED, RecordStatus, SlotStatus, TaskStatus, values
+from agentrl.documents.status import RecordStatus, SlotStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS, FEEDBACK, Claim, Slot, Task, task_key
 from agentrl.errors import StoreError
 from agentrl.store.mechanics import slots
@@ -21,7 +21,7 @@ from agentrl.store.records import new_record
 
 _CLOSE_SECONDS = 60.0
 """Lease of a process that ends a conversation; another one ends it if that process dies."""
-_TAKES_FEEDBACK = [RecordStatus.RUNNING.value, *values(SAMPLED)]
+_TAKES_FEEDBACK = values((RecordStatus.RUNNING, RecordStatus.COMPLETED))
 
 
 class Conversations(Repository):
@@ -89,7 +89,8 @@ class Conversations(Repository):
         takes none, because it has a score or has failed. Raises StoreError if there is no such Record, and if
         its task is not scored by feedback.
         """
-        query = {"_id": record_id, "status": {"$in": _TAKES_FEEDBACK}}
+        unread = {"status": RecordStatus.SCORING.value, "reported_reward": None}
+        query = {"_id": record_id, "$or": [{"status": {"$in": _TAKES_FEEDBACK}}, unread]}
         waits: Json = {"$and": [slots.SAMPLED, {"$eq": ["$$slot.record_id", {"$literal": record_id}]}]}
 
         async def write() -> Json | None:

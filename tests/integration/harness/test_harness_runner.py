@@ -144,6 +144,26 @@ async def test_each_bad_ending_is_a_failed_attempt_with_its_name(
     assert "broken" in exits.failure.message
 
 
+@pytest.mark.attack
+async def test_a_model_that_ends_its_harness_gets_the_score_of_what_it_leaves(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed attempt is not trained: the model would avoid each 0. Without a call the harness broke."""
+    monkeypatch.chdir(tmp_path)
+    commands = {"killed": f"{CALL}\nkill -9 $$", "exits3": f"echo > done\n{CALL}\nexit 3", "broken": "exit 3"}
+    for name, command in commands.items():
+        write_harness(tmp_path, command, f"{name}.yml", isolation="limits", score={"command": "test -e done"})
+    tasks = [replace(gateway_task(name, slots=1), agent_cfg_path=f"{name}.yml") for name in commands]
+    records = await HarnessRun(store, None).run_all(tasks)
+    scores = {name: (record.status, record.score) for name, record in records.items()}
+    assert scores == {
+        "killed": (RecordStatus.SCORED, 0.0), "exits3": (RecordStatus.SCORED, 1.0),
+        "broken": (RecordStatus.FAILED, None),
+    }  # fmt: skip
+    assert records["killed"].harness is not None
+    assert records["killed"].harness.run.ended is Ending.KILLED
+
+
 def running(word: str) -> list[int]:
     """The processes with ``word`` in their command line."""
     live = [each for each in psutil.process_iter(["cmdline", "status"]) if each.info["status"] != "zombie"]

@@ -17,6 +17,7 @@ from db_command import agentrl_db
 
 from agentrl.config.schema import RunConfig
 from agentrl.documents.model_call import pack_ids
+from agentrl.documents.run import flags_key
 from agentrl.documents.task import Task, task_key
 from agentrl.errors import StoreError
 from agentrl.store.admin.archive import MANIFEST, encode_line, read_lines, read_manifest
@@ -186,15 +187,24 @@ async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     store: Store, vacant: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await store.imports.add(["evil.scorer:run"])
+    harmless = {"loss_calculater": "GRPO", "output_dir": "output/x", "trust_remote_code": False}
+    for role, changed in (
+        ("sample", {}), ("train", {"loss_calculater": "evil:loss"}), ("serve", {"trust_remote_code": True}),
+    ):  # fmt: skip
+        await store.settings.begin(flags_key(role), harmless | changed, role)
     await Transfer(store.connection).export(tmp_path / "run")
     assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
-    assert "left out: Imports, by which samplers would use evil.scorer:run" in (capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert "left out: Imports, by which samplers would use evil.scorer:run" in said
+    assert "they name code: loss_calculater evil:loss, trust_remote_code True;" in said
     async with await open_store(vacant) as copy:
         assert not await copy.imports.paths()
+        assert set(await copy.settings.resolved()) == {"sample"}
         await copy.connection.client.drop_database(vacant.run_name)
     assert await agentrl_db(vacant, "import", str(tmp_path / "run"), "--allow_modules") == 0
     async with await open_store(vacant) as copy:
         assert await copy.imports.paths() == {"evil.scorer:run"}
+        assert set(await copy.settings.resolved()) == {"sample", "train", "serve"}
 
 
 async def test_a_database_that_holds_something_is_refused(

@@ -102,3 +102,38 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError) as caught:
         read_task_source("env:reasoning_gym?families=gcd")
     assert "pip install 'agentrl[environments]'" in str(caught.value)
+
+
+def entry(family: str, metadata: dict[str, Any], answer: str, right: str) -> ScorerContext:
+    """A task of a family whose scorer evaluates text as Python."""
+    meta = {"family": family, "level": None, "config": "{}", "metadata": metadata, "tuples": False}
+    return ScorerContext(query="?", final_answer=answer, answer=right, meta={"reasoning_gym": meta})
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    "program",
+    [
+        "__import__('os').mkdir('here')", "open('here', 'w')", "S('1')", "(lambda: 1)()", "x.func(1)",
+        "S('e'+'x')", "eval(1)",
+    ],
+)  # fmt: skip
+def test_no_answer_and_no_row_runs_as_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """Scorers of reasoning-gym evaluate answers, and some evaluate what the row holds."""
+    monkeypatch.chdir(tmp_path)
+    game = {"numbers": [1, 2], "target": 3}
+    result = ReasoningGym.score(entry("countdown", game, program, "1+2"))
+    assert result.score == 0
+    assert "as a program" in result.details["problem"]
+    with pytest.raises(ScorerError, match="would run what the task holds as a program"):
+        ReasoningGym.score(entry("bitwise_arithmetic", {"problem": program}, "0x1", "0x1"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_formula_is_evaluated() -> None:
+    game = {"numbers": [1, 2], "target": 3}
+    assert ReasoningGym.score(entry("countdown", game, "(1 + 2)", "1+2")).score == 1
+    cosine = {"integrand": "-sin(x)", "variable": "x"}
+    assert ReasoningGym.score(entry("simple_integration", cosine, "cos(x) + C", "cos(x) + C")).score == 1

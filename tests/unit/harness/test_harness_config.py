@@ -97,7 +97,9 @@ def test_the_keys_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert config.environment == {"FLAG": "true", "N": "3"}
     assert (config.limits.seconds, config.limits.disk_mb, config.limits.processes) == (5, 7, 256)
     assert (config.score, config.answer) == ("exit_code", HarnessFile(file="a.txt"))
-    assert config.failing == frozenset(Ending) - {Ending.EXITED, Ending.NONZERO_EXIT}
+    assert config.failing == frozenset(Ending) - {Ending.EXITED, Ending.NONZERO_EXIT, Ending.KILLED}
+    path.write_text("command: 'true'\nscore: {command: 'true'}\n")
+    assert HarnessConfig.read(path).failing == {Ending.NO_CALLS}
     path.write_text("command: 'true'\nfail_on: []\n")
     assert HarnessConfig.read(path).failing == frozenset()
 

@@ -22,6 +22,7 @@ from agentrl.atomic_folder import atomic_folder
 from agentrl.documents.family import CHILD_PREFIX
 from agentrl.documents.run import SCHEMA
 from agentrl.errors import StoreError
+from agentrl.permissions import code_of_flags
 from agentrl.store.admin.archive import (
     CODEC,
     MANIFEST,
@@ -38,7 +39,7 @@ from agentrl.store.admin.archive import (
 from agentrl.store.admin.making import make_run
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.names import GATE, IMPORTS, RECORD, RUN, SCHEMA_VERSION, TASK, TOMBSTONE
+from agentrl.store.names import GATE, IMPORTS, RECORD, RUN, SCHEMA_VERSION, SETTINGS, TASK, TOMBSTONE
 from agentrl.store.schema import holds_run, prepare
 
 _PAGE = 500
@@ -53,10 +54,14 @@ _GRIDFS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """The result of an import. ``imports`` are the paths of the folder's ``Imports``."""
+    """The result of an import.
+
+    ``imports`` are the paths of the folder's ``Imports``, ``flags`` its processes' flags that name code.
+    """
 
     manifest: Manifest
     imports: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 class Transfer(Repository):
@@ -98,7 +103,8 @@ class Transfer(Repository):
     async def load(self, folder: Path, *, allow_modules: bool = False, withdrawn: bool = False) -> Imported:
         """Read the run in ``folder`` into this database, which must be empty.
 
-        Samplers import and run what ``Imports`` names, so that it is left out without ``allow_modules``.
+        Samplers import and run what ``Imports`` names, and a what-if what the flags of the trainer name, so
+        that both are left out without ``allow_modules``.
         Documents that violate a validator are kept, and ``agentrl db check`` lists them. Everything is
         verified before anything is written. Repeating an interrupted import starts it over. Raises StoreError
         for a folder that holds what ``agentrl retract`` withdrew from a run of this server, unless
@@ -107,7 +113,8 @@ class Transfer(Repository):
         manifest = verify(folder)
         if not withdrawn:
             await self._refuse_withdrawn(folder, manifest)
-        imports = _imports(folder, manifest)
+        imports = _values(folder, manifest, IMPORTS, lambda document: document.get("paths"))
+        flags = _values(folder, manifest, SETTINGS, _code_of)
         async with make_run(self._connection) as making:
             await prepare(self._connection.database)
             await self._collection(GATE).delete_many({})  # the run brings its own
@@ -115,7 +122,8 @@ class Transfer(Repository):
             for item in manifest.collections:
                 if item.collection == IMPORTS and not allow_modules:
                     continue
-                imported = await self._import(folder / item.file, item.collection)
+                leaves_out = _code_of if item.collection == SETTINGS and not allow_modules else None
+                imported = await self._import(folder / item.file, item.collection, leaves_out)
                 schema = imported if item.collection == RUN else schema
             version = None if schema is None else schema.get("version")
             if schema is None or version != manifest.schema:
@@ -127,7 +135,7 @@ class Transfer(Repository):
                 )
             await making.finish({name: value for name, value in schema.items() if name != "_id"})
         await self._join_family()
-        return Imported(manifest=manifest, imports=imports)
+        return Imported(manifest=manifest, imports=imports, flags=flags)
 
     async def _join_family(self) -> None:
         """Note an imported child in its parent, if that is on this server."""
@@ -198,7 +206,9 @@ class Transfer(Repository):
                 return
             last = page[-1]["_id"]
 
-    async def _import(self, file: Path, name: str) -> Json | None:
+    async def _import(
+        self, file: Path, name: str, leaves_out: Callable[[Json], object] | None
+    ) -> Json | None:
         """Insert a file's documents, without notes of children; return its schema document if it has one."""
         if name not in await self._stored_collections():
             await self._connection.database.create_collection(name, check_exists=False)
@@ -206,7 +216,9 @@ class Transfer(Repository):
 
         async def documents() -> AsyncIterator[RawBSONDocument]:
             for raw in read_lines(file):
-                document = bson.decode(raw, CODEC) if name == RUN else {}
+                document = bson.decode(raw, CODEC) if name == RUN or leaves_out else {}
+                if leaves_out is not None and leaves_out(document):
+                    continue
                 if document.get("_id") == SCHEMA:
                     schema.append(document)
                 elif not str(document.get("_id")).startswith(CHILD_PREFIX):  # they name another run
@@ -232,14 +244,22 @@ class Transfer(Repository):
             await collection.insert_many(batch, bypass_document_validation=True)
 
 
-def _imports(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Return the paths that the folder's ``Imports`` names."""
-    paths: set[str] = set()
-    for item in (item for item in manifest.collections if item.collection == IMPORTS):
+def _values(
+    folder: Path, manifest: Manifest, collection: str, of: Callable[[Json], object]
+) -> tuple[str, ...]:
+    """Return what ``of`` finds in the documents of a collection of the folder, sorted."""
+    found: set[str] = set()
+    for item in (item for item in manifest.collections if item.collection == collection):
         for raw in read_lines(folder / item.file):
-            named = bson.decode(raw, CODEC).get("paths")
-            paths.update(map(str, named if isinstance(named, list) else ()))
-    return tuple(sorted(paths))
+            named = of(bson.decode(raw, CODEC))
+            found.update(map(str, named if isinstance(named, (list, frozenset)) else ()))
+    return tuple(sorted(found))
+
+
+def _code_of(settings: Json) -> frozenset[str]:
+    """Return the flags in a document of ``Settings`` that name code."""
+    values = settings.get("values")
+    return code_of_flags(values) if isinstance(values, dict) else frozenset()
 
 
 def withdrawn_in(folder: Path, manifest: Manifest, created: Mapping[str, datetime]) -> set[str]:
