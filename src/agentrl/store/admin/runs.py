@@ -21,6 +21,7 @@ from agentrl.documents.family import PARENT
 from agentrl.documents.run import FLAGS, REMARKS, SCHEMA, RunFact, flags_key
 from agentrl.errors import AgentRLError, ConfigError, RunMissingError, StoreError
 from agentrl.folder_owner import hand_over, require_alone
+from agentrl.store.admin.making import make_run
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
@@ -140,6 +141,18 @@ class RunAdmin(Repository):
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
+
+    @database_call
+    async def is_unfinished(self) -> bool:
+        """Return whether the database holds what an import or a fork left, and no run."""
+        schema = await self._collection(RUN).find_one({"_id": SCHEMA}) or {}
+        return bool(schema.get("importing")) and "renaming" not in schema
+
+    @database_call
+    async def delete_unfinished(self) -> None:
+        """Drop such a database. Raises StoreError if the process that makes a run of it lives."""
+        async with make_run(self._connection) as making:
+            await making.drop()
 
     @database_call
     async def remarks(self) -> RunFact:
