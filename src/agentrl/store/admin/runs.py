@@ -242,6 +242,7 @@ class Rename(Repository):
         if here:
             if not (begun := here.get("renaming") == self._names):
                 await holds_run(self._old)
+                await RunAdmin(self._connection).require_ended(alive_seconds)  # the mark ends live processes
                 await Ancestry(self._connection).require_childless("renamed")
                 await self._require_free(there)
             moves = await self._moves(begun=begun)
@@ -251,7 +252,8 @@ class Rename(Repository):
         of_parent = None if parent is None else Ancestry(self._connection.beside(parent.run))
         if parent is not None and of_parent is not None:
             await of_parent.adopt(self._names[1], parent)
-        await self._connection.client.drop_database(self._names[0])
+        if (await self._mark(self._old)).get("renaming") == self._names:  # else it is gone, or another run
+            await self._connection.client.drop_database(self._names[0])
         if of_parent is not None:
             await of_parent.release(self._names[0])
         await self._new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
@@ -269,30 +271,32 @@ class Rename(Repository):
             )
 
     async def _copy(self, moves: Moves, alive_seconds: float) -> None:
-        """Make the new database whole; without success both databases and folders are as before."""
+        """Make the new database whole; without success both databases and folders are as before.
+
+        One process at a time does; one that stood still until another had finished changes nothing.
+        """
         old, new = self._old, self._new
-        owner = await Settings(self._connection).owner(makes=False)
-        await old.client.drop_database(new.name)
-        schema = await self._mark(old)
-        mark = {**schema, "importing": True, "renaming": self._names}
-        await new[RUN].insert_one(mark)
-        await prepare(old)  # an older build of this schema version may not know the mark
-        await old[RUN].update_one({"_id": SCHEMA}, {"$set": {"renaming": self._names}})
-        try:
-            await asyncio.sleep(SETTLE_SECONDS)
-            await RunAdmin(self._connection).require_ended(alive_seconds)
-            await prepare(new)
-            await new[GATE].delete_many({})  # the run brings its own
-            await Transfer(self._connection, on_documents=self._on_documents).copy(new)
-            await self._rewrite_paths(moves)
-            _move(moves, self._names[1], owner.id)
-        except Exception:
-            with contextlib.suppress(StoreError, OSError):
-                _move([(after, before) for before, after in moves], old.name, owner.id)
-            await old.client.drop_database(new.name)
-            await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
-            raise
-        await new[RUN].update_one({"_id": SCHEMA}, {"$unset": {"importing": ""}})
+        owner, schema = await Settings(self._connection).owner(makes=False), await self._mark(old)
+        mark: Json = {"renaming": self._names}
+        async with make_run(self._connection.beside(new.name), mark) as making:
+            await prepare(old)  # an older build of this schema version may not know the mark
+            await old[RUN].update_one({"_id": SCHEMA}, {"$set": mark})
+            try:
+                await asyncio.sleep(SETTLE_SECONDS)
+                await RunAdmin(self._connection).require_ended(alive_seconds)
+                await prepare(new)
+                await new[GATE].delete_many({})  # the run brings its own
+                await Transfer(self._connection, on_documents=self._on_documents).copy(new)
+                await self._rewrite_paths(moves)
+                await making.renew()
+                _move(moves, self._names[1], owner.id)
+            except Exception:
+                if await making.drop():
+                    with contextlib.suppress(StoreError, OSError):
+                        _move([(after, before) for before, after in moves], old.name, owner.id)
+                    await old[RUN].update_one({"_id": SCHEMA}, {"$unset": {"renaming": ""}})
+                raise
+            await making.finish({**schema, **mark})
 
     async def _moves(self, *, begun: bool) -> Moves:
         """Return the run's folders. Raises ConfigError if one is not the run's alone, or a new one exists."""
