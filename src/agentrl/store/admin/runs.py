@@ -130,6 +130,7 @@ class RunAdmin(Repository):
         except StoreError:
             await facts.update_one({"_id": SCHEMA}, {"$unset": {"deleting": ""}})
             raise
+        await self._require_deleting()
         if folder is not None:
             try:
                 await asyncio.to_thread(delete_folder, folder)
@@ -138,9 +139,18 @@ class RunAdmin(Repository):
                     f"{folder} cannot be deleted: {error.strerror}; the database is kept",
                     hint="delete the folder by hand, and repeat this command",
                 ) from error
+            await self._require_deleting()
         await self._connection.client.drop_database(name)
         if parent is not None:  # a note without a run is harmless, and a run without a note is not
             await Ancestry(self._connection.beside(parent.run)).release(name)
+
+    async def _require_deleting(self) -> None:
+        """Raise RunMissingError if another call has deleted the run: one of its name may be a new run."""
+        if await self._collection(RUN).find_one({"_id": SCHEMA, "deleting": True}) is None:
+            raise RunMissingError(
+                f"run {self._connection.database.name!r} has been deleted by another call",
+                hint="agentrl runs lists the runs",
+            )
 
     @database_call
     async def is_unfinished(self) -> bool:
