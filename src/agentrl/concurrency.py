@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Coroutine, Iterator
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.errors import AgentRLError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,38 @@ LAST_SECONDS = 1.0
 
 _REPLACED = (Exception, asyncio.CancelledError)
 """What an interrupted block may raise and the error of its job replaces."""
+
+
+class _CpuLimitError(BaseException):
+    """A function takes too long. Not an Exception: packages such as sympy suppress those."""
+
+
+def within_cpu(seconds: float, function: Callable[..., T], *arguments: Any) -> T | None:
+    """Return the function's result; None if it takes more than ``seconds`` of the process's CPU time.
+
+    For what data can make endless: formulas, schemas, regular expressions. A limit of the clock would depend
+    on the machine's other work. A signal ends the function, and signals arrive in the main thread only: in
+    another thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*arguments)
+    is_running = True
+
+    def stop(*_: object) -> None:
+        if is_running:
+            raise _CpuLimitError
+
+    before = signal.signal(signal.SIGPROF, stop)
+    try:
+        # repeatedly: Python drops an exception that is raised in a destructor or by the garbage collector
+        signal.setitimer(signal.ITIMER_PROF, seconds, seconds / 8)
+        return function(*arguments)
+    except _CpuLimitError:
+        return None
+    finally:
+        is_running = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 _current: ContextVar[Deadline | None] = ContextVar("agentrl_deadline", default=None)

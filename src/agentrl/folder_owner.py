@@ -56,7 +56,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, content: bytes, place: str) -> Owner:
-        """Read the content of an owner file at ``place``. Raises ConfigError if it is none."""
+        """Read the content of an owner file at ``place``. Raises ConfigError if it is not one."""
         try:
             found = json.loads(content)
             values = {name: found[name] for name in ("run", "id", "server", "host")}

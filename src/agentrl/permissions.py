@@ -13,6 +13,7 @@ asks ``is_allowed`` or ``require_allowed``. A name tells by its shape what it is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from contextvars import ContextVar
 from pathlib import PurePosixPath
@@ -22,6 +23,9 @@ from urllib.parse import urlsplit
 from agentrl.errors import ConfigError
 
 _allowed: ContextVar[set[str] | None] = ContextVar("agentrl_allowed_names", default=None)
+_CODE: Final = re.compile(r"([\w-]+(?:\.[\w-]+)*)(?::\w+)?(?:\(\))?")
+"""A module with a function in it, or a package that is called without arguments. Packages that load others by
+their name may read a longer one in their own way: verifiers takes the ``os`` of ``package.x/os``."""
 _PORTS: Final = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _SHOWN: Final = 200
 
@@ -127,7 +131,7 @@ def _above(name: str) -> Iterable[str]:
                 for parent in (place, *place.parents):
                     yield file_name(str(parent))
     elif not name.endswith(")") or name.endswith("()"):
-        module = name.removesuffix("()").partition(":")[0]
-        parts = module.split(".")
         yield name.removesuffix("()")
+        found = _CODE.fullmatch(name)
+        parts = found[1].split(".") if found else []
         yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))

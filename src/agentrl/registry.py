@@ -103,7 +103,7 @@ class Registry(Generic[T]):
         raise self.unknown(name, self.names())
 
     def unknown(self, name: str, known: Sequence[str]) -> ConfigError:
-        """Return the error of a name that is none of ``known``, with the nearest of them."""
+        """Return the error for a name that is not in ``known``, with the nearest known name."""
         return ConfigError(
             f"unknown {self._kind} {name!r}{self._flag}"
             + (f"; choose one of {', '.join(known)}" if known else ""),

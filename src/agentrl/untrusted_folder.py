@@ -65,7 +65,7 @@ def entries_of(
 
 
 def remove_folder(folder: str | Path) -> None:
-    """Delete a folder with all that it holds; one that does not exist is no error.
+    """Delete a folder with all that it holds; one that does not exist is not an error.
 
     Raises the first OSError after all else has been deleted. Folders below it are moved to its top before
     they are emptied, so that no path has more than two names.
@@ -119,7 +119,7 @@ def _noted(problems: list[OSError]) -> Iterator[None]:
 
 
 def _open(name: str, folder: int | None, *, unlock: bool) -> int:
-    """Return a descriptor of a folder that is no link; ``unlock`` lets its owner read and change it."""
+    """Return a descriptor of a folder that is not a link; ``unlock`` lets its owner read and change it."""
     flags = os.O_DIRECTORY | os.O_NOFOLLOW
     if not unlock:
         return os.open(name, os.O_RDONLY | flags, dir_fd=folder)

@@ -63,11 +63,11 @@ EXECUTORS = st.sampled_from(["auto", "sdpa", "varlen", "per_sequence", "per_sequ
 def loss_settings(draw: st.DrawFn, loss: str) -> LossSettings:
     """Draw any reduction, bonus, old policy and correction that the loss takes; bounds may mask tokens."""
     declared = LOSSES.get(loss)
-    token_level = draw(st.booleans())
+    token_level, divisor = draw(st.sampled_from([(True, None), (False, None), (False, 9)]))
     reduction: dict[str, Any] = {
         "token_level_loss": token_level,
-        "skip_length_normalization": not token_level and draw(st.booleans()),
-        "loss_length_divisor": None if token_level else draw(st.sampled_from([None, 9])),
+        "skip_length_normalization": not token_level and (divisor is not None or draw(st.booleans())),
+        "loss_length_divisor": divisor,
     }
     if not declared.from_policy:
         return LossSettings(loss_calculater=loss, **reduction)

@@ -20,7 +20,7 @@ from agentrl.config.schema import ClaimConfig, GroupConfig
 from agentrl.data.forest import forest_from_data
 from agentrl.documents.status import RecordStatus
 from agentrl.errors import EngineError
-from agentrl.inference.engine import EngineRefusedError
+from agentrl.inference.engine import EngineRefusedError, malformed
 from agentrl.rollout import breaker as breaker_module
 from agentrl.rollout.finalizer import GroupFinalizer
 from agentrl.store.client import Store
@@ -130,11 +130,12 @@ async def test_an_idle_teacher_fills_what_begins_to_wait_at_once(
     await asyncio.wait_for(filling, 30)
 
 
+@pytest.mark.parametrize("refusal", [EngineRefusedError("too long"), malformed("teacher", "NaN")], ids=str)
 async def test_an_outage_counts_as_no_failure_and_a_refusal_gives_up_at_the_last_attempt(
-    store: Store, finalizer: GroupFinalizer
+    store: Store, finalizer: GroupFinalizer, refusal: EngineError
 ) -> None:
     down = [EngineError("no route", outage=breaker_module.DATABASE) for _ in range(5)]
-    refused = [EngineRefusedError("too long") for _ in range(CLAIMS.max_attempts)]
+    refused = [refusal] * CLAIMS.max_attempts
     assert await teach(store, Teaching(Scripted(*down, *refused))) == 1
     columns = await read_columns(store.connection, [f"{TASK}/0/1", f"{TASK}/1/1"])
     assert sorted((item.status.value, item.failures) for (item,) in columns.values()) == [
@@ -144,7 +145,7 @@ async def test_an_outage_counts_as_no_failure_and_a_refusal_gives_up_at_the_last
     records = await store.records.by_task(TASK)
     assert sorted(record.status for record in records) == [RecordStatus.ABANDONED, RecordStatus.READY]
     assert [record.abandoned_because for record in records if record.abandoned_because] == [
-        "its column teacher was given up: too long"
+        f"its column teacher was given up: {refusal.message}"
     ]
 
 

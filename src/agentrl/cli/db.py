@@ -147,7 +147,7 @@ def _copy(subparsers: Any) -> None:
     load.add_argument("folder", metavar="DIR", help="a folder that `agentrl db export` wrote")
     load.add_argument(
         "--allow_modules", action="store_true",
-        help="keep its list of functions that samplers import and run: only for a folder that you trust",
+        help="keep its list of code, servers and files that samplers use: only for a folder that you trust",
     )  # fmt: skip
     load.set_defaults(handler=import_run)
 
@@ -196,7 +196,7 @@ async def import_run(run: RunConfig, arguments: argparse.Namespace) -> int:
     if imported.imports and not arguments.allow_modules:
         flags = clean(flags_allowing(imported.imports))
         print(
-            f"left out: Imports, by which samplers would import and run {clean(', '.join(imported.imports))};"
+            f"left out: Imports, by which samplers would use {clean(', '.join(imported.imports))};"
             f" if you trust them, give a sampler {flags}, or repeat the import"
             " with --allow_modules"
         )

@@ -17,6 +17,12 @@ from agentrl.errors import ConfigError
 Switch = Literal["auto", "true", "false"]
 """Type of a flag that is on, off, or decided at start. YAML's true and false are values of it too."""
 
+_LARGEST_INTEGER = 2**63 - 1
+"""MongoDB stores no larger one."""
+_LONGEST_SECONDS = 1e9
+"""32 years. Dates end at the year 9999, and timers of threads after 292 years."""
+_SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600}
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -89,11 +95,13 @@ class Flags:
     """Whether processes of a run may differ in all flags of the group without a warning."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value outside its flag's range or choices."""
+        """Raise ConfigError for a value outside its flag's range or choices.
+
+        A text whose default is not empty may not be empty: it may come from an unset variable of a shell.
+        """
         kind: Any = type(self)
-        choices = _choices(kind)
         for item in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
+            value, hint = getattr(self, item.name), _hints(kind)[item.name]
             if value is None:
                 continue
             within = item.metadata.get("within")
@@ -101,16 +109,28 @@ class Flags:
                 require(
                     value in within, f"--{item.name} is {value}", f"give a value {constraint(item).strip()}"
                 )
-            if item.name in choices:
-                allowed = choices[item.name]
+            if isinstance(value, int | float) and value != math.inf:
+                most = _largest(item, value)
+                require(value <= most, f"--{item.name} is {value}: too large", f"give at most {most:.10g}")
+            if get_origin(hint) is Literal:
+                allowed = get_args(hint)
                 require(value in allowed, f"--{item.name} is {value!r}", f"use one of {', '.join(allowed)}")
+            require(
+                value != "" or item.default == "", f"--{item.name} is empty", "give a value, or leave it out"
+            )
+
+
+def _largest(item: dataclasses.Field[Any], value: float) -> float:
+    """Return the largest value of a flag that databases and clocks can hold."""
+    if item.metadata.get("unit") in _SECONDS:
+        return _LONGEST_SECONDS / _SECONDS[item.metadata["unit"]]
+    return _LARGEST_INTEGER if isinstance(value, int) else math.inf
 
 
 @cache
-def _choices(group: type) -> Mapping[str, tuple[str, ...]]:
-    """Return the choices of each flag of ``group`` that has some."""
-    hints = get_type_hints(group)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+def _hints(group: type) -> Mapping[str, Any]:
+    """Return the type of each flag of ``group``."""
+    return get_type_hints(group)
 
 
 def names_in(text: str | None) -> list[str]:

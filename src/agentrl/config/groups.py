@@ -36,7 +36,10 @@ class GroupConfig(Flags):
         0.0, "do not train model calls whose |advantage| is below this", within="[0, inf)"
     )
     min_turns: int = flag(
-        1, "do not train right trajectories with fewer model calls than this", unit="model calls"
+        1,
+        "do not train right trajectories with fewer model calls than this",
+        within="[1, inf)",
+        unit="model calls",
     )
     efficient_rewarding: bool = flag(
         False, "adjust scores by the rank of the number of turns, within right and within wrong trajectories"

@@ -200,6 +200,9 @@ def parse_corrections(text: str) -> tuple[Correction, ...]:
                 f"--importance_correction names {correction.name!r} twice", hint="name each correction once"
             )
         corrections.append(correction)
+    require(
+        bool(corrections) or not text, f"--importance_correction {text!r} names none", "give one, e.g. tis:2"
+    )
     return tuple(corrections)
 
 

@@ -280,6 +280,10 @@ class TrainConfig(ParallelConfig):
         per_process=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_steps != 0, "--max_steps is 0", "give 1 or more, or -1: until the tasks are used up")
+
 
 @dataclass(frozen=True, kw_only=True)
 class IgnoredConfig(Flags):

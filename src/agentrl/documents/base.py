@@ -182,7 +182,7 @@ def is_score(value: Any) -> TypeGuard[float]:
 
 
 def score_problem(value: Any) -> str:
-    """Return what is wrong with a value that is no score."""
+    """Return what is wrong with a value that is not a score."""
     return f"is beyond ±{LARGEST_SCORE:g}" if is_finite(value) else "is not a finite number"
 
 

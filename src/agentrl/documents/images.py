@@ -192,7 +192,7 @@ def image_of_file(path: Path) -> Image:
     try:
         state = path.stat()
         if not stat.S_ISREG(state.st_mode):
-            raise ImageError(f"the image {path} is no file", hint="name a PNG, JPEG or WebP file")
+            raise ImageError(f"the image {path} is not a file", hint="name a PNG, JPEG or WebP file")
         if state.st_size > MAX_IMAGE_BYTES:
             raise _too_large(str(path), state.st_size)
         data = path.read_bytes()

@@ -35,7 +35,7 @@ def open_hub(text: str, wanted: str) -> TaskSource:
     address = _ADDRESS.fullmatch(text)
     if address is None:
         raise TaskFileError(
-            f"{text}: this is no address of a data set",
+            f"{text}: this is not the address of a data set",
             hint="write hf://ORG/NAME[/CONFIG][@REVISION][:SPLIT], such as hf://openai/gsm8k/main:train",
         )
     require("huggingface_hub", text)

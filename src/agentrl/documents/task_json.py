@@ -48,7 +48,7 @@ ID = ("id", "task_id")
 
 
 class _Unstorable:
-    """Placeholder for a JSON number that no document can hold."""
+    """Placeholder for a JSON value that no document can hold."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -69,7 +69,17 @@ def _integer(text: str) -> int | _Unstorable:
     return _Unstorable(f"an integer of {len(text.lstrip('-')):,} digits, and the limit is 64 bits")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. A key that it has twice is refused: readers differ in which value counts."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        value |= {key: _Unstorable("given twice") for key in value if keys.count(key) > 1}
+    return value
+
+
 DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
     parse_int=_integer,
     parse_constant=lambda name: _Unstorable(f"not JSON: {name} is not a JSON number"),
 )
@@ -163,7 +173,7 @@ AMOUNT: Final = re.compile(
     r"[.,]?",
     re.IGNORECASE,
 )
-"""A number with a currency or a unit. Words that change the number, such as *million*, are no unit."""
+"""A number with a currency or a unit. Words that change the number, such as *million*, are not units."""
 GSM8K_ANSWER: Final = re.compile(r"####(?!#)[ \t]*(?=[^\n]*\d|[A-Z]\s*$)([^\s#][^\n#]{0,40}?)\s*$")
 """The end of a solution as in GSM8K: ``#### 72``."""
 

@@ -204,7 +204,7 @@ def _choices(row: Row) -> Row:
         number = int(right) if isinstance(right, str) and right.strip().isdecimal() else right
         index = number if isinstance(number, int) and not isinstance(number, bool) else -1
     if not 0 <= index < len(texts) == len(labels):
-        raise BadTaskError(f"its answer {excerpt(right, 40)} is none of its {len(texts)} choices")
+        raise BadTaskError(f"its answer {excerpt(right, 40)} is not one of its {len(texts)} choices")
     question = str(_first(row, (*QUERY, "question_stem")))
     lines = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
     if not all(line in question for line in lines):

@@ -20,6 +20,7 @@ from agentrl.documents.task_messages import BadTaskError
 from agentrl.errors import TaskFileError
 
 _GZIP = b"\x1f\x8b"
+_PACKED = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zX": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 _CHUNK = 64 * 1024
 _COPIED_BYTES = 2**20
 _UNPACKED_RATIO = 100
@@ -78,7 +79,7 @@ class TaskSource:
         Paths of images are relative to ``folder``, by default that of ``path``. Tasks of a source that is not
         trusted may not name Python code.
 
-        Raises TaskFileError if it cannot be read, or is UTF-16 or UTF-32.
+        Raises TaskFileError if it cannot be read, is packed by another program than gzip, UTF-16 or UTF-32.
         """
         self.path = path
         self.folder = path.parent if folder is None else folder
@@ -163,6 +164,11 @@ class TaskSource:
 
     def _skip_byte_order_mark(self) -> int:
         head = self._file.read(4)
+        packed = next((kind for magic, kind in _PACKED.items() if head.startswith(magic)), None)
+        if packed is not None:
+            raise TaskFileError(
+                f"the task file {self.path} is packed by {packed}, and only gzip is read", hint="unpack it"
+            )
         encoding = json.detect_encoding(head) if head else "utf-8"
         if not encoding.startswith("utf-8"):
             has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))

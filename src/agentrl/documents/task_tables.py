@@ -11,6 +11,7 @@ import json
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -133,7 +134,9 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
             for index in range(batch.num_rows):
                 yield from _batch_rows(batch.slice(index, 1))
         else:
-            yield BadTaskError(f"a value cannot be converted: {error}")
+            name = next(filter(lambda name: not _converts(batch.column(name)), names))
+            kind = batch.schema.field(name).type
+            yield BadTaskError(f"{name}: its value of type {kind} cannot be converted: {error}")
         return
     for row in rows:
         for name, kind in narrow:
@@ -142,6 +145,14 @@ def _batch_rows(batch: Any) -> Iterator[bytes | BadTaskError]:
             yield json.dumps(_plain(row, ""), ensure_ascii=False).encode()
         except BadTaskError as error:
             yield error
+
+
+def _converts(column: Any) -> bool:
+    try:
+        column.to_pylist(maps_as_pydicts="strict")
+    except (ValueError, KeyError):
+        return False
+    return True
 
 
 def _is_narrow(kind: Any) -> bool:
@@ -195,7 +206,7 @@ def _plain(value: Any, where: str) -> Any:
             return _data_url(value["bytes"], where)
         prefix = f"{where}." if where else ""
         return {str(key): _plain(item, f"{prefix}{key}") for key, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):  # a tuple is a calendar interval
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, (datetime.datetime, datetime.date, datetime.time)):
         return value.isoformat()
@@ -233,19 +244,23 @@ def _csv_rows(file: Path) -> Iterator[bytes | BadTaskError]:
                 if cells:
                     yield BadTaskError(f"{len(cells)} cells, and the header has {len(header)}")
                 continue
-            row = {name: _cell(name, cell) for name, cell in zip(header, cells, strict=True) if cell}
-            yield json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
+            given = ((name, cell) for name, cell in zip(header, cells, strict=True) if cell)
+            row = ", ".join(f"{_text(name)}: {_cell(name, cell)}" for name, cell in given)
+            yield f"{{{row}}}".encode("utf-8", "surrogateescape")
 
 
-def _cell(name: str, cell: str) -> Any:
+_text = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _cell(name: str, cell: str) -> str:
+    """Return the JSON of a cell. JSON in it stays as it is: what MongoDB cannot store is named later."""
     if name == "max_turns" and cell.isdecimal():
-        return int(cell)
+        return str(int(cell))
     if name in _JSON_CELLS and cell.lstrip()[:1] in ("[", "{"):
-        try:
-            return parse(cell.encode("utf-8", "surrogateescape"))
-        except BadTaskError:
-            return cell
-    return cell
+        with suppress(BadTaskError):
+            parse(cell.encode("utf-8", "surrogateescape"))
+            return " ".join(cell.splitlines())
+    return _text(cell)
 
 
 def _require_unique(file: Path, names: Sequence[str]) -> None:

@@ -124,7 +124,7 @@ class Environment:
         return None
 
     def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | Awaitable[str]:
-        """Return the result of a tool of ``tool_schemas`` that is no method; the model reads exceptions."""
+        """Return the result of a tool of ``tool_schemas`` without a method; the model reads exceptions."""
         raise TaskEnvironmentError(
             f"{type(self).__name__} has no tool {name!r}", hint="define the method 'call_tool'"
         )

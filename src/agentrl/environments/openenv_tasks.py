@@ -35,7 +35,7 @@ def action_schema(url: str) -> Json:
     """Return the JSON schema of the server's actions. Raises TaskFileError."""
     schema = get_json(f"{url}/schema", "an OpenEnv server", headers()).get("action")
     if not isinstance(schema, dict):
-        raise refuse(f"{url}/schema has no schema of actions", "this is no OpenEnv server")
+        raise refuse(f"{url}/schema has no schema of actions", "this is not an OpenEnv server")
     return schema
 
 
@@ -56,7 +56,7 @@ def settings(schema: Json, options: Mapping[str, str]) -> Json:
         kind = fields.get(name or "", {}).get("type")
         if kind not in _SCALARS:
             raise refuse(
-                f"action_field={name} is no text, number or truth value; the action has {', '.join(fields)}",
+                f"action_field={name} is not text, a number or a boolean; the action has {', '.join(fields)}",
                 "name another action_field, or give action=tool",
             )
         given |= {"field": name, "type": kind}
@@ -93,7 +93,7 @@ def action_value(text: str, kind: str) -> Any:
         return text
     value = json.loads(text)
     if isinstance(value, bool) != (kind == "boolean") or not isinstance(value, (int, float)):
-        raise ValueError(f"{text.strip()!r} is no {kind}")
+        raise ValueError(f"{text.strip()!r} is not of type {kind}")
     return value
 
 
@@ -152,7 +152,7 @@ def _step_tool(schema: Json, fields: Json) -> Schema:
 def _choice(options: Mapping[str, str], name: str, known: tuple[str, ...], default: str) -> str:
     chosen = options.get(name, default)
     if chosen not in known:
-        raise refuse(f"{name}={chosen} is none of {', '.join(known)}")
+        raise refuse(f"{name}={chosen} is not one of {', '.join(known)}")
     return chosen
 
 
@@ -162,5 +162,5 @@ def _parameters(text: str) -> Json:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise refuse(f"reset={text} is no JSON object", 'such as reset={"difficulty": "easy"}')
+        raise refuse(f"reset={text} is not a JSON object", 'such as reset={"difficulty": "easy"}')
     return found

@@ -17,7 +17,7 @@ def server_url(given: str, name: str) -> str:
     """Return an ``http(s)://`` address without a slash at its end. Raises TaskFileError."""
     parts = urlsplit(given)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        problem = f"url={given!r} is no http:// or https:// address" if given else "url= is missing"
+        problem = f"url={given!r} is not an http:// or https:// address" if given else "url= is missing"
         raise TaskFileError(f"env:{name}: {problem}", hint=f"env:{name}?url=http://127.0.0.1:8000")
     return given.rstrip("/")
 
@@ -44,7 +44,8 @@ def get_json(url: str, what: str, token: Mapping[str, str] | None = None) -> Any
         found = None
     if not isinstance(found, dict):
         raise TaskFileError(
-            f"{url} is no page of {what}: it answered {answer.status_code} {excerpt(answer.text, _EXCERPT)}",
+            f"{url} is not a page of {what}: it answered {answer.status_code}"
+            f" {excerpt(answer.text, _EXCERPT)}",
             hint="url= is the address of the server, without a path such as /reset",
         )
     return found
@@ -56,5 +57,5 @@ def count(options: Mapping[str, str], option: str, name: str) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise TaskFileError(f"env:{name}: {option}={text} is no number from 1 on")
+        raise TaskFileError(f"env:{name}: {option}={text} is not a number from 1 on")
     return int(text)

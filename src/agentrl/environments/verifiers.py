@@ -159,7 +159,7 @@ class _Worker:
             why = f"its process ended with exit status {await process.wait()}"
         except (ValueError, TypeError, KeyError) as error:  # a line longer than the limit, or not an answer
             process.kill()
-            why = f"its process wrote what is no answer: {error}"
+            why = f"its process wrote a malformed answer: {error}"
         self._process = None
         for waiting in self._waiting.values():
             if not waiting.done():

@@ -11,9 +11,10 @@ from jsonschema.exceptions import best_match
 from referencing.exceptions import Unresolvable
 
 from agentrl.chat.chat_format import ChatFormat, Message
-from agentrl.chat.parsers.arguments import validator_of
+from agentrl.chat.parsers.arguments import CHECK_SECONDS, validator_of
 from agentrl.chat.parsers.base import CallSyntaxError, ParsedMessage, load_json
 from agentrl.chat.parsers.reasoning import REASONING_TAGS, ReasoningTags
+from agentrl.concurrency import within_cpu
 from agentrl.documents.base import replace_surrogates
 from agentrl.documents.gateway import GatewayCall
 from agentrl.documents.model_call import DispatchedSamplingTask, unpack_floats, unpack_ids
@@ -108,7 +109,8 @@ def unmet(parsed: ParsedMessage, request: GatewayRequest) -> str | None:
     if request.schema is None or names:
         return None
     try:
-        problem = best_match(validator_of(request.schema).iter_errors(load_json(parsed.content)))
+        validator, value = validator_of(request.schema), load_json(parsed.content)
+        problem = within_cpu(CHECK_SECONDS, lambda: best_match(validator.iter_errors(value)))
     except (CallSyntaxError, Unresolvable, RecursionError) as error:
         return f"the answer is not of the JSON schema: {error}"
     return None if problem is None else f"the answer is not of the JSON schema: {problem.message}"

@@ -169,7 +169,7 @@ class Conversations:
     async def _require_key_of(self, request: Request, name: str) -> None:
         """Raise GatewayError without the gateway's key, or the feedback key of the conversation ``name``.
 
-        Ids are no secrets: they are in the database, in logs and on pages, and a task's can be guessed.
+        Ids are not secret: they are in the database, in logs and on pages, and a task's can be guessed.
         """
         if not self._has_key(request):
             record = record_key(task_key(TRAIN_SPLIT, CONVERSATIONS, name), 0, 1)

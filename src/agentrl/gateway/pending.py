@@ -248,12 +248,17 @@ class PendingAnswers:
     async def _check_calls(self, session: GatewaySession, mine: GatewayCall | None) -> None:
         """Raise GatewayError if the trajectory has ended, or has made all its model calls.
 
-        ``mine`` is a request of this process that counts; the answer of an earlier one is always allowed.
+        ``mine`` is a request of this process that counts; the answer of an earlier one is always allowed. Of
+        more requests at once than are left, the first ones pass: their order is asked for only then.
         """
         gateways = self._answerer.store.gateways
         count = await gateways.live_calls(session.id)
         self._note(session.record, count)
-        if count is not None and (mine is None or count <= session.max_calls):
+        if count is not None and (
+            mine is None
+            or count <= session.max_calls
+            or await gateways.calls_before(mine) < session.max_calls
+        ):
             return
         if mine is not None:
             await (gateways.forget(mine) if count is None else gateways.fail(mine))

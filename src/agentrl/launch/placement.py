@@ -289,7 +289,7 @@ def _require_trainer(gpus: Gpus, trainer: Numbers, need: Need) -> None:
     )
     require(
         len(trainer) % multiple == 0,
-        f"GPU {ranges(trainer)} of the trainer: {len(trainer)} is no multiple of {_sizes(need)}",
+        f"GPU {ranges(trainer)} of the trainer: {len(trainer)} is not a multiple of {_sizes(need)}",
         "change --train_gpus or these sizes",
     )
     require(
@@ -309,7 +309,7 @@ def _require_engines(gpus: Gpus, engines: Numbers, need: Need) -> None:
     )
     require(
         len(engines) % need.engine_gpus == 0,
-        f"GPU {ranges(engines)} of the engines: {len(engines)} is no multiple of --inf_tp_size"
+        f"GPU {ranges(engines)} of the engines: {len(engines)} is not a multiple of --inf_tp_size"
         f" {need.engine_gpus}",
         "change --engine_gpus or --inf_tp_size",
     )

@@ -38,6 +38,18 @@ def _by_advantage(flags: Flags) -> bool:
     return bool(flags["drop_zero_advantage"] or flags["minimal_advantage"])
 
 
+def _is_trained_again(flags: Flags) -> bool:
+    """Return whether data can be young enough for a second training, one step later or more."""
+    staleness = 0 if flags["sync_sampling"] else flags["max_staleness"]
+    return bool(flags["staleness_policy"] == "decay" or max(1, flags["retrained_interval"]) <= staleness)
+
+
+def _publishes_adapter(flags: Flags) -> bool:
+    """Return whether versions hold the adapter alone."""
+    is_trained = flags["lora_rank"] > 0 and flags["weight_sync"] == "disk"
+    return is_trained and flags["publish"] in ("auto", "adapter")
+
+
 _UNREAD = "the loss reads no advantage, and no model call is chosen by it"
 _LEAVE_OUT = "leave it out"
 
@@ -114,6 +126,57 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         ("retrained_interval",), lambda flags, _: flags["max_trained_count"] > 1,
         "--max_trained_count is 1: nothing is trained again", "raise --max_trained_count, or leave it out",
     ),
+    IdleRule(
+        ("max_trained_count",), lambda flags, _: _is_trained_again(flags),
+        "--retrained_interval steps later the data are older than --max_staleness, and are left out",
+        "raise --max_staleness, or use --staleness_policy decay",
+    ),
+    IdleRule(
+        ("max_staleness",), lambda flags, _: not (flags["sync_sampling"] and flags["max_staleness"]),
+        "with --sync_sampling it is 0", "leave out one of the two",
+    ),
+    IdleRule(
+        ("per_device_train_batch_size",), lambda flags, _: flags["gradient_accumulation_steps"] is not None,
+        "it is a factor of --gradient_accumulation_steps, which is not given",
+        "give --groups_per_step; --max_tokens is the size of a micro-batch",
+    ),
+    IdleRule(
+        ("mini_batches",), lambda flags, _: flags["mini_batches"] <= flags["groups_per_step"],
+        "a mini-batch holds whole groups, and --groups_per_step has fewer",
+        "lower it, or raise --groups_per_step",
+    ),
+    IdleRule(
+        ("lr_scheduler_type",),
+        lambda flags, _: (
+            flags["lr_scheduler_type"] != "constant_with_warmup"
+            or flags["warmup_steps"] + flags["warmup_ratio"] > 0
+        ),
+        "there is no warm-up", "add --warmup_steps, e.g. 10, or leave it out",
+    ),
+    IdleRule(
+        ("autocast_bf16",),
+        lambda flags, _: flags["dtype"] != "bfloat16" or flags["autocast_bf16"] == "true",
+        "--dtype bfloat16 multiplies in bfloat16", "leave out one of the two",
+    ),
+    IdleRule(
+        ("publish",),
+        lambda flags, _: (
+            (flags["publish"] != "delta" or flags["weight_sync"] == "disk")
+            and (flags["publish"] != "adapter" or _publishes_adapter(flags))
+        ),
+        "an adapter needs --lora_rank, and files, as a delta does, --weight_sync disk", _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("full_every",),
+        lambda flags, _: (
+            flags["weight_sync"] != "disk" or not (flags["publish"] == "full" or _publishes_adapter(flags))
+        ),
+        "no version is a delta", _LEAVE_OUT,
+    ),
+    IdleRule(
+        ("trace_content", "trace_queue"), lambda flags, _: flags["trace"] is not None,
+        "spans go nowhere", "add --trace, e.g. sqlite:///traces.db, or leave it out",
+    ),
 )  # fmt: skip
 """In the order in which they are checked."""
 
@@ -138,15 +201,20 @@ def check_loss(configs: Configs, chosen: Collection[str] | None = None) -> None:
         " and bound πθ/μ with --importance_correction token_mask or --importance_weight_cap_ratio 4",
     )
     _require_teacher(settings, configs[GroupConfig])
+    check_idle(configs, settings, configs.flags if chosen is None else chosen)
+
+
+def check_idle(configs: Configs, settings: LossSettings, chosen: Collection[str]) -> None:
+    """Raise ConfigError for the first of the flags ``chosen`` that changes nothing, by ``IDLE_RULES``."""
     defaults = {field.name: field.default for group in GROUPS for field in dataclasses.fields(group)}
-    flags = configs.flags
+    flags = defaults | configs.flags
     for rule in IDLE_RULES:
         for name in rule.flags:
-            is_set = name in flags and flags[name] != defaults[name] and (chosen is None or name in chosen)
-            if is_set and not rule.acts(defaults | flags, settings):
+            is_set = name in chosen and flags[name] != defaults[name]
+            if is_set and not rule.acts(flags, settings):
                 shown = str(flags[name]).lower() if isinstance(flags[name], bool) else flags[name]
                 raise ConfigError(
-                    f"--{name} {shown} with --loss_calculater {loss.loss_calculater}: {rule.why}",
+                    f"--{name} {shown} with --loss_calculater {settings.loss_calculater}: {rule.why}",
                     hint=rule.hint,
                 )
 

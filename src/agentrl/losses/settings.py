@@ -226,6 +226,11 @@ def _check_reduction(settings: LossSettings) -> None:
         not (settings.token_level_loss and settings.skip_length_normalization) or _is_default(settings, flag),
         settings, flag, "a mean over tokens has no trajectory lengths", "add --token_level_loss false",
     )  # fmt: skip
+    _require(
+        settings.loss_length_divisor is None
+        or bool(settings.skip_length_normalization) or _is_default(settings, flag),
+        settings, flag, "--loss_length_divisor divides a trajectory's sum, not its mean", "leave it out",
+    )  # fmt: skip
 
 
 def _check_corrections(settings: LossSettings) -> None:
@@ -242,6 +247,16 @@ def _check_corrections(settings: LossSettings) -> None:
         f"with --old_logprobs behavior the ratio of {settings.loss_calculater} is πθ/μ already, and"
         f" {' and '.join(twice)} would count it twice",
         "add --old_logprobs recompute; or use icepop, token_mask, seq_mask or seq_kl, which drop",
+    )  # fmt: skip
+    adds_weight = settings.weighs and not settings.loss.contains_weight
+    idle = [
+        found.name
+        for found in settings.corrections
+        if (found.low, found.high) == (0.0, math.inf) and not (adds_weight and found.name in WEIGHTS)
+    ]
+    _require(
+        not idle, settings, flag, f"{' and '.join(idle)} with the bounds 0 and inf neither drops nor weighs",
+        "give narrower bounds, or leave it out",
     )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from agentrl.config.training import AdapterConfig
 from agentrl.errors import ConfigError, ModelError
 from agentrl.weights.adapter_config import is_adapter, layer_rank, layer_scale, read_adapter_config
+from agentrl.weights.difference import Rounding
 from agentrl.weights.folder import ADAPTER_WEIGHTS, PEFT_PREFIX
-from agentrl.weights.rounding import Rounding
 from agentrl.weights.snapshot import Part, model_parts
 
 if TYPE_CHECKING:
@@ -67,6 +67,15 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig, base: Path, saved
             hint="leave lm_head out: logprobs are computed from its weight",
         )
     adapter = Adapter(model, settings)
+    names = config.target_modules if isinstance(config.target_modules, list) else []
+    unknown = [
+        name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in adapter.layers)
+    ]
+    if unknown:
+        raise ConfigError(
+            f"--lora_target_modules {','.join(unknown)} matches no layer of the model",
+            hint="give all-linear alone, or names such as q_proj,v_proj",
+        )
     if saved is not None:
         adapter.load(saved)
     trained = sum(parameter.numel() for _, parameter in adapter.named_parameters())

@@ -47,7 +47,7 @@ class Turn:
     """One parsed model call. ``times_seen`` counts its text in the trajectory, this call included.
 
     A turn that was cut (``finish_reason`` ``length``) has neither an answer nor tool calls. One with a
-    malformed call (``error``) has no answer: ``content`` holds the call, and its arguments are no answer.
+    malformed call (``error``) has no answer: ``content`` holds the call, whose arguments do not count.
     """
 
     text: str

@@ -45,7 +45,7 @@ class Clock:
 
     @asynccontextmanager
     async def limit(self, seconds: float | None) -> AsyncIterator[None]:
-        """Raise TimeoutError if the block takes longer; None is no limit of its own."""
+        """Raise TimeoutError if the block takes longer; None sets no limit."""
         if seconds is None:
             yield
             return

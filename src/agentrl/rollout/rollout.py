@@ -37,7 +37,7 @@ from agentrl.tools.base import Schema, schema_name
 from agentrl.user_code import contain, describe
 
 TimeLimit = Callable[[float | None], AbstractAsyncContextManager[Any]]
-"""Raises TimeoutError after so many seconds; None is no limit."""
+"""Raises TimeoutError after so many seconds; None means no limit."""
 
 
 class Rollout(Role):

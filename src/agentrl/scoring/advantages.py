@@ -103,7 +103,7 @@ def reward(rewards: Sequence[float]) -> list[float]:
 def estimate(name: str, rewards: Sequence[float]) -> list[float]:
     """Return the advantages that the estimator ``name`` gives to ``rewards``, checked.
 
-    Raises GroupError for a reward that is no score, for an exception in the estimator and for a malformed
+    Raises GroupError for a reward that is not a score, for an exception in the estimator and for a malformed
     result, and ConfigError for an estimator that does not exist or that this process may not import.
     """
     estimator = ESTIMATORS.get(name)

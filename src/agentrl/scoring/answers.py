@@ -24,7 +24,7 @@ from agentrl.scoring.scorers import ScorerContext, ScoreResult, scorer
 LINE = "Answer:"
 """The schema of a last line ``Answer: 34``, as DAPO's and simple-evals' prompts ask for it."""
 _WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_.-]*|####|{LINE}")
-_LINE = re.compile(r"\banswer[ \t*_]*[:：][ \t*_]*\n?[ \t*_]*(\S[^\n]*)", re.IGNORECASE)
+_LINE = re.compile(r"\banswer[ \t*_]*[:：][\s*_]*(\S[^\n]*)", re.IGNORECASE)
 _HASHES = re.compile(r"####(?!#)[ \t]*\n?[ \t]*([^\s#][^\n#]*)")
 
 

@@ -90,7 +90,7 @@ def _given(answer: Any) -> tuple[Any, Any]:
     """Return the tests and the sandbox's configuration as they are given. Raises ScorerError."""
     try:
         value = json.loads(answer) if isinstance(answer, str) and answer.lstrip()[:1] in "[{" else answer
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ScorerError(f"the task's answer is not JSON: {error}") from error
     if not isinstance(value, Mapping):
         return value, {}

@@ -10,23 +10,16 @@ from __future__ import annotations
 import logging
 import math
 import re
-import signal
-from collections.abc import Callable
 from functools import cache
 from string import ascii_lowercase
-from typing import Any, TypeVar
+from typing import Any
 
+from agentrl.concurrency import within_cpu
 from agentrl.scoring.normal_form import LONGEST, number, plain, same
-
-T = TypeVar("T")
 
 CPU_SECONDS = 5.0
 """Time of the processor that one comparison may take. A limit of the clock, as math-verify's own, would make
 an equal answer unequal on a busy machine."""
-
-
-class _TooLongError(BaseException):
-    """A comparison takes too long. Not an Exception: sympy and math-verify suppress those."""
 
 
 def equal(golds: tuple[str, ...], answer: str) -> bool:
@@ -35,30 +28,14 @@ def equal(golds: tuple[str, ...], answer: str) -> bool:
     A comparison beyond ``CPU_SECONDS`` counts as unequal. Call it in the main thread of a process, where
     signals arrive.
     """
-    return any(same(gold, answer) or bool(_bounded(_equal, gold, answer)) for gold in golds)
+    return any(same(gold, answer) or bool(within_cpu(CPU_SECONDS, _equal, gold, answer)) for gold in golds)
 
 
 def unparsed(golds: tuple[str, ...]) -> list[bool]:
     """Return whether math-verify reads no value in each of ``golds``. Call it in a main thread."""
-    return [number(gold) is None and not _bounded(_parse, _quantity(gold)[0]) for gold in golds]
-
-
-def _bounded(function: Callable[..., T], *arguments: str) -> T | None:
-    """Return the function's result; None if it takes longer than ``CPU_SECONDS``."""
-
-    def stop(*_: object) -> None:
-        raise _TooLongError
-
-    before = signal.signal(signal.SIGPROF, stop)
-    try:
-        # repeatedly: Python drops an exception that is raised in a destructor or by the garbage collector
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS, CPU_SECONDS / 8)
-        return function(*arguments)
-    except _TooLongError:
-        return None
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+    return [
+        number(gold) is None and not within_cpu(CPU_SECONDS, _parse, _quantity(gold)[0]) for gold in golds
+    ]
 
 
 def _equal(gold: str, answer: str) -> bool:
@@ -75,11 +52,11 @@ def _equal(gold: str, answer: str) -> bool:
         return False
     if any(kind(wanted) != kind(given) for kind in (_marks, _words)) or _are_words(wanted, given):
         return False
-    brackets = _GROUP.fullmatch(wanted), _GROUP.fullmatch(given)
-    if brackets[0] and brackets[1] and brackets[0].groups() != brackets[1].groups():
+    brackets, own_brackets = _brackets(wanted), _brackets(given)
+    if brackets and own_brackets and brackets != own_brackets:
         return False
-    if brackets[0] and "," in given and not re.search(r"[()\[\]{}]", given):
-        given = f"{brackets[0].group(1)}{given}{brackets[0].group(2)}"  # an ordered pair without its brackets
+    if brackets and "," in given and not re.search(r"[()\[\]{}]", given):
+        given = given.join(brackets)  # an ordered pair without its brackets
     return _verify(*_with_cases(wanted, given))
 
 
@@ -107,8 +84,24 @@ def _joins(text: str) -> set[str]:
 
 
 _JOIN = re.compile(r"(?<![A-Za-z])(?:and|or|lor|land|vee|wedge)(?![A-Za-z])")
-_GROUP = re.compile(r"(\(|\[|\\\{)[^()\[\]{}]*,[^()\[\]{}]*(\)|\]|\\\})")
-"""A tuple, an interval or a set, with its brackets."""
+_GROUP = re.compile(r"(\(|\[|\\\{)(.*,.*)(\)|\]|\\\})")
+
+
+def _brackets(text: str) -> tuple[str, str] | None:
+    """Return the brackets around a whole tuple, interval or set; None for anything else.
+
+    sympy drops them where an interval is empty: it has one value for [3, 1] and (3, 1).
+    """
+    found = _GROUP.fullmatch(text)
+    depth, has_comma = 0, False
+    for mark in re.findall(r"[()\[\]{},]", found[2] if found else ""):
+        depth += (mark in "([{") - (mark in ")]}")
+        has_comma |= mark == "," and depth == 0
+        if depth < 0:
+            return None
+    return (found[1], found[3]) if found and has_comma and depth == 0 else None
+
+
 _DROPPED = (
     re.compile(r"'|\\prime(?![A-Za-z])"),
     re.compile(r"\\[lcd]?dots[bc]?(?![A-Za-z])|\.\.\."),
@@ -212,7 +205,7 @@ def _quantity(text: str) -> tuple[str, str | None]:
 
 
 def _unit(text: str, *, is_apart: bool) -> str | None:
-    """Return a unit in symbols, m2 for square meters; None if the words behind a number are none.
+    """Return a unit in symbols, m2 for square meters; None if the words behind a number are not a unit.
 
     Any noun is a unit (18 eggs) if a space stands before it, and a single letter too: 5m is a product.
     """
@@ -247,8 +240,9 @@ _REWRITES = (
     ),
     (re.compile(r"\*\* ?([+-]?\w+)"), r"^{\1}"),
     (re.compile(r"\\(?:[cd]dots|dots[bc]?)(?![A-Za-z])|\.\.\."), r"\\ldots "),
-    (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√ ?(\d+(?:\.\d+)?|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile("√"), r"\\sqrt "),
+    (re.compile(r"\\sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile("∞"), r"\\infty "),
     (re.compile("·"), r"\\cdot "),
     (re.compile(r"∅|\\varnothing(?![A-Za-z])"), r"\\emptyset "),
@@ -335,7 +329,7 @@ def _verify(gold: str, answer: str) -> bool:
 
 
 def _value(read: Any) -> Any:
-    """Return the finite number that an expression of sympy is; None if it is none."""
+    """Return the value of a sympy expression; None if it is not a finite number."""
     try:
         value = read.doit().evalf() if getattr(read, "is_number", False) else None
     except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):

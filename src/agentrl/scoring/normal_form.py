@@ -5,6 +5,7 @@ The scorers ``exact`` and ``f1`` and the judge's shortcut use it, and ``math`` b
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -25,15 +26,17 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), re.compile("[₀-₉]+")
 _SIGNS = str.maketrans({
     **dict.fromkeys("−‐‑–", "-"), **dict.fromkeys("’‘", "'"), **dict.fromkeys("“”", '"'),
-    **dict.fromkeys("\u200b\ufeff", ""), "⁄": "/",
+    **dict.fromkeys("\u00ad\u200b\u200e\u200f\u2060\ufeff", ""), "⁄": "/", "。": ".",
+    **dict.fromkeys("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", ""),
 })  # fmt: skip
+"""Characters that look alike; invisible ones, such as those of the writing direction, are dropped."""
 _HARD_SPACE = re.compile(r"(?<=\d)[\u00a0\u2009\u202f](?=\d{3}(?!\d))")
 """A space that separates thousands: nobody writes a list of numbers with one."""
 
 _TEX = (
     (re.compile(r"\\(?:left|right)(?![A-Za-z])\s*"), ""),
     (re.compile(r"\\[dt]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"(?<=\d)(?:\\[,!]|\{,\})\s*(?=\d{3}(?!\d))"), ","),
+    (re.compile(r"(?<=\d)(?:,?\\[,!]|\{,\})\s*(?=\d{3}(?!\d))"), ","),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])"), " "),
     (re.compile(r"(?<!\\)\\([%$#&])"), r"\1"),
@@ -49,12 +52,14 @@ _DEEPEST = 4
 _WRAPS = (
     (re.compile(r"\$\$?([^$]*[^$\s][^$]*)\$\$?"), r"\1"),
     (re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL), r"\1\2"),
+    (re.compile(r"\\(?:boxed|fbox) ?\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"), r"\1"),
     (re.compile(r"\*\*([^*]+)\*\*|\*([^*]+)\*|`([^`]+)`"), r"\1\2\3"),
     (re.compile(r"\"([^\"]+)\"|'([^']+)'"), r"\1\2"),
     (re.compile(r"\(([^()\[\]{},;]+)\)"), r"\1"),
     (re.compile(r"= *([^=<>≤≥]+)"), r"\1"),
 )
-"""What may stand around a whole answer: math mode, emphasis, quotes, parentheses around one value, ``=``."""
+"""What may stand around a whole answer: math mode, a box, emphasis, quotes, parentheses around one value,
+``=``."""
 _TAIL = re.compile(r"[\s,;:]+$|(?<!\.)\.$")
 """Punctuation behind an answer. Several dots mean that it goes on, and ``!`` is a factorial."""
 _CURRENCY = re.compile(r"(?<![\w$}\])])(?:US(?=\$))?\$\s*(?=[-+]?[\d.])")
@@ -71,6 +76,7 @@ _PROSE = re.compile(rf"(?=.*?{_WORD}{{2}})(?:{_WORD}|[\d\s.,;:!?'\"()&-])*+")
 _ARTICLE = re.compile(rf"\b(?:[Tt]he|THE|[Aa]n|AN|a)\s+(?={_WORD}{{2}})")
 _PROSE_STEPS = (
     (re.compile(rf"(?<={_WORD} )([A-Z])\.(?= {_WORD}{{2}})"), r"\1"),
+    (re.compile(rf"(?<={_WORD}{{3}})( \d{{1,2}}),(?= \d{{4}}\b)"), r"\1"),
     (re.compile(r"\""), ""),
     (re.compile(rf"(?<={_WORD}{{3}})-(?={_WORD}{{3}})"), " "),
     (re.compile(rf"(?<={_WORD}{{2}})[,;:.?!]+(?=\s|$)"), ""),
@@ -104,7 +110,7 @@ def plain(text: str) -> str:
         folded = pattern.sub(replacement, folded)
     before = ""
     while folded != before:
-        before, folded = folded, _TAIL.sub("", folded.strip())
+        before, folded = folded, _TAIL.sub("", folded.strip()) or folded
         for pattern, replacement in _WRAPS:
             if (wrap := pattern.fullmatch(folded)) is not None:
                 folded = wrap.expand(replacement)
@@ -180,19 +186,28 @@ def number(text: str) -> Decimal | None:
 
 
 def same(left: str, right: str) -> bool:
-    """Return whether two answers mean the same: equal numbers, or equal normal forms."""
+    """Return whether two answers mean the same: equal numbers, JSON values or normal forms, none empty."""
     numbers = number(left), number(right)
     if numbers[0] is not None and numbers[1] is not None:
         return numbers[0] == numbers[1]
     return any(
-        _APART.sub("", form(left)) == _APART.sub("", form(right)) for form in (normal_form, without_articles)
+        (form := _APART.sub("", form_of(left))) and form == _APART.sub("", form_of(right))
+        for form_of in (_json_form, normal_form, without_articles)
     )
 
 
+def _json_form(text: str) -> str:
+    """Return a JSON list or object without its spaces and its order of keys; nothing for another text."""
+    try:
+        return json.dumps(json.loads(text), sort_keys=True) if text.strip()[:1] in ("{", "[") else ""
+    except (ValueError, RecursionError):
+        return ""
+
+
 def word_f1(predicted: str, gold: str) -> float:
-    """Return the harmonic mean of precision and recall over the words of the normal forms."""
+    """Return 1 for the ``same`` answer, else the harmonic mean of precision and recall over words."""
+    if same(predicted, gold):
+        return 1.0
     words, wanted = without_articles(predicted).split(), without_articles(gold).split()
-    if not words or not wanted:
-        return float(words == wanted)
     shared = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * shared / (len(words) + len(wanted))
+    return 2 * shared / max(1, len(words) + len(wanted))

@@ -15,7 +15,7 @@ CHECKED: Final = frozenset({"agentcpm", "asearcher", "exact", "f1", "math"})
 """Scorers that compare with the answer. The judge gives 1 to an equal answer without a request."""
 _SECONDS: Final = 60.0
 _NO_CONFIG: Final = "/nonexistent/agent_config.yml"
-"""A judge that would have to be asked fails by it, and is no problem of the task."""
+"""No such file: a judge that would need a request fails, and the failure is not counted against the task."""
 
 
 async def unscorable(tasks: Sequence[Task]) -> list[str]:

@@ -11,9 +11,9 @@ from pymongo.errors import DuplicateKeyError, PyMongoError
 from agentrl.documents.run import ADMISSION
 from agentrl.documents.status import APPLIED_STEPS, DataStatus, TaskStatus, values
 from agentrl.documents.task import CONVERSATIONS
+from agentrl.store.mechanics.collection import use_session
 from agentrl.store.mechanics.connection import TRANSACTION, Connection, Json, Repository
 from agentrl.store.mechanics.lease import literal
-from agentrl.store.mechanics.transaction import use_session
 from agentrl.store.names import DATA, GATE, STEP, TASK
 from agentrl.store.selection import BY_ORDER, SLOTS_AT_ONCE, Selection, TaskSelection, sort_key
 

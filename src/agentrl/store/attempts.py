@@ -25,10 +25,10 @@ from agentrl.documents.task import FEEDBACK, Claim, Task
 from agentrl.errors import StoreError
 from agentrl.store.mechanics import slots
 from agentrl.store.mechanics.blobs import seal
+from agentrl.store.mechanics.collection import abort
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, after_backoff, literal
 from agentrl.store.mechanics.slots import QUEUED, lease_lost, lost_claims, slot_status
-from agentrl.store.mechanics.transaction import abort
 from agentrl.store.mechanics.write_coalescer import WriteCoalescer
 from agentrl.store.names import RECORD, TASK
 from agentrl.store.records import end_records, queue_sampled

@@ -32,9 +32,9 @@ from agentrl.store.groups import Groups
 from agentrl.store.images import Images
 from agentrl.store.labels import Labels
 from agentrl.store.mechanics.change_stream import Changes
+from agentrl.store.mechanics.collection import RunFence
 from agentrl.store.mechanics.connection import Connection
 from agentrl.store.mechanics.retry import PastOutage
-from agentrl.store.mechanics.run_fence import RunFence
 from agentrl.store.model_calls import ModelCalls
 from agentrl.store.names import TASK
 from agentrl.store.policy_versions import PolicyVersions

@@ -14,10 +14,10 @@ from agentrl.documents.task import CONVERSATIONS, Claim, Task
 from agentrl.errors import DATABASE
 from agentrl.store.attempts import CompletedGroups
 from agentrl.store.mechanics import slots
+from agentrl.store.mechanics.collection import abort
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
 from agentrl.store.mechanics.lease import FREE, literal
 from agentrl.store.mechanics.slots import QUEUED
-from agentrl.store.mechanics.transaction import abort
 from agentrl.store.names import OUTAGE, TASK
 from agentrl.store.records import end_records, queue_sampled
 

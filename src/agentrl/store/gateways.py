@@ -95,6 +95,17 @@ class Gateways(Repository):
         return await self._asking.write(session_id)
 
     @database_call
+    async def calls_before(self, call: GatewayCall) -> int:
+        """Return the number of live requests of a trajectory that are answered or began before ``call``."""
+        began = {"$or": [
+            {"status": GatewayCallStatus.DONE.value},
+            {"created_at": {"$lt": call.created_at}},
+            {"created_at": call.created_at, "_id": {"$lt": call.id}},
+        ]}  # fmt: skip
+        live_calls = {"record": call.record, "_id": {"$ne": call.id}, "status": {"$in": _LIVE_CALLS}}
+        return await self._latest(GATEWAY_CALL).count_documents({**live_calls, **began})
+
+    @database_call
     async def begin_first(self, request: CallRequest, lease_seconds: float) -> GatewayCall | None:
         """Store a request unless one with its digest exists; return its document, else None.
 
@@ -238,8 +249,8 @@ class Gateways(Repository):
 
     def _latest(self, name: str) -> AsyncCollection[Json]:
         """Return a collection whose reads see, and whose writes are, not yet journaled."""
-        return self._collection(name).with_options(
-            read_concern=ReadConcern("local"), write_concern=WriteConcern(w=1, j=False)
+        return self._connection.collection(
+            name, read_concern=ReadConcern("local"), write_concern=WriteConcern(w=1, j=False)
         )
 
     async def _take_over(

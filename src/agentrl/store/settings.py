@@ -160,8 +160,8 @@ def _contradictions(stored: RunSettings, own: RunSettings, per_process: Collecti
 def _hint(concern: str, run: str) -> str:
     same = "give the model that the run has" if concern in _OF_MODEL else "give the flags that the run has"
     command = f"agentrl db accept {concern} --run_name {run}"
-    when = ", while nothing is sampled," if concern in FIXED else ""
-    return f"{same}, or another --run_name;{when} `{command}` lets the next process set its own"
+    when = "while nothing is sampled, " if concern in FIXED else ""
+    return f"{same}, or another --run_name; {when}`{command}` lets the next process set its own"
 
 
 _NOT_ALLOWED = 13

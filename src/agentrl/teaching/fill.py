@@ -20,6 +20,7 @@ from agentrl.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from agentrl.inference.engine import EngineAnswerError
 from agentrl.losses.loss import TEACHER
 from agentrl.observe.redact import redact_and_cut
 from agentrl.rollout.breaker import Breaker, report_outages
@@ -134,7 +135,9 @@ class Filler:
                     self._breaker.succeeded()  # it refused this Record, so it is up
                 else:
                     self._breaker.failed(error.message, error.retry_after)
-                await self._fail(claim, error, counts=error.outage is None)
+                # A malformed answer may be the Record's fault: without a bound it would be asked for ever.
+                counts = error.outage is None or isinstance(error, EngineAnswerError)
+                await self._fail(claim, error, counts=counts)
                 return False
             except AgentRLError as error:
                 if self._breaker.is_open:

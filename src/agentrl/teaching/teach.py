@@ -87,7 +87,7 @@ def _compare(engine: TeacherEngine, model: ModelConfig, folder: Path, flags: Tea
         raise ConfigError(f"--teacher_tokenizer {folder} is not a folder", hint="one with a tokenizer.json")
     if not folder.is_dir():
         raise ConfigError(
-            f"teacher {engine.name} serves {folder}, which is no folder here: its tokenizer cannot be"
+            f"teacher {engine.name} serves {folder}, which is not a folder here: its tokenizer cannot be"
             " compared with the student's",
             hint="give --teacher_tokenizer, a folder with its tokenizer.json",
         )

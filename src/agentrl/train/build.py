@@ -142,11 +142,6 @@ def _load_policy(configs: Configs, weights: Path | None, precision: Precision, w
     train, is_shared = configs[TrainConfig], world.size > 1
     policy = load_policy(configs[ModelConfig], weights, configs[AdapterConfig], precision, is_empty=is_shared)
     may_publish_adapter = policy.adapter is not None and train.weight_sync == "disk"
-    if train.publish == "adapter" and not may_publish_adapter:
-        raise ConfigError(
-            "--publish adapter needs an adapter, and --weight_sync disk",
-            hint="give --lora_rank; an adapter is so small that it needs no other way to the engines",
-        )
     policy = replace(policy, publishes_adapter=may_publish_adapter and train.publish in ("auto", "adapter"))
     if policy.publishes_adapter:
         logger.info("versions hold the adapter alone; an engine that loads none merges it (--publish)")

@@ -24,7 +24,7 @@ class DeviceTurns:
     """Waiting until the engine gives way, and moving weights and moments, since ``take_seconds``."""
 
     async def begin(self) -> None:
-        """Begin a turn, if this is none: weights and moments are on the device then."""
+        """Begin a turn if none has begun: weights and moments are on the device then."""
         if self.lease is None or self.is_held:
             return
         began = time.perf_counter()

@@ -61,8 +61,9 @@ class AdamArguments(Settings):
 
 def parse_optim_args(text: str) -> AdamArguments:
     """Parse ``beta1=0.9,beta2=0.98,eps=1e-8``; raise ConfigError for a wrong name or value."""
-    pairs = (item.partition("=") for item in text.split(",") if item.strip())
+    pairs = [item.partition("=") for item in text.split(",") if item.strip()]
     given = {name.strip(): value.strip() for name, _, value in pairs}
+    require(len(given) == len(pairs), f"--optim_args {text} names one argument twice", "name each once")
     return read_config(AdamArguments, given, "--optim_args", hint="write beta1=0.9,beta2=0.999,eps=1e-8")
 
 
@@ -174,6 +175,11 @@ def freeze(model: nn.Module, pattern: str | None) -> int:
             f"--freeze {pattern!r} finds none of the model's {len(names)} parameters",
             hint=f"match names such as {names[0]} and {names[-1]}",
         )
+    if not any(parameter.requires_grad for parameter in found.values()):
+        raise ConfigError(
+            f"--freeze {pattern!r} finds weights that --lora_rank freezes already",
+            hint="match names of adapters, such as lora_A, or leave it out",
+        )
     for parameter in found.values():
         parameter.requires_grad = False
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -254,8 +260,10 @@ def _curve(config: OptimConfig, warmup: int, steps: int | None) -> Callable[[int
     try:
         scheduler: Any = get_scheduler(kind, unused, 0, steps, scheduler_specific_kwargs=defaults | given)
         curve: Callable[[int], float] = scheduler.lr_lambdas[0]
-        curve(0)
-    except (TypeError, ValueError) as error:
+        first, *later = (curve(step) for step in (0, (steps or 1) // 2, (steps or 1) - 1))
+        if not (math.isfinite(first) and first > 0 and all(0 <= factor < math.inf for factor in later)):
+            raise ValueError(f"the learning rate is multiplied by {first}, and later by {later}")
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
             f"--lr_scheduler_type {kind} with --lr_scheduler_kwargs {config.lr_scheduler_kwargs}: {error}",
             hint="give the arguments of that schedule in transformers, such as"

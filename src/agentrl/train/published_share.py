@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.distributed.load_shards import Rows, read_rows
 from agentrl.errors import ModelError
 from agentrl.model.load import Policy
-from agentrl.weights.rounding import Rounding
+from agentrl.weights.difference import Rounding
 
 logger = logging.getLogger(__name__)
 _ROWS = 4

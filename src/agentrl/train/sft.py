@@ -18,12 +18,15 @@ import torch
 from agentrl.chat.chat_format import ChatFormat
 from agentrl.chat.conversation_file import read_conversations
 from agentrl.chat.open_format import open_chat_format
-from agentrl.config.load import Configs
+from agentrl.config.load import Configs, flag_names
 from agentrl.config.schema import (
+    AdapterConfig,
     GroupConfig,
     LossConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
+    ParallelConfig,
     RunConfig,
     TaskConfig,
     TrainConfig,
@@ -39,6 +42,8 @@ from agentrl.documents.task import Task
 from agentrl.documents.training import DBRecordData
 from agentrl.errors import ConfigError, TaskFileError, TrainingError
 from agentrl.folder_owner import require_unclaimed
+from agentrl.losses.idle_flags import check_idle
+from agentrl.losses.settings import LossSettings
 from agentrl.model.precision import Precision
 from agentrl.train.build import build_trainer, step_precision
 from agentrl.train.controller import follow, lead
@@ -56,6 +61,12 @@ logger = logging.getLogger(__name__)
 CPU_MICRO_BATCH_TOKENS = 2048
 """Tokens per micro-batch on a CPU, few enough for activations to fit its cache."""
 _TOKENIZER = "tokenizer.json"
+_RL_ALONE = {"num_epochs_per_batch", "mini_batches"}
+_READ = frozenset(flag_names(OptimConfig, AdapterConfig, MemoryConfig, ParallelConfig)) - _RL_ALONE | {
+    "max_steps", "max_tokens", "prefix_merging", "gradient_checkpointing", "loss_seq_chunk_size",
+    "autocast_bf16",
+}  # fmt: skip
+"""Flags of training that are read here. The others may be in the file of a run, whose trainer reads them."""
 Images = Mapping[str, Image]
 """The images of training data, by hash."""
 
@@ -75,6 +86,10 @@ def fine_tune(configs: Configs) -> None:
 
 
 def _check_flags(configs: Configs) -> None:
+    check_idle(configs, LossSettings(loss_calculater="CrossEntropy"), _READ)
+    unread = sorted(configs.given & {*flag_names(TrainConfig), *_RL_ALONE} - _READ)
+    if unread:
+        logger.warning("agentrl sft does not read --%s", ", --".join(unread))
     sources = (configs[TaskConfig].train_file, configs[SFTConfig].sft_from_records)
     if sum(source is not None for source in sources) != 1:
         raise ConfigError(

@@ -206,7 +206,7 @@ class DeltaFile:
             chunks: dict[int, Chunk] = {}
             for number, changed, width, offset, sizes in entry["chunks"]:
                 if any(type(value) is not int for value in (number, changed, width, offset, *sizes)):
-                    raise ValueError(f"a number of {name} is no integer")
+                    raise ValueError(f"a number of {name} is not an integer")
                 length = min(CHUNK, like.elements - number * CHUNK)
                 chunks[number] = Chunk(changed, width, offset, tuple(sizes), like.word, length)
             if not chunks:

@@ -1,4 +1,4 @@
-"""Measure how far two sets of weights lie apart, layer by layer."""
+"""Measure how far two sets of weights lie apart, and how much of a change rounding leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from agentrl.errors import ModelError
 from agentrl.weights.folder import tensor_files
@@ -32,6 +35,36 @@ class LayerDifference:
     def relative(self) -> float:
         """``difference`` as a share of ``norm``."""
         return self.difference / self.norm if self.norm else 0.0
+
+
+@dataclass
+class Rounding:
+    """Sums over weights that this rank holds: Δ², and Δ times what is left of it after rounding."""
+
+    whole: float = 0.0
+    kept: float = 0.0
+
+    def add(self, delta: Tensor, written: Tensor, times: float = 1.0) -> None:
+        """Add a layer: its Δ, and the difference that the rounded weights make.
+
+        A sample stands for ``times`` as many weights.
+        """
+        delta, written = (each.to_local() if isinstance(each, DTensor) else each for each in (delta, written))
+        self.whole += times * float((delta * delta).sum(dtype=torch.float64))
+        self.kept += times * float((delta * written).sum(dtype=torch.float64))
+
+    def take_share(self) -> float | None:
+        """Return the share of Δ that survived on all ranks, about 0 to 1, and start again; None without a Δ.
+
+        Every rank calls it.
+        """
+        sums = [(self.whole, self.kept)]
+        if dist.is_initialized():
+            sums *= dist.get_world_size()
+            dist.all_gather_object(sums, (self.whole, self.kept))
+        self.whole = self.kept = 0.0
+        whole, kept = (sum(column) for column in zip(*sums, strict=True))
+        return kept / whole if whole else None
 
 
 def layer_differences(first: Path, second: Path) -> list[LayerDifference]:
@@ -80,7 +113,7 @@ def _keys(file: Path) -> Iterator[str]:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _read(file: Path, name: str) -> torch.Tensor:
+def _read(file: Path, name: str) -> Tensor:
     with safe_open(file, "pt") as content:
-        tensor: torch.Tensor = content.get_tensor(name)
+        tensor: Tensor = content.get_tensor(name)
     return tensor.double()

@@ -77,7 +77,7 @@ async def chain_to(store: Store, version: PolicyVersion) -> list[PolicyVersion]:
 
 
 def is_in_place(version: PolicyVersion) -> bool:
-    """Return whether engines load ``version`` from its own folder: whole weights that are no URL."""
+    """Return whether engines load ``version`` from its own folder: whole weights, not at a URL."""
     return version.encoding == "full" and not storage.is_remote(version.location)
 
 

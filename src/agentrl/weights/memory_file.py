@@ -126,7 +126,7 @@ def open_memory_file(path: str, name: str) -> MemoryFile:
     """
     try:
         if not _PATH.fullmatch(path):
-            raise ValueError("it is no /proc/PID/fd/N")
+            raise ValueError("it is not /proc/PID/fd/N")
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block
     except (OSError, ValueError) as error:
         raise _unusable(path, error) from error

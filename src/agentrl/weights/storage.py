@@ -62,7 +62,7 @@ def require_storage(location: str) -> None:
     parts = urlsplit(location)
     if parts.scheme not in SCHEMES:
         raise ConfigError(
-            f"{parts.scheme}:// is no storage of weights", hint=f"give a folder, or {', '.join(SCHEMES)}"
+            f"{parts.scheme}:// cannot store weights", hint=f"give a folder, or {', '.join(SCHEMES)}"
         )
     if parts.username is not None or parts.query or parts.fragment:
         raise ConfigError(
@@ -133,7 +133,7 @@ async def read(location: str) -> bytes:
     """Return the manifest at ``location``. Raises PublishError if it cannot be read, or is too large."""
     data = await _read(location, 0, _MANIFEST_BYTES + 1)
     if len(data) > _MANIFEST_BYTES:
-        raise PublishError(f"{location} has more than {_MANIFEST_BYTES:,} bytes: it is no manifest")
+        raise PublishError(f"{location} has more than {_MANIFEST_BYTES:,} bytes: it is not a manifest")
     return data
 
 
@@ -199,7 +199,7 @@ def _file_url(location: str, name: str) -> str:
     """Return where the file ``name`` of a version is. Raises PublishError for one that leaves the folder."""
     is_plain = name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
     if not is_plain or len(name.encode()) > _NAME_BYTES:
-        raise PublishError(f"{location} lists a file {name[:_NAME_BYTES]!r}, which is no plain name")
+        raise PublishError(f"{location} lists a file {name[:_NAME_BYTES]!r}, which is not a plain name")
     return f"{location}/{name}"
 
 

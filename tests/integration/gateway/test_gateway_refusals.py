@@ -240,6 +240,20 @@ async def test_a_client_that_never_finishes_meets_the_limit_of_calls(store: Stor
     assert len(await run.calls()) == 3
 
 
+async def test_of_more_calls_at_once_than_are_left_the_first_are_answered(store: Store) -> None:
+    run = GatewayRun(store, lambda prompt: "Done.")
+    async with run.open(max_calls=3) as endpoint, httpx2.AsyncClient(timeout=60) as client:
+        url, headers = (
+            f"{endpoint.base_url}/chat/completions",
+            {"authorization": f"Bearer {endpoint.api_key}"},
+        )
+        bodies = [{"model": "policy", "messages": [USER], "seed": number} for number in range(8)]
+        answers = await asyncio.gather(*(client.post(url, json=body, headers=headers) for body in bodies))
+    assert sorted(answer.status_code for answer in answers) == [200] * 3 + [403] * 5
+    assert endpoint.result.stopped_by == "turns"
+    assert len(await run.calls()) == 3
+
+
 @pytest.mark.attack
 async def test_a_slow_body_times_out(store: Store) -> None:
     run = GatewayRun(store, "x")

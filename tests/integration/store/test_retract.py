@@ -56,6 +56,10 @@ async def mentions(store: Store, text: str) -> dict[str, int]:
     return found
 
 
+async def be_killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 async def stored_task(store: Store, key: str) -> dict[str, Any]:
     document = await store.database["Task"].find_one({"_id": key})
     assert document is not None
@@ -124,11 +128,8 @@ async def test_rebuild_goes_back_and_decides_trained_groups_again(
     await run.build(store, weights)
     assert await agentrl_retract(run_config, "--record", TRAINED) == 0
 
-    async def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "delete", die)
+        patched.setattr(storage, "delete", be_killed)
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--rebuild", "--output_dir", str(tmp_path))
     assert any("an unfinished one" in problem for problem in await violations(store))
@@ -278,11 +279,8 @@ async def test_logs_and_exports_of_a_killed_call_are_left_for_the_next(
     archive = tmp_path / "archive"
     assert await agentrl_db(run_config, "export", str(archive)) == 0
 
-    async def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(of_trainer, "_remove_log_lines", die)
+        patched.setattr(of_trainer, "_remove_log_lines", be_killed)
         with pytest.raises(KeyboardInterrupt):
             await agentrl_retract(run_config, "--record", FIRST, "--archive", str(archive))
     assert any("an unfinished one" in problem for problem in await violations(store))

@@ -203,4 +203,8 @@ async def test_a_process_that_works_on_a_run_ends_when_it_is_deleted(
     assert await agentrl_runs(run_config, "rm", name, "--yes") == 0
     with pytest.raises(RunMissingError, match="renamed or deleted"):
         await store.settings.begin("tasks", {"num_generations": 2}, "sampler")
+    with pytest.raises(RunMissingError, match="renamed or deleted"):
+        await store.connection.transaction(
+            lambda: store.connection.collection("Task").insert_one({"_id": "t"})
+        )
     assert await store.database.list_collection_names() == []

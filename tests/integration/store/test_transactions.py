@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.documents.run import ImportList
 from agentrl.store.client import Store
-from agentrl.store.mechanics.transaction import abort, use_session
+from agentrl.store.mechanics.collection import abort, use_session
 from agentrl.store.names import IMPORTS
 
 pytestmark = pytest.mark.integration

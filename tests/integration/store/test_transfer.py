@@ -188,9 +188,7 @@ async def test_functions_that_an_export_names_are_not_imported_unless_allowed(
     await store.imports.add(["evil.scorer:run"])
     await Transfer(store.connection).export(tmp_path / "run")
     assert await agentrl_db(vacant, "import", str(tmp_path / "run")) == 0
-    assert "left out: Imports, by which samplers would import and run evil.scorer:run" in (
-        capsys.readouterr().out
-    )
+    assert "left out: Imports, by which samplers would use evil.scorer:run" in (capsys.readouterr().out)
     async with await open_store(vacant) as copy:
         assert not await copy.imports.paths()
         await copy.connection.client.drop_database(vacant.run_name)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.chat.parsers import arguments
 from agentrl.chat.parsers.arguments import read_literal, validate_call
-from agentrl.chat.parsers.base import PARSERS, get_parser
+from agentrl.chat.parsers.base import PARSERS, ToolCall, get_parser
 from agentrl.chat.parsers.marked import MarkedParser
 from agentrl.chat.parsers.reasoning import parse_text, split_reasoning
 
@@ -138,3 +139,26 @@ def test_escaped_surrogates_in_arguments_do_not_stop_the_check_of_a_call() -> No
     (call,) = get_parser("hermes").parse(text, [TOOL]).tool_calls
     assert call.arguments["note"] == "\ud800"
     assert "is not of type" in (validate_call(call, [TOOL]) or "")
+
+
+DOUBLING = {str(at): {"allOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(60)} | {"60": {}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"pattern": "^(a+)+$"}}},
+        {"patternProperties": {"^(a+)+$": {}}},
+        {"$ref": "#/$defs/0", "$defs": DOUBLING},
+    ],
+    ids=["pattern", "names", "references"],
+)
+@pytest.mark.attack
+def test_a_tool_server_cannot_hold_a_sampler_by_its_schema(
+    schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking these calls by their schema would take years."""
+    monkeypatch.setattr(arguments, "CHECK_SECONDS", 0.1)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", **schema}}}
+    text = "a" * 60 + "!"
+    assert validate_call(ToolCall("add", {"a": text, text: 1}), [tool]) is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -129,6 +131,10 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TaskFileError, match="not UTF-8"):
         read_tasks(tmp_path / "binary")
+    for kind, content in (("bzip2", bz2.compress(b"{}")), ("xz", lzma.compress(b"{}"))):
+        (tmp_path / "packed").write_bytes(content)
+        with pytest.raises(TaskFileError, match=f"packed is packed by {kind}, and only gzip is read"):
+            read_tasks(tmp_path / "packed")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,8 @@ def test_missing_empty_and_binary_files(tmp_path: Path) -> None:
         ('{"id": "x", "query": "?", "meta": %s}' % ('{"a":' * 300 + "1" + "}" * 300), "nested more than 90"),
         ('{"id": "x", "query": "?", "answer": 1e999}', "answer: a number beyond the range"),
         ('{"id": "x", "query": "?", "answer": Infinity}', "not JSON: Infinity"),
+        ('{"id": "x", "query": "?", "answer": "4", "answer": "5"}', "answer: given twice"),
+        ('{"id": "x", "query": "?", "meta": {"a": 1, "a": 2}}', "meta.a: given twice"),
         ('{"id": "x", "query": "%s"}' % ("a" * 20_000_000), "20,000,025 bytes long, and the limit is"),
         ('{"id": "x", "query": "?", "meta": [%s1]}' % ("1," * 1_000_000), "as a document, and the limit is"),
     ],

@@ -156,5 +156,5 @@ def test_a_cached_revision_is_read_offline_and_a_bad_address_is_refused(
     assert len(read_task_source("hf://squad:train").tasks) == 5
     with pytest.raises(TaskFileError, match="hf://absent cannot be downloaded: HF_HUB_OFFLINE is set, and"):
         read_task_source("hf://absent")
-    with pytest.raises(TaskFileError, match="no address of a data set"):
+    with pytest.raises(TaskFileError, match="not the address of a data set"):
         open_hub("hf://a b", "train")

@@ -219,8 +219,8 @@ def test_a_constant_null_leaves_a_field_out() -> None:
     [
         ({**VERL, "reward_model": {"ground_truth": {"inputs": [[1]], "outputs": [2], "fn_name": "f"}}},
          "its tests call the function 'f'"),
-        ({"question": "?", "choices": ["1", "2"], "answer": 2}, "its answer 2 is none of its 2 choices"),
-        ({"question": "?", "choices": ["1", "2"], "answer": True}, "its answer True is none of its 2"),
+        ({"question": "?", "choices": ["1", "2"], "answer": 2}, "its answer 2 is not one of its 2 choices"),
+        ({"question": "?", "choices": ["1", "2"], "answer": True}, "its answer True is not one of its 2"),
     ],
 )  # fmt: skip
 def test_rows_that_no_scorer_can_read_are_refused(row: dict[str, Any], reason: str) -> None:

@@ -130,6 +130,21 @@ def test_bad_rows_are_named_by_file_and_row(tmp_path: Path) -> None:
     with pytest.raises(TaskFileError, match=r"part-1.parquet:2: number: not JSON: NaN") as caught:
         read(folder)
     assert "1 of 4 tasks" in caught.value.message
+    table = table.append_column("when", pyarrow.array([1, 1000], pyarrow.time64("ns")))
+    pyarrow.parquet.write_table(table, folder / "part-1.parquet")
+    with pytest.raises(TaskFileError, match=r"part-1.parquet:1: when: its value of type time64\[ns\] cannot"):
+        read(folder)
+
+
+def test_json_in_a_cell_is_checked_as_that_of_a_line(tmp_path: Path) -> None:
+    """NaN and keys that come twice have no place in a document."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text('id,query,meta\na,?,"{""x"": NaN}"\nb,?,"{""x"": 1,\n""x"": 2}"\nc,?,"{""x"": 3}"\n')
+    with pytest.raises(TaskFileError) as caught:
+        read(rows)
+    assert f"{rows}:1: meta.x: not JSON: NaN" in caught.value.message
+    assert f"{rows}:2: meta.x: given twice" in caught.value.message
+    assert read(rows, skip_bad_lines=True).tasks[0].meta == {"x": 3}
 
 
 def test_values_that_json_lacks_are_converted(tmp_path: Path) -> None:

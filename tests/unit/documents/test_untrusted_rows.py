@@ -67,5 +67,5 @@ def test_images_of_others_lie_beside_their_rows(rows: Path) -> None:
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe", "."])
 def test_only_files_are_read_as_images(rows: Path, path: str) -> None:
     os.mkfifo(rows / "pipe")
-    with pytest.raises(TaskFileError, match="is no file"):
+    with pytest.raises(TaskFileError, match="is not a file"):
         read(rows, {"images": [path]}, is_trusted=True)

@@ -50,10 +50,10 @@ def test_a_tool_has_the_schema_of_the_actions_without_metadata() -> None:
 def test_options_that_do_not_fit_are_refused() -> None:
     given = schema(["x"], x="object")
     for options, problem in (
-        ({"action": "text"}, "action_field=None is no text"),
-        ({"action": "both"}, "none of text, tool, mcp"),
-        ({"max_sessions": "0"}, "no number from 1 on"),
-        ({"reset": "[1]"}, "no JSON object"),
+        ({"action": "text"}, "action_field=None is not text"),
+        ({"action": "both"}, "not one of text, tool, mcp"),
+        ({"max_sessions": "0"}, "not a number from 1 on"),
+        ({"reset": "[1]"}, "not a JSON object"),
     ):
         with pytest.raises(TaskFileError, match=problem):
             settings(given, options)

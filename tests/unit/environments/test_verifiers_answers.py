@@ -27,5 +27,5 @@ async def test_a_line_that_is_no_answer_fails_the_rollouts_that_wait(line: str) 
     worker._waiting[0] = waiting
     lines.feed_data(line.encode() + b"\n")
     await worker._read(process, lines)  # type: ignore[arg-type]
-    assert "no answer" in waiting.result()["error"]
+    assert "malformed answer" in waiting.result()["error"]
     assert process.was_killed

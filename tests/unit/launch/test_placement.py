@@ -106,7 +106,7 @@ def test_images_are_trained_on_one_gpu() -> None:
 def test_sizes_of_a_trainer_on_several_machines_count_all_of_them() -> None:
     words = ("--tp_size", "4", "--pp_size", "2", "--train_gpus", "0-3")
     assert divide(8, *words, machines=2).trainer == (0, 1, 2, 3)
-    with pytest.raises(ConfigError, match=r"no multiple of --tp_size 4 × --pp_size 2"):
+    with pytest.raises(ConfigError, match=r"not a multiple of --tp_size 4 × --pp_size 2"):
         divide(8, *words)
 
 
@@ -123,12 +123,12 @@ def test_sizes_of_a_trainer_on_several_machines_count_all_of_them() -> None:
         (8, "--train_gpus all", "--train_gpus is 'all'", "0-3 or 0,2"),
         (8, "--train_gpus 0-7", r"an engine needs 1 of 8 GPUs .* trainer leaves it fewer", "--train_gpus"),
         (8, "--engine_gpus 0-7", r"the trainer needs 1 of 8 GPUs .* engines leave it fewer", "--engine_gpus"),
-        (8, "--engine_gpus 0-2 --inf_tp_size 2", "of the engines: 3 is no multiple of --inf_tp_size 2", ""),
-        (8, "--train_gpus 0-2 --tp_size 2", "GPU 0-2 of the trainer: 3 is no multiple", "--train_gpus"),
+        (8, "--engine_gpus 0-2 --inf_tp_size 2", "engines: 3 is not a multiple of --inf_tp_size 2", ""),
+        (8, "--train_gpus 0-2 --tp_size 2", "GPU 0-2 of the trainer: 3 is not a multiple", "--train_gpus"),
         (8, "--inf_tp_size 8", "8 GPUs are too few for a trainer of 1 .* engine of 8", "another machine"),
         (2, "--tp_size 2", r"2 GPUs are too few for a trainer of 2 \(--tp_size 2\)", "lower one"),
-        (1, "--inf_tp_size 2", r"no multiple of --inf_tp_size 2", "--inf_tp_size"),
-        (1, "--tp_size 2", r"no multiple of --tp_size 2", "sizes"),
+        (1, "--inf_tp_size 2", r"not a multiple of --inf_tp_size 2", "--inf_tp_size"),
+        (1, "--tp_size 2", r"not a multiple of --tp_size 2", "sizes"),
         (4, "--engine local --inf_tp_size 2", "the local engine runs on one GPU", "ENGINE=sglang"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from agentrl.losses.token_metrics import TokenMetrics
 PER_TRAJECTORY = [name for name in LOSSES.names() if not LOSSES.get(name).compares]
 """Losses of a trajectory by itself; ``test_preference_exactness.py`` has those that compare some."""
 
-REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, False, 7)]
+REDUCTIONS = [(True, False, None), (False, False, None), (False, True, None), (False, True, 7)]
 
 
 def take(batch: TokenBatch, rows: list[int]) -> TokenBatch:

@@ -53,6 +53,7 @@ from agentrl.scoring.answers import extract_answer, require_readable
         (r"#### \boxed{72}", "####", "72"),
         ("#### 72 apples.", "####", "72"),
         ("Answer：34", "Answer:", "34"),
+        ("**Answer:**\n\n34", "Answer:", "34"),
     ],
 )
 def test_last_marked_answer(text: str, schema: str, expected: str | None) -> None:

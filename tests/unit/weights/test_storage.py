@@ -241,7 +241,7 @@ def careless_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         ("whole.bin", 10, "the server sends more than the bytes"),
         ("late.bin", 4, "the server sends more than the bytes 0 to 4"),
         ("moved.bin", 8, "redirects to http://127.0.0.1:1/secret"),
-        *((name, 8, "no plain name") for name in ("..", "", "a/b", "..\\x", "a\0b", "\ud800", "x" * 300)),
+        *((name, 8, "not a plain name") for name in ("..", "", "a/b", "..\\x", "a\0b", "\ud800", "x" * 300)),
     ],
 )
 async def test_what_a_server_of_weights_sends_is_bounded(

@@ -18,6 +18,7 @@ from agentrl.chat.parsers.base import (
     read_literal,
     tool_names,
 )
+from agentrl.concurrency import within_cpu
 
 _DEPTH = 16
 """Longest chain of references and alternatives that is followed."""
@@ -316,6 +317,10 @@ def load_validator() -> None:
     _check("{}")
 
 
+CHECK_SECONDS = 0.25
+"""CPU time of one check, which patterns and nested ``$ref`` can make endless; beyond it a value is valid."""
+
+
 def validator_of(schema: Mapping[str, Any]) -> Any:
     """Return the validator of a JSON schema. Raises ValueError for one that is not valid."""
     from jsonschema import Draft202012Validator
@@ -342,7 +347,7 @@ def _check(parameters: str) -> Check:
 
     def check(arguments: Mapping[str, Any]) -> str | None:
         try:
-            error = best_match(validator.iter_errors(arguments))
+            error = within_cpu(CHECK_SECONDS, lambda: best_match(validator.iter_errors(arguments)))
         except (UnknownType, Unresolvable, RecursionError, re.error):  # also a cycle of ``$ref``
             return None
         if error is None:

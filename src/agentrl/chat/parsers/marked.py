@@ -65,10 +65,10 @@ class MarkedParser:
                 error = error or str(problem)
                 failures += 1
                 at = self._next_mark(text, start)
-        rest = text[at:]
-        if self.close and self.close in rest:
-            error = error or f"{self.close} without {self.opens[0]}: {shown(rest)}"
-        return ParsedMessage(("".join(outside) + rest).strip(), tuple(calls), error)
+        content = ("".join(outside) + text[at:]).strip()
+        if self.close and self.close in content:
+            error = error or f"{self.close} without {self.opens[0]}: {shown(content)}"
+        return ParsedMessage(content, tuple(calls), error)
 
     def find(self, text: str, at: int) -> int:
         """Return where the next opening mark starts; -1 without one."""
@@ -104,10 +104,13 @@ class MarkedParser:
         return len(text) if close < 0 else close + len(self.close)
 
 
+_OBJECT = re.compile(r"\[?\s*+\{\s*+[\"']")
+
+
 def read_json_calls(text: str, at: int) -> Block:
     """Read JSON calls in a row: objects, or lists of them, with nothing but ``,`` and ``;`` in between.
 
-    Stops at the first value behind a call that is not JSON.
+    Stops at the first object behind a call that is not JSON, and reports it.
     """
     block = Block(at)
     while True:
@@ -116,9 +119,11 @@ def read_json_calls(text: str, at: int) -> Block:
             break
         try:
             value, block.end = decode_json(text, start)
-        except CallSyntaxError:
+        except CallSyntaxError as problem:
             if block.end == at:
                 raise
+            if _OBJECT.match(text, start):
+                block.error = block.error or str(problem)
             break
         calls, error = calls_of(value)
         block.calls += calls

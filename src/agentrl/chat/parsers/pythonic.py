@@ -22,19 +22,22 @@ from agentrl.chat.parsers.base import (
     shown,
     skip_space,
     tool_call_parser,
+    tool_names,
 )
 from agentrl.chat.parsers.marked import Block, MarkedParser, read_json_calls
 
 PYTHON_TAG = "<|python_tag|>"
 
 _START = re.compile(r"""\{\s*["'](?:name|type|function|parameters|arguments)["']""")
+_NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
 
 
 @tool_call_parser("llama", "llama3", "llama3_json")
 class LlamaParser:
     """JSON tool calls behind the python tag, or anywhere in a text without one.
 
-    Without the tag an object is a call if it has a name and arguments; other JSON is content.
+    Without the tag an object is a call if it has a name and arguments; other JSON is content. An object that
+    breaks off is a malformed call if it begins the text, stands behind a call or names an offered tool.
     """
 
     def parse(self, text: str, tools: Tools) -> ParsedMessage:
@@ -43,6 +46,7 @@ class LlamaParser:
         outside: list[str] = []
         error: str | None = None
         at, failures, tagged = 0, 0, False
+        names = tool_names(tools)
         for start in (match.start() for match in _START.finditer(text)):
             if start < at:
                 continue
@@ -52,21 +56,32 @@ class LlamaParser:
                 value, end = _decode(text, start)
                 if not tagged and not _is_call(value):
                     continue
+                error = error or _stray(between, behind_call=at > 0)
                 calls.append(call_of(value))
                 outside.append(_content(between, behind_call=at > 0))
                 at = end
             except CallSyntaxError as problem:
                 failures += 1
-                if tagged or text.lstrip().startswith("{"):
+                named = _NAMED.match(text, start)
+                is_call = tagged or calls or text.lstrip().startswith("{")
+                if is_call or (named is not None and named.group(1) in names):
                     error = error or str(problem)
                 if failures == MOST_FAILURES:
                     break
+        error = error or _stray(text[at:], behind_call=at > 0)
         outside.append(_content(text[at:], behind_call=at > 0))
         if PYTHON_TAG in text and not calls:
             error = error or f"no tool call behind {PYTHON_TAG}: {shown(text.partition(PYTHON_TAG)[2])}"
-        if calls and not tagged:
-            error = None
         return ParsedMessage("".join(outside).strip(), tuple(calls), error)
+
+
+def _stray(text: str, *, behind_call: bool) -> str | None:
+    """Return the problem of a text where a call should stand: behind the tag, or the ``;`` of a call."""
+    before, _, behind = text.partition(PYTHON_TAG)
+    if behind_call and before.lstrip().startswith(";"):
+        behind = before + behind
+    found = behind.strip("; \n")
+    return f"no tool call behind {PYTHON_TAG} or ;: {shown(found)}" if found else None
 
 
 def _decode(text: str, start: int) -> tuple[Any, int]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
-from agentrl.chat.parsers.base import ParsedMessage, ToolCallParser, Tools, skip_space
+from agentrl.chat.parsers.base import MOST_FAILURES, ParsedMessage, ToolCallParser, Tools, skip_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,25 @@ _CALLS = {
     "<|tool_call_start|>": "<|tool_call_end|>",
     "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",
     "<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>",
     "<seed:tool_call>": "</seed:tool_call>",
     "<minimax:tool_call>": "</minimax:tool_call>",
     "<｜DSML｜function_calls>": "</｜DSML｜function_calls>",
     "<function=": "</function>",
+    "<function_calls>": "</function_calls>",
+    "<TOOLCALL>": "</TOOLCALL>",
+    "<|action_start|>": "<|action_end|>",
+    "<|channel|>": "",
+    "<|tool_call|>": "",
     "[TOOL_CALLS]": "",
     "<|python_tag|>": "",
+    "functools[": "",
+    "function call<|role_sep|>": "",
 }
-"""Where a tool call begins and ends: an opening tag inside one is an argument, not a thought."""
+"""Where a tool call begins and ends: an opening tag inside one is an argument, not a thought.
+
+Harmony's channels say themselves what is a thought.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +88,7 @@ def split_reasoning(text: str, tags: ReasoningTags = THINK, *, opened: bool = Fa
     """
     thoughts: list[str] = []
     spoken: list[str] = []
-    first_open, first_close = text.find(tags.open), text.find(tags.close)
-    inside = opened or (first_close >= 0 and not 0 <= first_open < first_close)
+    inside = opened or _began_before(text, tags)
     at = 0
     if inside and text.startswith(tags.open, skip_space(text, 0)):
         at = skip_space(text, 0) + len(tags.open)
@@ -115,6 +125,28 @@ def parse_split(parser: ToolCallParser, split: SplitText, tools: Tools) -> Parse
         content=split.rest.strip() if parsed.error else parsed.content,
         reasoning=_join([split.reasoning, parsed.reasoning]),
     )
+
+
+def _began_before(text: str, tags: ReasoningTags) -> bool:
+    """Return whether the first closing tag of ``text`` ends a thought that nothing in it opens.
+
+    A tag inside a tool call ends none, unless the mark of the call is a word of the thought: then no closing
+    mark, or another opening one, follows the tag.
+    """
+    close = text.find(tags.close)
+    if close < 0 or text.find(tags.open, 0, close) >= 0:
+        return False
+    at, marks = 0, _marks(tags.open)
+    for _ in range(MOST_FAILURES):
+        mark = marks.search(text, at, close)
+        if mark is None:
+            break
+        end = _CALLS[mark.group()]
+        stop = text.find(end, mark.end()) if end else len(text)
+        if stop > close and (not end or text.find(mark.group(), close, stop) < 0):
+            return False
+        at = mark.end() if not 0 <= stop < close else stop
+    return True
 
 
 def _opening(text: str, tags: ReasoningTags, at: int) -> int:

@@ -24,6 +24,8 @@ from agentrl.chat.parsers.marked import Block, MarkedParser
 
 _MARKS = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_CALL_HEADER = re.compile(r"<constrain>|functions\.")
+"""What only the header of a call holds, also of one whose recipient or channel cannot be read."""
 
 
 @tool_call_parser("gpt_oss", "harmony", "openai")
@@ -43,6 +45,11 @@ class HarmonyParser:
                     calls.append(_call(recipient.group(1), body))
                 except CallSyntaxError as problem:
                     error = error or str(problem)
+            elif _CALL_HEADER.search(header) or (not header and "to=functions." in body):
+                error = (
+                    error
+                    or f"the tool call has no recipient: write to=functions.NAME: {shown(header + body)}"
+                )
             elif "<channel>analysis" in header:
                 thoughts.append(body.strip())
             else:
@@ -57,12 +64,12 @@ def _messages(text: str) -> Iterator[tuple[str, str]]:
     pieces = _MARKS.split(text)
     for piece, following in zip(pieces[::2], [*pieces[1::2], "end"], strict=True):
         if mark == "message":
-            body = piece
+            body += piece
         elif mark in ("end", "call", "return"):
             yield "", piece
         else:
             header += f"<{mark}>{piece}"
-        if mark == "message" or following in ("start", "end", "call", "return"):
+        if (mark == "message" and following != "message") or following in ("start", "end", "call", "return"):
             yield header, body
             header, body = "", ""
         mark = following

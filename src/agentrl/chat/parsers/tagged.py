@@ -48,12 +48,15 @@ class QwenCoderParser(MarkedParser):
         return (*self.opens, "<function=")
 
     def find(self, text: str, at: int) -> int:
-        """Return the next tag, or the next whole function without one; -1 without either."""
+        """Return the next tag, or the next function without one that has a parameter or an end; -1 without
+        either.
+        """
         tagged = super().find(text, at)
         bare = _FUNCTION.search(text, at)
         if bare is None or (0 <= tagged < bare.start()):
             return tagged
-        return bare.start() if text.find(FUNCTION_END, bare.end()) >= 0 else tagged
+        is_call = _OPEN.match(text, skip_space(text, bare.end())) or text.find(FUNCTION_END, bare.end()) >= 0
+        return bare.start() if is_call else tagged
 
     def read(self, text: str, at: int, tools: Tools) -> Block:
         """Return the functions of one block. Values are text, converted by the schema."""

@@ -112,7 +112,7 @@ def _line(source: Path, folder: Path, root: Path) -> dict[str, Any]:
     """Return the fields of a task file. Raises BadTaskError for a task that does not run here."""
     if not (folder / TASK_FILE).is_file():
         if not (folder / _OLD_FORMAT).is_file():
-            raise BadTaskError(f"{TASK_FILE} is no file")
+            raise BadTaskError(f"{TASK_FILE} is not a file")
         raise BadTaskError(
             f"{_OLD_FORMAT} is the format of Terminal-Bench 1: convert it by `harbor tasks migrate`"
         )

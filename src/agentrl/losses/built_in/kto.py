@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from agentrl.config.flags import flag
+from agentrl.config.flags import flag, require
 from agentrl.losses.built_in.dpo import check_whole_trajectories
 from agentrl.losses.loss import TokenBatch, TokenLosses, loss
 
@@ -12,9 +12,18 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
 
 
+def check_weights(settings: LossSettings) -> None:
+    """Raise ConfigError for weights that train nothing, and as ``check_whole_trajectories`` does."""
+    check_whole_trajectories(settings)
+    require(
+        settings.kto_desirable_weight + settings.kto_undesirable_weight > 0,
+        "--kto_desirable_weight and --kto_undesirable_weight are 0: nothing would be trained",
+        "raise one of the two",
+    )
+
+
 @loss(
-    "KTO", skip_length_normalization=True, clips=False, from_policy=False, compares=True,
-    check=check_whole_trajectories,
+    "KTO", skip_length_normalization=True, clips=False, from_policy=False, compares=True, check=check_weights,
 )  # fmt: skip
 def kto(
     batch: TokenBatch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from agentrl.config.flags import require
 from agentrl.losses.built_in.grpo import clipped_surrogate
 from agentrl.losses.loss import TokenBatch, TokenLosses, bounded_exp, loss
 
@@ -11,7 +12,12 @@ if TYPE_CHECKING:
     from agentrl.losses.settings import LossSettings
 
 
-@loss("OPD", token_level_loss=True, distill_coef=1.0, ignores_score=True)
+def check_teacher(settings: LossSettings) -> None:
+    """Raise ConfigError for OPD without its only advantage."""
+    require(bool(settings.distill_coef), "--distill_coef is 0: OPD would train nothing", "leave it out")
+
+
+@loss("OPD", token_level_loss=True, distill_coef=1.0, ignores_score=True, check=check_teacher)
 def opd(batch: TokenBatch, settings: LossSettings, *, dual_clip: float) -> TokenLosses:
     """Return max(−r·A, −clip(r)·A), float32[T], with A = ``distill_coef``·(log π_teacher − log πθ).
 

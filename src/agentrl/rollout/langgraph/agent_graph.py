@@ -80,7 +80,7 @@ def outcome_of(final: Any, answer_schema: str, given: Any) -> Outcome:
     """Return the outcome that a graph's final state describes; the graph began with the messages ``given``.
 
     Without a message of the policy, the last one that the graph itself has added counts: it may copy the
-    policy's text. A malformed tool call may hold what looks like an answer, and is none.
+    policy's text. What looks like an answer inside a malformed tool call does not count.
     """
     state = final if isinstance(final, Mapping) else {}
     answer = state.get("final_answer")

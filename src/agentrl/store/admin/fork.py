@@ -107,7 +107,7 @@ class Fork(Repository):
         """Make the database ``name`` of a child; ``begun`` says where it begins.
 
         ``weights`` are those of ``begun.checkpoint``; their number, step and origin are set here. The child
-        gets the parent's tasks. A kill leaves a database that is no run, and the same call begins anew.
+        gets the parent's tasks. A kill leaves a database that is not a run, and the same call begins anew.
         Raises StoreError if ``name`` is taken, ConfigError if the checkpoint is deleted meanwhile; nothing is
         left then.
         """

@@ -2,7 +2,7 @@
 
 Two of them at once, or one that was stopped and goes on after another has finished, must not write into one
 database. Why not a transaction? A run is larger than one may be. The schema document is the mark: it says
-that the database is no run yet, and who makes one of it.
+that the database is not a run yet, and who is making it one.
 """
 
 from __future__ import annotations

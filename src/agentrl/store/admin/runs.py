@@ -25,8 +25,8 @@ from agentrl.store.admin.making import make_run
 from agentrl.store.admin.transfer import Transfer
 from agentrl.store.ancestry import Ancestry
 from agentrl.store.client import open_connection
+from agentrl.store.mechanics.collection import SETTLE_SECONDS
 from agentrl.store.mechanics.connection import Connection, Json, Repository, database_call
-from agentrl.store.mechanics.run_fence import SETTLE_SECONDS
 from agentrl.store.names import GATE, RUN, SETTINGS, VERSION
 from agentrl.store.schema import holds_run, prepare
 from agentrl.store.settings import Settings

@@ -122,7 +122,7 @@ class Transfer(Repository):
                 raise StoreError(
                     f"{folder}: its Run has schema version {version!r:.60},"
                     f" and its {MANIFEST} {manifest.schema}",
-                    hint="export the run again; the unfinished import is no run, and the next one replaces"
+                    hint="export the run again; the unfinished import is not a run, and the next one replaces"
                     " it",
                 )
             await making.finish({name: value for name, value in schema.items() if name != "_id"})

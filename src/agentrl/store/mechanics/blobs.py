@@ -22,8 +22,8 @@ from agentrl.batches import batches
 from agentrl.documents.base import now
 from agentrl.documents.task import CONTENT
 from agentrl.errors import StoreError
+from agentrl.store.mechanics.collection import use_session
 from agentrl.store.mechanics.connection import Connection, Json, id_prefix
-from agentrl.store.mechanics.transaction import use_session
 from agentrl.store.names import COLUMN, DATA, IMAGE, MODEL_CALL, RECORD, STEP, TASK
 
 PACKED: Final = (MODEL_CALL, DATA, IMAGE, COLUMN)

@@ -1,13 +1,15 @@
-"""Connect to the database of one run: time limits, server checks and transactions; read documents."""
+"""Connect to the database of one run: turns, time limits, server checks and transactions; read documents."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextvars import Context, ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
@@ -31,11 +33,9 @@ from agentrl.config.run import SYSTEM_DATABASES
 from agentrl.documents.base import Document, follow_clock
 from agentrl.errors import RunMissingError, StoreError, StoreUnavailableError
 from agentrl.store.embedded.server import disk_problem
+from agentrl.store.mechanics.collection import Collection, RunFence, use_session
 from agentrl.store.mechanics.driver_errors import ENCODING_ERRORS, store_error
 from agentrl.store.mechanics.retry import OutageLog, retry_while_unavailable
-from agentrl.store.mechanics.run_fence import RunFence
-from agentrl.store.mechanics.transaction import Collection, use_session
-from agentrl.store.mechanics.turns import Turns
 
 Json = dict[str, Any]
 P = ParamSpec("P")
@@ -56,6 +56,38 @@ TRANSACTION: Final[Mapping[str, Any]] = {
 """The options of every transaction."""
 
 
+_has_turn: ContextVar[bool] = ContextVar("agentrl_store_has_turn", default=False)
+
+
+class Turns:
+    """Lets at most ``limit`` operations run at a time; others wait in the order in which they came.
+
+    The driver counts the wait for a free connection as time of an operation. Without a bound, a thousand
+    calls at once therefore time out although the server answers all of them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._free = asyncio.Semaphore(limit)
+
+    async def take(self, operation: Callable[[], Awaitable[R]]) -> R:
+        """Return what ``operation`` returns, in its turn. Operations inside it belong to the same turn."""
+        if _has_turn.get():
+            return await operation()
+        async with self._free:
+            token = _has_turn.set(True)
+            try:
+                return await operation()
+            finally:
+                _has_turn.reset(token)
+
+
+def context_with_turn() -> Context:
+    """Return an empty context for a task that works for operations which have their turns: it never waits."""
+    context = Context()
+    context.run(_has_turn.set, True)
+    return context
+
+
 class Connection:
     """A client whose operations each take at most ``timeout`` seconds.
 
@@ -69,7 +101,7 @@ class Connection:
         self.outage = OutageLog()
         self.opened_at = time.monotonic()
         self.fence: RunFence | None = None
-        """Checked before each call of a process that works on an existing run."""
+        """Checked before each write of a process that works on an existing run."""
         self._turns = Turns(_TURNS)
         self.host = _host(uri)
         self._folder = folder
@@ -95,9 +127,12 @@ class Connection:
         other.database, other.fence = self.client[database], None
         return other
 
-    def collection(self, name: str) -> AsyncCollection[Json]:
-        """Return a collection of this run, whose calls belong to the transaction around them."""
-        return Collection(self.database, name)
+    def collection(self, name: str, **options: Any) -> AsyncCollection[Json]:
+        """Return a collection of this run, whose calls belong to the transaction around them.
+
+        The options are the driver's: ``read_concern``, ``write_concern`` and others.
+        """
+        return Collection(self.database, name, self.fence, **options)
 
     async def databases(self) -> list[str]:
         """Return the databases that this user may see, by name, without the server's own."""
@@ -166,11 +201,7 @@ class Connection:
                 return StoreError(f"{doing}: no document can hold this: {text}")
             raise error
 
-        return await retry_while_unavailable(
-            lambda: self._turns.take(operation, None if self.fence is None else self.fence.check),
-            to_store_error,
-            self.outage,
-        )
+        return await retry_while_unavailable(lambda: self._turns.take(operation), to_store_error, self.outage)
 
     async def close(self) -> None:
         """Close the client."""

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+from agentrl.store.mechanics.connection import context_with_turn
 from agentrl.store.mechanics.driver_errors import is_outage
-from agentrl.store.mechanics.turns import context_with_turn
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -62,7 +62,7 @@ def oldest_step(*versions: str) -> list[Json]:
 
 
 def excerpt(name: str, characters: int, otherwise: Any = None) -> Json:
-    """Return the expression of the beginning of a text field; ``otherwise`` if it is none."""
+    """Return the expression of the beginning of a text field; ``otherwise`` if it is not text."""
     is_text = {"$eq": [{"$type": f"${name}"}, "string"]}
     return {"$cond": [is_text, {"$substrCP": [f"${name}", 0, characters]}, otherwise]}
 

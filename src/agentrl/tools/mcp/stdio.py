@@ -137,7 +137,7 @@ class StdioProcess:
                     await received.send(message)
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError):
                     return
-            self._problem = f"it wrote {garbage} lines to stdout that are no MCP messages"
+            self._problem = f"it wrote {garbage} lines to stdout that are not MCP messages"
 
     async def _write(
         self,

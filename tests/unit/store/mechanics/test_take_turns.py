@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agentrl.store.mechanics.turns import Turns, context_with_turn
+from agentrl.store.mechanics.connection import Turns, context_with_turn
 
 
 async def test_operations_wait_for_their_turn_and_nested_ones_do_not() -> None:
@@ -27,17 +27,3 @@ async def test_operations_wait_for_their_turn_and_nested_ones_do_not() -> None:
     async with asyncio.timeout(5):
         results = await asyncio.gather(*(turns.take(operation) for _ in range(20)))
     assert (results, most) == ([2] * 20, 2)
-
-
-async def test_a_check_comes_before_the_operation_and_only_once_a_turn() -> None:
-    turns, seen = Turns(1), []
-
-    async def note(what: str) -> None:
-        seen.append(what)
-
-    async def outer() -> None:
-        await note("outer")
-        await turns.take(lambda: note("inner"), lambda: note("check"))
-
-    await turns.take(outer, lambda: note("check"))
-    assert seen == ["check", "outer", "inner"]
